@@ -1,0 +1,37 @@
+# The commands to remember: make demo | test | check | bench | fmt.  Each sets up what it needs in .venv, once.
+PYTHON ?= python3.11
+PY := .venv/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check bench fmt clean
+demo: .venv/.ready
+	$(PY) -m gradwire demo
+
+test: .venv/.ready
+	$(PY) -m pytest
+
+check: .venv/.ready
+	$(PY) -m ruff check src tests benchmarks setup.py
+	$(PY) -m ruff format --check src tests benchmarks setup.py
+	$(PY) -m mypy
+
+bench: .venv/.ready
+	$(PY) -m benchmarks
+
+fmt: .venv/.ready
+	$(PY) -m ruff check --fix src tests benchmarks setup.py
+	$(PY) -m ruff format src tests benchmarks setup.py
+
+# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet -r constraints.txt
+	$(PY) -m pip install --quiet "setuptools>=77" wheel
+	touch $@
+
+.venv/.ready: .venv/.torch pyproject.toml setup.py $(wildcard csrc/*)
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[bench,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build runs src/gradwire.egg-info src/gradwire/kernels/*.so

@@ -1,0 +1,62 @@
+// Conversions between float32, bfloat16 and float16 as integer arithmetic, so that every SIMD level rounds alike.
+// Included inside the level's own namespace: nothing here may have linkage shared between levels.
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+#define GW_INLINE static inline __attribute__((always_inline))
+
+// Ends the compiler's knowledge of what a buffer holds. Without it gcc takes vectors of bytes apart element by element
+// when they are read back in another width.
+#define GW_SETTLE(buffer) asm volatile("" : : "r"(buffer) : "memory")
+
+GW_INLINE u32 bits_of(float x) { u32 b; __builtin_memcpy(&b, &x, 4); return b; }
+GW_INLINE float float_of(u32 b) { float x; __builtin_memcpy(&x, &b, 4); return x; }
+
+constexpr u32 kInfBits = 0x7f800000u;
+
+struct bf16 { u16 raw; };
+struct f16 { u16 raw; };
+
+GW_INLINE float to_float(float x) { return x; }
+GW_INLINE float to_float(bf16 x) { return float_of(u32(x.raw) << 16); }
+GW_INLINE float to_float(f16 x) {
+  const u32 magnitude = x.raw & 0x7fffu, sign = u32(x.raw & 0x8000u) << 16;
+  // exponent moved from bias 15 to 127 by a multiplication, which is exact and makes subnormals normal
+  const u32 finite = bits_of(float_of(magnitude << 13) * float_of(u32(254 - 15) << 23));
+  const u32 special = (magnitude << 13) | kInfBits;
+  return float_of((magnitude >= 0x7c00u ? special : finite) | sign);
+}
+
+GW_INLINE void from_float(float x, float& out) { out = x; }
+GW_INLINE void from_float(float x, bf16& out) {  // nearest, ties to even; NaN stays NaN
+  const u32 b = bits_of(x);
+  const u32 rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+  out.raw = u16((b & 0x7fffffffu) > kInfBits ? 0x7fc0u : rounded);
+}
+GW_INLINE void from_float(float x, f16& out) {  // nearest, ties to even; overflow is Inf, NaN stays NaN
+  const u32 b = bits_of(x), magnitude = b & 0x7fffffffu, sign = (b >> 16) & 0x8000u;
+  // subnormal results: adding 0.5 aligns the mantissa so that the addition itself rounds
+  const u32 subnormal = bits_of(float_of(magnitude < 0x38800000u ? magnitude : 0u) + 0.5f) - 0x3f000000u;
+  const u32 normal = (magnitude - (u32(127 - 15) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const u32 finite = magnitude < 0x38800000u ? subnormal : normal;
+  const u32 large = magnitude > kInfBits ? 0x7e00u : 0x7c00u;
+  out.raw = u16((magnitude >= 0x477ff000u ? large : finite) | sign);
+}
+
+// Scales travel as bfloat16, rounded away from what they bound so that they still bound it.
+GW_INLINE u16 bf16_up(float x) {  // smallest bfloat16 >= x >= 0, at most the largest finite one
+  const u32 rounded = (bits_of(x) + 0xffffu) >> 16;
+  return u16(rounded < 0x7f7fu ? rounded : 0x7f7fu);
+}
+GW_INLINE u16 bf16_towards(float x, bool up) {  // for a signed bound
+  const u32 b = bits_of(x), magnitude = b & 0x7fffffffu;
+  const bool negative = b >> 31;
+  const u32 away = bf16_up(float_of(magnitude)), towards_zero = magnitude >> 16;
+  return u16((negative != up ? away : towards_zero) | (negative ? 0x8000u : 0u));
+}
+GW_INLINE float bf16_value(u16 raw) { return float_of(u32(raw) << 16); }

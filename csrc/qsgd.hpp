@@ -1,0 +1,216 @@
+// QSGD, block by block: load, bound, quantise, pack. Included inside a level's namespace.
+// The meaning is src/gradwire/kernels/reference.py; this file only has to give the same bytes.
+
+// Below this a block's range counts as zero: the reciprocal would overflow.
+constexpr float kTiny = 0x1p-120f;
+
+// How a block's values map to codes. Codes are found in fixed point with 16 fractional bits:
+//   code = (int((x - base) * inverse + origin) + u) >> 16, u uniform in 0..65535 (or 32768 to round to nearest)
+//   value = base + (code - zero) * step
+// `inverse` is 2^-22 short of the exact quotient, so that no rounding error can lift a code over the largest one.
+struct Grid {
+  bool finite;
+  float inverse, origin, base, step;
+  i32 zero;
+};
+
+constexpr float kShort = 1.0f - 0x1p-22f;
+
+GW_INLINE Grid make_grid(Scale kind, int bits, bool finite, const u16* scale) {
+  Grid g;
+  if (kind == Scale::minmax) {
+    const float low = bf16_value(scale[0]), range = bf16_value(scale[1]) - low, top = float((1 << bits) - 1);
+    g = {finite, range >= kTiny ? top * (0x1p16f * kShort) / range : 0.0f, 0.0f, low, range / top, 0};
+  } else {
+    const i32 levels = (1 << (bits - 1)) - 1;
+    const float bound = bf16_value(scale[0]);
+    g = {finite, bound >= kTiny ? float(levels) * (0x1p16f * kShort) / bound : 0.0f, float(levels) * 0x1p16f, 0.0f,
+         bound / float(levels), levels};
+  }
+  return g;
+}
+
+// The scale of n values. A block that holds a NaN or an Inf gets
+// a NaN scale: it decodes to NaN throughout, so nothing non-finite ever becomes a finite number.
+GW_INLINE bool find_scale(Scale kind, const float* __restrict v, i64 n, u16* scale) {
+  i32 largest = 0;
+  for (i64 i = 0; i < n; ++i) {
+    const i32 magnitude = i32(bits_of(v[i]) & 0x7fffffffu);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const bool finite = u32(largest) < kInfBits;
+  if (!finite) {
+    scale[0] = 0x7fc0u;
+    if (kind == Scale::minmax) scale[1] = 0x7fc0u;
+    return false;
+  }
+  if (kind == Scale::max) {
+    const float bound = float_of(u32(largest));
+    scale[0] = bound >= kTiny ? bf16_up(bound) : u16(0);
+  } else if (kind == Scale::l2) {
+    double lane[16] = {};
+    for (i64 i = 0; i < n / 16 * 16; i += 16)
+      for (int j = 0; j < 16; ++j) lane[j] += double(v[i + j]) * double(v[i + j]);
+    for (i64 i = n / 16 * 16; i < n; ++i) lane[i % 16] += double(v[i]) * double(v[i]);
+    for (int width = 8; width > 0; width /= 2)
+      for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
+    const double norm = __builtin_sqrt(lane[0]);
+    const float bound = norm < 0x1.fep127 ? float(norm) : 0x1.fep127f;
+    scale[0] = bound >= kTiny ? bf16_up(bound) : u16(0);
+  } else {
+    // the order of floats as integers: flip the magnitude bits of negatives
+    i32 low = 0x7fffffff, high = -0x7fffffff - 1;
+    for (i64 i = 0; i < n; ++i) {
+      const i32 b = i32(bits_of(v[i]));
+      const i32 ordered = b ^ ((b >> 31) & 0x7fffffff);
+      low = ordered < low ? ordered : low;
+      high = ordered > high ? ordered : high;
+    }
+    scale[0] = bf16_towards(float_of(u32(low ^ ((low >> 31) & 0x7fffffff))), false);
+    scale[1] = bf16_towards(float_of(u32(high ^ ((high >> 31) & 0x7fffffff))), true);
+  }
+  return true;
+}
+
+GW_INLINE float code_value(i32 code, bool shifted, const Grid& g) {
+  const float x = float(code - g.zero) * g.step;
+  return shifted ? x + g.base : x;
+}
+
+// 2 * half values to codes. With Nibbles, two codes to a byte (the 4-bit plane of planes.hpp); else one. With `left`,
+// what the codes lost.
+template <bool Nibbles, bool Residual>
+GW_INLINE void quantise(const float* __restrict v, i64 half, bool stochastic, bool shifted, const Grid& g, u64 key,
+                        u32 counter, u8* __restrict out, float* __restrict left) {
+  const u32 key_low = u32(key), key_high = u32(key >> 32);
+  const u32 mask = stochastic ? 0xffffu : 0u, rest = stochastic ? 0u : 0x8000u;
+  for (i64 j = 0; j < half; ++j) {
+    const u32 word = random_word(counter + u32(j), key_low, key_high);
+    const float x = v[j], y = v[j + half];
+    const i32 first = (i32((shifted ? x - g.base : x) * g.inverse + g.origin) + i32((word & mask) | rest)) >> 16;
+    const i32 second = (i32((shifted ? y - g.base : y) * g.inverse + g.origin) + i32(((word >> 16) & mask) | rest)) >> 16;
+    if (Nibbles) {
+      out[j] = u8(first | (second << 4));
+    } else {
+      out[j] = u8(first);
+      out[j + half] = u8(second);
+    }
+    if (Residual) {
+      left[j] = x - code_value(first, shifted, g);
+      left[j + half] = y - code_value(second, shifted, g);
+    }
+  }
+}
+
+// A block of n values (v is padded with zeros to a multiple of 8); returns the bytes written. A block that could not be
+// sent keeps the residual it had: one bad step must not poison the next.
+template <bool Residual>
+static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, bool shifted, int bits, u64 key,
+                        u32 counter, u8* out, float* left) {
+  alignas(64) u8 codes[kMaxBlock];
+  alignas(64) float lost[Residual ? kMaxBlock : 1];
+  const i64 packed = (n + 7) / 8 * 8;
+  if (!g.finite) {
+    __builtin_memset(out, 0, size_t(packed / 8 * bits));
+    return packed / 8 * bits;
+  }
+  quantise<false, Residual>(v, packed / 2, stochastic, shifted, g, key, counter, codes, lost);
+  for (i64 i = n; i < packed; ++i) codes[i] = 0;
+  GW_SETTLE(codes);
+  pack(codes, packed, bits, out);
+  if (Residual) __builtin_memcpy(left, lost, size_t(n) * sizeof(float));
+  return packed / 8 * bits;
+}
+
+// Blocks are taken in batches: first the scales of all, then the codes of all. A block's scale is a long chain of
+// dependent instructions (a reduction, a division); side by side they hide each other's latency.
+constexpr i64 kBatch = 2048;  // elements, or one block if that is larger
+
+template <class T, bool Residual>
+static void encode_segments(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
+                            const Quantiser& q, u8* payload) {
+  alignas(64) float staged[kMaxBlock];
+  Grid grids[kBatch / 32];
+  constexpr bool direct = __is_same(T, float) && !Residual;  // the source can be read as it is
+  const bool stochastic = q.rounding == Rounding::stochastic, shifted = q.scale == Scale::minmax;
+  const i64 batch = q.block < kBatch ? kBatch / q.block * q.block : q.block;
+  u8* scales = payload;
+  u8* const first_code = payload + payload_size(segments, count, q).scales;
+  u8* out = first_code;
+  for (i64 s = 0; s < count; ++s) {
+    const Segment& seg = segments[s];
+    const u64 key = stream_key(stream, seg.key);
+    const int bits = int(seg.bits);
+    const bool usual = q.block == 128 && bits == 4 && q.scale == Scale::max && stochastic;
+    for (i64 start = 0; start < seg.numel; start += batch) {
+      const i64 size = seg.numel - start < batch ? seg.numel - start : batch;
+      const T* __restrict from = src + seg.offset + start;
+      float* left = Residual ? residual + seg.offset + start : nullptr;
+      const bool in_place = direct && size % 8 == 0;
+      const float* v = in_place ? reinterpret_cast<const float*>(from) : staged;
+      if (!in_place) {
+        for (i64 i = 0; i < size; ++i) staged[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+        for (i64 i = size; i < (size + 7) / 8 * 8; ++i) staged[i] = 0.0f;
+      }
+      i64 block = 0;
+      for (i64 at = 0; at < size; at += q.block, ++block) {
+        const i64 n = size - at < q.block ? size - at : q.block;
+        u16 scale[2];
+        bool finite;
+        if (usual && n == 128) finite = find_scale(Scale::max, v + at, 128, scale);
+        else finite = find_scale(q.scale, v + at, n, scale);
+        __builtin_memcpy(scales, scale, shifted ? 4 : 2);
+        scales += shifted ? 4 : 2;
+        grids[block] = make_grid(q.scale, bits, finite, scale);
+      }
+      block = 0;
+      for (i64 at = 0; at < size; at += q.block, ++block) {
+        const i64 n = size - at < q.block ? size - at : q.block;
+        const u32 counter = u32((seg.first + start + at) / 2);
+        const Grid& g = grids[block];
+        if (usual && n == 128 && g.finite) {
+          quantise<true, Residual>(v + at, 64, true, false, g, key, counter, out, left + at);
+          out += 64;
+        } else {
+          out += encode_block<Residual>(v + at, n, g, stochastic, shifted, bits, key, counter, out, left + at);
+        }
+      }
+    }
+  }
+  while (scales < first_code) *scales++ = 0;
+}
+
+// One block of n values, N of them when N is known to the compiler. Returns the code bytes read.
+template <class T, bool Add, int N>
+GW_INLINE i64 decode_block(const u8* scales, const u8* in, T* __restrict to, i64 count, Scale kind, int bits) {
+  alignas(64) u8 codes[N ? N : kMaxBlock];
+  const i64 n = N ? N : count, packed = N ? N : (n + 7) / 8 * 8;
+  const bool shifted = kind == Scale::minmax;
+  u16 scale[2];
+  __builtin_memcpy(scale, scales, shifted ? 4 : 2);
+  const Grid g = make_grid(kind, bits, true, scale);
+  unpack(in, packed, bits, codes);
+  GW_SETTLE(codes);
+  for (i64 i = 0; i < n; ++i) {
+    const float value = code_value(codes[i], shifted, g);
+    from_float(Add ? to_float(to[i]) + value : value, to[i]);
+  }
+  return packed / 8 * bits;
+}
+
+template <class T, bool Add>
+static void decode_segments(const u8* payload, T* dst, const Segment* segments, i64 count, const Quantiser& q) {
+  const i64 scale_bytes = q.scale == Scale::minmax ? 4 : 2;
+  const u8* scales = payload;
+  const u8* in = payload + payload_size(segments, count, q).scales;
+  for (i64 s = 0; s < count; ++s) {
+    const Segment& seg = segments[s];
+    const int bits = int(seg.bits);
+    for (i64 at = 0; at < seg.numel; at += q.block, scales += scale_bytes) {
+      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
+      T* to = dst + seg.offset + at;
+      if (n == 128 && bits == 4 && q.scale == Scale::max) in += decode_block<T, Add, 128>(scales, in, to, n, Scale::max, 4);
+      else in += decode_block<T, Add, 0>(scales, in, to, n, q.scale, bits);
+    }
+  }
+}

@@ -1,0 +1,1 @@
+"""Jobs, methods and the matrix runner behind `gradwire bench` and `gradwire demo`."""

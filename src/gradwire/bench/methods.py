@@ -1,0 +1,222 @@
+"""The ways of sharing gradients that the bench puts beside each other.
+
+floor           no communication at all: what the step costs when the network is free
+ddp             DistributedDataParallel as torch ships it
+ddp-2mb         the same with buckets of 2 MB, so that backward and exchange overlap
+ddp-fp16        torch's fp16_compress_hook
+ddp-powersgd    torch's PowerSGD hook at rank 4, in one bucket
+gradwire:SPEC   gradwire with any policy, for example gradwire:qsgd4
+
+Each has its own model and optimizer from the same seed, and its own process group, so that all of them can live in
+one process and take turns.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.jobs import Batch, Job
+from gradwire.bench.names import GRADWIRE_PREFIX, SHORT_SPEC, check_method
+from gradwire.errors import StepStateError
+
+__all__ = ["Method", "build"]
+
+POWERSGD_RANK = 4
+POWERSGD_START = 2
+"""The first step PowerSGD may compress: one step after DDP has rebuilt its buckets. The hook asks for 2 or more."""
+CODEC_REPEATS = 10
+
+
+class Method(ABC):
+    """A model in training with one way of sharing gradients."""
+
+    model: nn.Module
+    """What the loss is computed with: the job's model, or DDP's wrapper around it."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
+        self.job = job
+        self.process_group = process_group
+        self.world_size = process_group.size() if process_group is not None else 1
+        self.bare_model = job.make_model(seed)
+        self.optimizer = job.make_optimizer(self.bare_model)
+        self.model = self.bare_model
+
+    def step(self, batch: Batch) -> float:
+        """One training step: forward, backward with the exchange, optimizer step. Returns this rank's loss."""
+        loss = self.job.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @property
+    @abstractmethod
+    def bytes_planned(self) -> int | None:
+        """Bytes of gradients this rank means to send in a step, or None where nobody can say."""
+
+    def codec_seconds(self) -> float | None:
+        """CPU seconds a step spends in encoding and decoding, measured alone, or None where it cannot be."""
+        return None
+
+    def settle(self) -> None:
+        """Wait for whatever the last step left in flight. Called when another method takes its turn."""
+
+    def check(self) -> None:
+        """Raise `StepStateError` if the method did not run as its name says."""
+
+    def close(self) -> None:
+        """Give back what the method holds."""
+
+
+class Floor(Method):
+    """Every rank trains its own model on its own share; nothing is sent."""
+
+    @property
+    def bytes_planned(self) -> int:
+        return 0
+
+    def codec_seconds(self) -> float:
+        return 0.0
+
+
+class DDP(Method):
+    """DistributedDataParallel, with a bucket size or torch's default."""
+
+    def __init__(
+        self, job: Job, seed: int, process_group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
+    ) -> None:
+        super().__init__(job, seed, process_group)
+        self.wrapper = DistributedDataParallel(
+            self.bare_model, process_group=process_group, bucket_cap_mb=bucket_cap_mb
+        )
+        self.model = self.wrapper
+
+    @property
+    def bytes_planned(self) -> int:
+        return allreduce_bytes(gradient_bytes(self.bare_model), self.world_size)
+
+    def codec_seconds(self) -> float | None:
+        return 0.0
+
+
+class DDPFloat16(DDP):
+    """DDP that casts gradients to float16 for the exchange."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(job, seed, process_group)
+        self.wrapper.register_comm_hook(process_group, default_hooks.fp16_compress_hook)
+
+    @property
+    def bytes_planned(self) -> int:
+        halves = sum(2 * parameter.numel() for parameter in self.bare_model.parameters())
+        return allreduce_bytes(halves, self.world_size)
+
+    def codec_seconds(self) -> None:
+        return None
+
+
+class DDPPowerSGD(DDP):
+    """DDP with torch's PowerSGD hook. One bucket holds the model: on gloo the hook races with two or more."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(job, seed, process_group, bucket_cap_mb=2 * gradient_bytes(job.make_model(seed)) / 2**20)
+        self.state = powerSGD_hook.PowerSGDState(
+            process_group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
+        )
+        self.wrapper.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+
+    @property
+    def bytes_planned(self) -> int:
+        numel = 0
+        for parameter in self.bare_model.parameters():
+            rows = parameter.shape[0]
+            columns = parameter.numel() // rows
+            low_rank = (rows + columns) * min(rows, columns, POWERSGD_RANK)
+            compressed = low_rank * self.state.min_compression_rate < parameter.numel()
+            numel += low_rank if compressed else parameter.numel()
+        return allreduce_bytes(4 * numel, self.world_size)
+
+    def codec_seconds(self) -> None:
+        return None
+
+    def check(self) -> None:
+        buckets = len(self.state.error_dict)
+        if buckets > 1:
+            raise StepStateError(
+                f"PowerSGD ran with {buckets} buckets, where torch's hook is racy on gloo: its numbers would be "
+                "meaningless. This version of torch lays out DDP's buckets otherwise than the bench expects."
+            )
+
+
+class Gradwire(Method):
+    """gradwire, in place."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, policy: str) -> None:
+        super().__init__(job, seed, process_group)
+        import gradwire as gw
+
+        self.handle: Any = gw.parallelize(self.bare_model, self.optimizer, plan=parse_policy(policy))
+
+    @property
+    def bytes_planned(self) -> int:
+        return int(self.handle.stats().wire_bytes)
+
+    def codec_seconds(self) -> float:
+        return float(self.handle.time_codec(CODEC_REPEATS))
+
+    def settle(self) -> None:
+        self.handle.flush()
+
+    def close(self) -> None:
+        self.handle.detach()
+
+
+def parse_policy(text: str) -> Any:
+    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, or a plan file's path."""
+    import gradwire as gw
+
+    check_method(GRADWIRE_PREFIX + text)
+    short = SHORT_SPEC.fullmatch(text)
+    if short is None:
+        return gw.Uniform(gw.spec_from_json(text)) if text.startswith("{") else text
+    if short["bits"] is None:
+        return gw.Uniform(gw.Identity() if text == "identity" else gw.Cast("float16"))
+    quantiser = gw.QSGD(bits=int(short["bits"]))
+    return gw.Uniform(gw.ErrorFeedback(quantiser) if short["feedback"] else quantiser)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of all gradients of the model in their own dtype."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def allreduce_bytes(size: int, world_size: int) -> int:
+    """Bytes one rank sends in an all-reduce of `size` bytes: a reduce-scatter and an all-gather, each (n-1)/n of it."""
+    return 2 * size * (world_size - 1) // world_size
+
+
+_BUILDERS: dict[str, Callable[[Job, int, dist.ProcessGroup | None], Method]] = {
+    "floor": Floor,
+    "ddp": DDP,
+    "ddp-2mb": lambda job, seed, group: DDP(job, seed, group, bucket_cap_mb=2),
+    "ddp-fp16": DDPFloat16,
+    "ddp-powersgd": DDPPowerSGD,
+}
+
+
+def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> Method:
+    """The method of this name, ready for its first step. Collective: every rank builds the same methods in one order.
+
+    Raises `FormatError` for a name that is no method.
+    """
+    check_method(name)
+    if name in _BUILDERS:
+        return _BUILDERS[name](job, seed, process_group)
+    return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

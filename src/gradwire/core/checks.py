@@ -1,0 +1,158 @@
+"""Checks of single values, in the words every format uses.
+
+Each check raises an error whose message begins with the field's name, so that the reader of a document
+(`gradwire.core.strict`) can put the path of the enclosing object before it.
+"""
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from gradwire.errors import FormatError, GradwireError
+
+__all__ = [
+    "DTYPE_BYTES",
+    "changed",
+    "each",
+    "freeze",
+    "freeze_pairs",
+    "join",
+    "near",
+    "number",
+    "show",
+    "text",
+    "under",
+    "unique",
+    "whole",
+    "word",
+]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one element, for each dtype a gradient may have."""
+
+_LARGEST = sys.float_info.max
+
+
+def show(value: object) -> str:
+    """The value as code, cut to one short line."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def near(wrong: object, known: Collection[str]) -> str:
+    """` (did you mean 'x'?)` if a known name is close to the wrong one, else nothing."""
+    close = get_close_matches(str(wrong), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def number(
+    field: str, value: object, what: str, *, positive: bool = False, error: type[GradwireError] = FormatError
+) -> None:
+    """Refuse everything but a finite number of at least 0, or above 0 if `positive`."""
+    bound = "above 0" if positive else "at least 0"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise error(f"{field} is {show(value)}, a {type(value).__name__}: it must be {what}, a number {bound}.")
+    if not 0 <= value <= _LARGEST or (positive and value == 0):  # false for NaN too
+        raise error(f"{field} is {show(value)}: it must be {what}, finite and {bound}. Measure or write it again.")
+
+
+def whole(
+    field: str,
+    value: object,
+    what: str,
+    *,
+    low: int = 0,
+    high: int | None = None,
+    error: type[GradwireError] = FormatError,
+) -> None:
+    """Refuse everything but a whole number from `low` to `high`, both included."""
+    bound = f"at least {low}" if high is None else f"from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{field} is {show(value)}, a {type(value).__name__}: it must be {what}, a whole number {bound}.")
+    if value < low or (high is not None and value > high):
+        raise error(f"{field} is {value}: it must be {what}, a whole number {bound}.")
+
+
+def text(field: str, value: object, what: str, *, error: type[GradwireError] = FormatError) -> None:
+    """Refuse everything but a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise error(f"{field} is {show(value)}: it must be {what}, a string that is not empty.")
+
+
+def word(field: str, value: object, words: Collection[str], *, error: type[GradwireError] = FormatError) -> None:
+    """Refuse everything but one of the words."""
+    if not isinstance(value, str) or value not in words:
+        raise error(f"{field} is {show(value)}: it must be one of {', '.join(words)}{near(value, words)}.")
+
+
+def unique(field: str, names: Collection[str], part: str, *, error: type[GradwireError] = FormatError) -> None:
+    """Refuse a name that stands twice; `part` follows the index in the message, as in `tensors[3].name`."""
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            raise error(
+                f"{field}[{index}]{part} is {name!r}, and so is {field}[{first[name]}]{part}: names are what tells "
+                "tensors apart. Give each tensor once."
+            )
+        first[name] = index
+
+
+def freeze(owner: msgspec.Struct, *fields: str) -> None:
+    """Turn list fields into tuples, so that the struct cannot change and can be hashed."""
+    for field in fields:
+        value = getattr(owner, field)
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise FormatError(f"{field} is {show(value)}, a {type(value).__name__}: it must be a list.")
+        msgspec.structs.force_setattr(owner, field, tuple(value))
+
+
+def freeze_pairs(owner: msgspec.Struct, field: str, what: str) -> None:
+    """Turn a list of pairs into a tuple of tuples; `what` says what a pair is."""
+    freeze(owner, field)
+    pairs = []
+    for index, pair in enumerate(getattr(owner, field)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise FormatError(f"{field}[{index}] is {show(pair)}: it must be {what}.")
+        pairs.append(tuple(pair))
+    msgspec.structs.force_setattr(owner, field, tuple(pairs))
+
+
+def each(field: str, values: Iterable[object], kind: type) -> None:
+    """Refuse a list that has anything but instances of `kind`."""
+    for index, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise FormatError(
+                f"{field}[{index}] is {show(value)}, a {type(value).__name__}: it must be a {kind.__name__}."
+            )
+
+
+def changed(owner: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a struct that have no default or differ from it, in order."""
+    values = ((info, getattr(owner, info.name)) for info in msgspec.structs.fields(owner))
+    return {info.name: value for info, value in values if info.required or value != info.default}
+
+
+def join(*parts: str) -> str:
+    """Join parts of a path with dots; `[...]` takes no dot, and what follows a colon a space.
+
+    >>> join("", "buckets[0]", "spec"), join("points", "[3]"), join("tensor 'a':", "dtype")
+    ('buckets[0].spec', 'points[3]', "tensor 'a': dtype")
+    """
+    path = ""
+    for part in parts:
+        dot = "" if not path or not part or part.startswith("[") else " " if path.endswith(":") else "."
+        path += dot + part
+    return path
+
+
+@contextmanager
+def under(path: str) -> Iterator[None]:
+    """Put a path before the field that an error raised inside names."""
+    try:
+        yield
+    except GradwireError as error:
+        raise type(error)(join(path, str(error))) from error

@@ -1,0 +1,60 @@
+"""The cluster: nodes, ranks and the two links (design section 6)."""
+
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.checks import number, show, whole
+from gradwire.core.made import Made
+from gradwire.core.strict import Document
+from gradwire.errors import FormatError
+
+__all__ = ["Cluster", "Link"]
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
+
+    alpha_us: float
+    """Microseconds before the first byte arrives."""
+    gbps: float
+    """Gigabits per second of one node's share; above 0."""
+
+    def __post_init__(self) -> None:
+        number("alpha_us", self.alpha_us, "a latency in microseconds")
+        number("gbps", self.gbps, "a rate in gigabits per second", positive=True)
+
+
+class Cluster(Document, frozen=True, kw_only=True):
+    """Nodes of equal size with an `intra` link inside each and an `inter` link between them.
+
+    >>> cluster = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
+    >>> cluster.world_size
+    8
+    """
+
+    what: ClassVar[str] = "cluster"
+    remedy: ClassVar[str] = "Write it again from the fields in the documentation of formats."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
+
+    version: int = 1
+    nodes: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    made: Made | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        whole("nodes", self.nodes, "a number of nodes", low=1)
+        whole("ranks_per_node", self.ranks_per_node, "the ranks of one node", low=1)
+        for field in ("intra", "inter"):
+            link = getattr(self, field)
+            if not isinstance(link, Link):
+                raise FormatError(f"{field} is {show(link)}: it must be a Link.")
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node

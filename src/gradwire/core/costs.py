@@ -1,0 +1,75 @@
+"""The costs: measured times of encode and decode per spec and device (design section 6)."""
+
+from typing import ClassVar, TypeAlias
+
+import msgspec
+
+from gradwire.core.checks import each, freeze, freeze_pairs, number, show, whole, word
+from gradwire.core.made import Made
+from gradwire.core.specs import SpecField, as_spec
+from gradwire.core.strict import Document
+from gradwire.errors import FormatError
+
+__all__ = ["CodecCosts", "Costs", "Points"]
+
+Points: TypeAlias = tuple[tuple[int, float], ...]
+"""(input bytes, microseconds), bytes strictly increasing: the corners of a piecewise-linear time."""
+
+
+class CodecCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of one spec's codec on one device, against the bytes of the uncompressed input."""
+
+    spec: SpecField
+    device: str
+    """gpu or cpu"""
+    encode: Points
+    decode: Points
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "spec", as_spec("spec", self.spec))
+        word("device", self.device, ("gpu", "cpu"))
+        for field in ("encode", "decode"):
+            freeze_pairs(self, field, "[input bytes, microseconds]")
+            _check_points(field, getattr(self, field))
+
+
+def _check_points(field: str, points: Points) -> None:
+    last = -1
+    for index, (size, time) in enumerate(points):
+        whole(f"{field}[{index}][0]", size, "bytes of uncompressed input")
+        number(f"{field}[{index}][1]", time, "a time in microseconds")
+        if size <= last:
+            raise FormatError(
+                f"{field}[{index}][0] is {size} after {last}: bytes must be strictly increasing, or the time between "
+                "two points has no meaning. Sort the points and keep one for each size."
+            )
+        last = size
+    if last < 0:
+        raise FormatError(f"{field} is []: it needs at least one point. Measure the codec again.")
+
+
+class Costs(Document, frozen=True, kw_only=True):
+    """Codec times, at most one entry for each spec and device."""
+
+    what: ClassVar[str] = "costs"
+    remedy: ClassVar[str] = "Measure the codecs again with `gradwire profile`."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
+
+    version: int = 1
+    codecs: tuple[CodecCosts, ...]
+    made: Made | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        freeze(self, "codecs")
+        each("codecs", self.codecs, CodecCosts)
+        first: dict[object, int] = {}
+        for index, codec in enumerate(self.codecs):
+            key = (codec.spec, codec.device)
+            if key in first:
+                raise FormatError(
+                    f"codecs[{index}] is {codec.spec!r} on {codec.device}, and so is codecs[{first[key]}]: only one "
+                    "could count. Remove one."
+                )
+            first[key] = index

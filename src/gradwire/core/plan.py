@@ -1,0 +1,248 @@
+"""The plan: the one artefact that is executed, simulated, saved and reported (design section 6)."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from gradwire.core import fit
+from gradwire.core.checks import (
+    DTYPE_BYTES,
+    each,
+    freeze,
+    freeze_pairs,
+    near,
+    number,
+    show,
+    text,
+    under,
+    unique,
+    whole,
+    word,
+)
+from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule, as_schedule
+from gradwire.core.specs import Spec, as_spec
+from gradwire.core.strict import Document
+from gradwire.core.tensors import TensorInfo, fingerprint
+from gradwire.errors import FormatError
+
+__all__ = [
+    "CODEC_TASKS",
+    "LINK_TASKS",
+    "Backward",
+    "Bucket",
+    "Delayed",
+    "Pipelined",
+    "Plan",
+    "Prediction",
+    "Schedule",
+    "TensorInfo",
+    "fingerprint",
+]
+
+CODEC_TASKS = ("comp", "decomp")
+"""Tasks of an option that run on a device: gpu or cpu."""
+LINK_TASKS = ("allreduce", "reducescatter", "allgather", "alltoall", "reduce", "broadcast", "gather")
+"""Tasks of an option that run on a link: intra or inter."""
+
+if TYPE_CHECKING:
+    BucketSpec = Spec | Mapping[str, Spec]
+    ScheduleField = Schedule
+else:
+    BucketSpec = ScheduleField = Any  # read by __post_init__: specs through the registry, schedules by kind
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors that are encoded and exchanged as one."""
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("chunk_bytes", "numel")
+
+    tensors: tuple[str, ...]
+    """Names, in gradient-ready order: the order in which they lie in the flat buffer."""
+    spec: BucketSpec
+    """One spec, or one for each tensor by name, all of one family."""
+    reduce_dtype: str = "float32"
+    """dtype in which the sum over ranks is taken. Narrower: fewer bytes and more error where the sum is on the wire."""
+    residual_dtype: str = "float32"
+    """dtype of the residuals of error feedback. Narrower: less memory, more error."""
+    option: tuple[str, ...]
+    """Tasks in order, as `task:where`: comp and decomp on gpu or cpu, the collectives on intra or inter."""
+    chunk_bytes: int = 0
+    """Bytes of raw gradient per chunk of the exchange; 0 is not cut. Smaller: more overlap, more launches."""
+    numel: int = 0
+    """Elements of the bucket, for messages and checks; 0 is not recorded."""
+
+    def __post_init__(self) -> None:
+        freeze(self, "tensors", "option")
+        if not self.tensors:
+            raise FormatError("tensors is []: a bucket has at least one tensor. Leave the bucket out.")
+        for index, name in enumerate(self.tensors):
+            text(f"tensors[{index}]", name, "a tensor's name")
+        msgspec.structs.force_setattr(self, "spec", _as_bucket_spec(self.spec, self.tensors))
+        word("reduce_dtype", self.reduce_dtype, tuple(DTYPE_BYTES))
+        word("residual_dtype", self.residual_dtype, tuple(DTYPE_BYTES))
+        for index, task in enumerate(self.option):
+            _check_task(f"option[{index}]", task)
+        if not self.link_tasks:
+            raise FormatError(f"option is {list(self.option)}: without a link task nothing is exchanged. Add one.")
+        whole("chunk_bytes", self.chunk_bytes, "bytes of raw gradient per chunk, 0 for not cut")
+        whole("numel", self.numel, "the elements of the bucket, 0 for not recorded")
+
+    @property
+    def link_tasks(self) -> tuple[str, ...]:
+        """The words of the option's link tasks, in its order, such as ('alltoall', 'allgather')."""
+        tasks = (task.partition(":")[0] for task in self.option)
+        return tuple(task for task in tasks if task in LINK_TASKS)
+
+    def spec_of(self, tensor: str) -> Spec:
+        """The spec of one of the bucket's tensors."""
+        return self.spec if isinstance(self.spec, Spec) else self.spec[tensor]
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The spec of each tensor, in the order of `tensors`."""
+        return tuple(self.spec_of(tensor) for tensor in self.tensors)
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the planner expects of one step, beside plain all-reduce and a bound that no plan can beat."""
+
+    step_us: float
+    baseline_step_us: float
+    lower_bound_us: float
+    bytes_per_rank: int
+    """Bytes that one rank sends in a step."""
+    extra_bytes_device: int
+    """Memory beyond plain training on the gradients' device: buffers, payloads, residuals."""
+    extra_bytes_host: int
+
+    def __post_init__(self) -> None:
+        for field in ("step_us", "baseline_step_us", "lower_bound_us"):
+            number(field, getattr(self, field), "a time in microseconds")
+        for field in ("bytes_per_rank", "extra_bytes_device", "extra_bytes_host"):
+            whole(field, getattr(self, field), "a number of bytes")
+
+
+class Plan(Document, frozen=True, kw_only=True):
+    """Buckets, the option and spec of each, the launch order and the schedule.
+
+    Raises FormatError (SpecError for a wrong spec) that begins with the path of the wrong field.
+    """
+
+    what: ClassVar[str] = "plan"
+    remedy: ClassVar[str] = "Make it again with `gradwire plan`, or pass plan='auto'."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("prediction",)
+
+    version: int = 1
+    fingerprint: str
+    """Of the model's trainable tensors: `fingerprint(tensors)`."""
+    schedule: ScheduleField = Backward()
+    buckets: tuple[Bucket, ...]
+    launch: tuple[tuple[int, str], ...]
+    """All link tasks of a step as (bucket index, word), in the one order that every rank uses."""
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        text("fingerprint", self.fingerprint, "the fingerprint of the model")
+        msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        freeze(self, "buckets")
+        each("buckets", self.buckets, Bucket)
+        freeze_pairs(self, "launch", "[bucket index, link task]")
+        if self.prediction is not None and not isinstance(self.prediction, Prediction):
+            raise FormatError(f"prediction is {show(self.prediction)}: it must be a Prediction or None.")
+        _check_tensors(self.buckets)
+        _check_launch(self.launch, self.buckets)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors, bucket by bucket."""
+        return tuple(name for bucket in self.buckets for name in bucket.tensors)
+
+    def digest(self) -> str:
+        """64 hex digits, equal for plans that do the same: SHA-256 of the canonical JSON without `prediction`.
+
+        Canonical: keys sorted, no spaces, non-ASCII characters escaped.
+        """
+        data = self.to_dict()
+        data.pop("prediction", None)
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+    def check_against(self, tensors: Sequence[TensorInfo]) -> None:
+        """Raise PlanError unless these are exactly the tensors the plan was made for, in gradient-ready order."""
+        fit.check_fit(self, tensors)
+
+
+def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str, Spec]:
+    if not isinstance(value, Mapping) or isinstance(value.get("id"), str):
+        return as_spec("spec", value)
+    with under("spec"):
+        specs = {str(name): as_spec(f"[{name!r}]", spec) for name, spec in value.items()}
+    for name in tensors:
+        if name not in specs:
+            raise FormatError(
+                f"spec has no entry for tensor {name!r} of this bucket. A map names every tensor: add it."
+            )
+    for name, spec in specs.items():
+        if name not in tensors:
+            raise FormatError(f"spec[{name!r}] is {spec!r}, but this bucket has no such tensor{near(name, tensors)}.")
+    first = specs[tensors[0]]
+    for name in tensors[1:]:
+        if specs[name].family != first.family:
+            raise FormatError(
+                f"spec[{name!r}] is {specs[name]!r} and spec[{tensors[0]!r}] is {first!r}: two families cannot share "
+                "one exchange. Put the tensors in buckets of their own."
+            )
+    return {name: specs[name] for name in tensors}
+
+
+def _check_task(field: str, task: object) -> None:
+    what, colon, where = task.partition(":") if isinstance(task, str) else ("", "", "")
+    if what in CODEC_TASKS and colon:
+        places: tuple[str, ...] = ("gpu", "cpu")
+    elif what in LINK_TASKS and colon:
+        places = ("intra", "inter")
+    else:
+        raise FormatError(
+            f"{field} is {show(task)}: it must be task:where, the task one of {', '.join(CODEC_TASKS + LINK_TASKS)}"
+            f"{near(what, CODEC_TASKS + LINK_TASKS)}."
+        )
+    if where not in places:
+        raise FormatError(f"{field} is {task!r}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say.")
+
+
+def _check_tensors(buckets: tuple[Bucket, ...]) -> None:
+    if not buckets:
+        raise FormatError("buckets is []: a plan has at least one bucket.")
+    owner: dict[str, int] = {}
+    for index, bucket in enumerate(buckets):
+        unique(f"buckets[{index}].tensors", bucket.tensors, "")
+        for name in bucket.tensors:
+            if name in owner:
+                raise FormatError(
+                    f"buckets[{index}].tensors has {name!r}, and so has buckets[{owner[name]}]: a gradient is "
+                    "synchronised once. Remove one."
+                )
+            owner[name] = index
+
+
+def _check_launch(launch: tuple[tuple[int, str], ...], buckets: tuple[Bucket, ...]) -> None:
+    done = [0] * len(buckets)
+    for position, (index, task) in enumerate(launch):
+        field = f"launch[{position}]"
+        whole(f"{field}[0]", index, "a bucket's index", low=0, high=len(buckets) - 1)
+        expected = buckets[index].link_tasks
+        if done[index] == len(expected) or task != expected[done[index]]:
+            due = expected[done[index]] if done[index] < len(expected) else "nothing more"
+            raise FormatError(
+                f"{field} is {[index, task]}, where {due} of bucket {index} is due: each link task of its option "
+                f"{list(buckets[index].option)} is launched once, in the option's order."
+            )
+        done[index] += 1
+    for index, bucket in enumerate(buckets):
+        if done[index] < len(bucket.link_tasks):
+            missing = [index, bucket.link_tasks[done[index]]]
+            raise FormatError(f"launch has no {missing}: every link task is launched once. Add it.")

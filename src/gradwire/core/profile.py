@@ -1,0 +1,87 @@
+"""The profile: measured times of a model's backward and forward, tensor by tensor (design section 6)."""
+
+import math
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, show, text, unique, whole, word
+from gradwire.core.made import Made
+from gradwire.core.strict import Document
+from gradwire.core.tensors import TensorInfo
+from gradwire.errors import FormatError
+
+__all__ = ["Made", "Profile", "TensorProfile"]
+
+
+class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a profile."""
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us",)
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    backward_us: float
+    """Microseconds from the previous gradient-ready event to this one."""
+    forward_us: float | None = None
+    """Microseconds of the forward that uses it; without it the pipelined schedule cannot be planned."""
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "a parameter's name")
+        freeze(self, "shape")
+        for index, extent in enumerate(self.shape):
+            whole(f"shape[{index}]", extent, "an extent")
+        word("dtype", self.dtype, tuple(DTYPE_BYTES))
+        number("backward_us", self.backward_us, "a time in microseconds")
+        if self.forward_us is not None:
+            number("forward_us", self.forward_us, "a time in microseconds")
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient, uncompressed."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class Profile(Document, frozen=True, kw_only=True):
+    """Times of a model on one device at one batch size, tensors in gradient-ready order, first ready first.
+
+    >>> tensor = TensorProfile(name="fc.bias", shape=(10,), dtype="float32", backward_us=3.5)
+    >>> profile = Profile(model="mlp", batch=32, device="V100", tensors=(tensor,))
+    >>> Profile.from_json(profile.to_json()) == profile
+    True
+    """
+
+    what: ClassVar[str] = "profile"
+    remedy: ClassVar[str] = "Make it again with `gradwire profile`."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
+
+    version: int = 1
+    model: str
+    batch: int
+    """Samples per rank and step."""
+    device: str
+    """What computed, such as V100."""
+    made: Made | None = None
+    tensors: tuple[TensorProfile, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        text("model", self.model, "the model's name")
+        text("device", self.device, "the name of what computed")
+        whole("batch", self.batch, "samples per rank and step", low=1)
+        freeze(self, "tensors")
+        each("tensors", self.tensors, TensorProfile)
+        if not self.tensors:
+            raise FormatError(f"tensors is []: a profile has at least one tensor. {self.remedy}")
+        unique("tensors", [tensor.name for tensor in self.tensors], ".name")
+
+    def tensor_infos(self, device: str) -> tuple[TensorInfo, ...]:
+        """The tensors as a planner takes them, all on `device` (cpu or gpu), in gradient-ready order."""
+        return tuple(TensorInfo(t.name, t.shape, t.dtype, device) for t in self.tensors)

@@ -1,0 +1,63 @@
+"""What a plan needs to know of one trainable tensor, and the fingerprint of a model."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from gradwire.core.checks import DTYPE_BYTES, freeze, text, under, whole, word
+from gradwire.errors import PlanError
+
+__all__ = ["TensorInfo", "fingerprint"]
+
+
+class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One trainable tensor. Raises PlanError for a dtype or device that gradwire does not synchronise.
+
+    >>> TensorInfo("fc.weight", (10, 4), "float32").nbytes
+    160
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """float32, float64, float16 or bfloat16: torch's word without `torch.`"""
+    device: str = "cpu"
+    """cpu or gpu"""
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "a parameter's name", error=PlanError)
+        with under(f"tensor {self.name!r}:"):
+            freeze(self, "shape")
+            for index, extent in enumerate(self.shape):
+                whole(f"shape[{index}]", extent, "an extent", error=PlanError)
+            word("dtype", self.dtype, tuple(DTYPE_BYTES), error=PlanError)
+            word("device", self.device, ("cpu", "gpu"), error=PlanError)
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient, uncompressed."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def fingerprint(tensors: Sequence[TensorInfo]) -> str:
+    """64 hex digits that tell whether a plan was made for these tensors in this order; the device is left out.
+
+    Hashed with SHA-256 is the concatenation, in order, of one line per tensor: the compact JSON array of name, shape
+    and dtype, non-ASCII characters escaped, then a line feed; for example `["fc.bias",[1000],"float32"]` and 0x0A.
+
+    >>> fingerprint([TensorInfo("fc.bias", (1000,), "float32")])[:12]
+    '31e07f14637c'
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        line = json.dumps([tensor.name, list(tensor.shape), tensor.dtype], separators=(",", ":"))
+        digest.update(line.encode("ascii") + b"\n")
+    return digest.hexdigest()

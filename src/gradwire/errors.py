@@ -1,0 +1,64 @@
+"""Every error gradwire raises on purpose.
+
+GradwireError
+├── FormatError          a JSON file or object is not what its format says
+├── SpecError            a compressor spec has an impossible value
+├── PlanError            a plan does not fit the model, the devices or this version
+├── PayloadError         bytes received are not a payload of the spec that reads them
+├── DisagreementError    ranks were started with different models, plans or versions
+├── StepStateError       something happened in a step that its state does not allow
+├── CommunicationError   a rank died, stalled or left; names the bucket and the ranks waited for
+└── TestbedError         an emulated cluster could not be made or run
+
+Each message says what happened with the values, why it matters, and what to do.
+"""
+
+__all__ = [
+    "CommunicationError",
+    "DisagreementError",
+    "FormatError",
+    "GradwireError",
+    "PayloadError",
+    "PlanError",
+    "SpecError",
+    "StepStateError",
+    "TestbedError",
+]
+
+
+class GradwireError(Exception):
+    """Base of every error that gradwire raises on purpose."""
+
+
+class FormatError(GradwireError, ValueError):
+    """A JSON file or object is not what its format says."""
+
+
+class SpecError(GradwireError, ValueError):
+    """A compressor spec has an impossible value."""
+
+
+class PlanError(GradwireError, ValueError):
+    """A plan does not fit the model, the devices or this version of gradwire."""
+
+
+class PayloadError(GradwireError, ValueError):
+    """Bytes received are not a payload of the spec that reads them."""
+
+
+class DisagreementError(GradwireError, RuntimeError):
+    """Ranks were started with different models, plans or library versions."""
+
+
+class StepStateError(GradwireError, RuntimeError):
+    """Something happened in a step that the state of the step does not allow."""
+
+
+class CommunicationError(GradwireError, RuntimeError):
+    """A rank died, stalled or left while others waited for it."""
+
+
+class TestbedError(GradwireError, RuntimeError):
+    """An emulated cluster could not be made or run."""
+
+    __test__ = False  # the name begins with Test; it is not one

@@ -1,0 +1,5 @@
+"""From what is known of a model, to the plan of its exchanges. Pure: no torch."""
+
+from gradwire.planner.policy import Policy, Uniform
+
+__all__ = ["Policy", "Uniform"]

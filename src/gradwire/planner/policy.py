@@ -1,0 +1,185 @@
+"""Policies: rules by tensor name from which a plan follows without measurement.
+
+>>> from gradwire.core import QSGD, Identity, TensorInfo
+>>> policy = Policy(default=QSGD(bits=4), rules=[("*.bias", Identity())])
+>>> plan = policy.plan([TensorInfo("fc.bias", (10,), "float32"), TensorInfo("fc.weight", (10, 64), "float32")])
+>>> [(bucket.tensors, bucket.option) for bucket in plan.buckets][0]
+(('fc.bias',), ('allreduce:inter',))
+>>> plan.launch
+((0, 'allreduce'), (1, 'alltoall'), (1, 'allgather'))
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import msgspec
+
+from gradwire.core.checks import changed, freeze, show, text, unique, whole, word
+from gradwire.core.plan import Bucket, Plan
+from gradwire.core.schedules import Backward, Schedule, as_schedule
+from gradwire.core.specs import Identity, Spec, as_spec
+from gradwire.core.strict import Document
+from gradwire.core.tensors import TensorInfo, fingerprint
+from gradwire.errors import FormatError, PlanError
+
+__all__ = ["SCHEMES", "Policy", "Uniform"]
+
+SCHEMES = ("allreduce", "allgather", "alltoall")
+"""allreduce: summed on the wire; allgather: every payload to every rank; alltoall: two phases, re-encoded between."""
+
+if TYPE_CHECKING:
+    SpecField: TypeAlias = Spec
+    RulesField: TypeAlias = Sequence[tuple[str, Spec]]
+    ScheduleField: TypeAlias = Schedule | str
+else:
+    SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
+
+
+class Policy(Document, frozen=True, kw_only=True):
+    """Which spec each tensor gets, by the first rule whose pattern matches its name, and how buckets are made."""
+
+    what: ClassVar[str] = "policy"
+    remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "scheme")
+
+    default: SpecField
+    """Spec of the tensors that no rule matches."""
+    rules: RulesField = ()
+    """(pattern, spec) pairs; patterns as in fnmatch, case counts, on whole tensor names; the first match wins."""
+    schedule: ScheduleField = Backward()
+    """A schedule or its bare word."""
+    scheme: str | None = None
+    """One of SCHEMES for all buckets; None is allreduce for Identity and alltoall for the rest."""
+    bucket_bytes: int = 2 * 2**20
+    """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later
+    ones. The default is a plain value, not a measurement; the planner's search replaces it."""
+    chunk_bytes: int = 512 * 1024
+    """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
+    and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "default", as_spec("default", self.default))
+        freeze(self, "rules")
+        msgspec.structs.force_setattr(self, "rules", tuple(_as_rule(i, rule) for i, rule in enumerate(self.rules)))
+        msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        if self.scheme is not None:
+            word("scheme", self.scheme, SCHEMES)
+        whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
+        whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+    def plan(self, tensors: Sequence[TensorInfo]) -> Plan:
+        """The plan for tensors in gradient-ready order, first ready first.
+
+        Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. The
+        launch order is the order in which buckets become ready, both link tasks of a bucket one after the other.
+
+        Raises PlanError if a rule matches nothing, if the scheme cannot carry a spec, or if the schedule is not
+        backward.
+        """
+        if not isinstance(self.schedule, Backward):
+            raise PlanError(
+                f"schedule is {self.schedule!r}: this version executes the backward schedule, and reads and writes the "
+                "others. Use schedule='backward'."
+            )
+        if not tensors:
+            raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
+        unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
+        specs = self._assign(tensors)
+        buckets = tuple(self._bucket(members, specs) for members in _fuse(tensors, specs, self.bucket_bytes))
+        launch = tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
+        return Plan(fingerprint=fingerprint(tensors), schedule=self.schedule, buckets=buckets, launch=launch)
+
+    def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
+        specs: dict[str, Spec] = {}
+        for pattern, spec in self.rules:
+            matched = [tensor.name for tensor in tensors if fnmatchcase(tensor.name, pattern)]
+            fresh = [name for name in matched if name not in specs]
+            if not fresh:
+                raise PlanError(_useless(pattern, spec, matched, [tensor.name for tensor in tensors]))
+            specs.update(dict.fromkeys(fresh, spec))
+        return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
+
+    def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
+        own = {tensor.name: specs[tensor.name] for tensor in members}
+        first = members[0]
+        plain = isinstance(own[first.name], Identity)
+        scheme = self.scheme or ("allreduce" if plain else "alltoall")
+        if scheme == "allreduce" and not plain:
+            raise PlanError(
+                f"scheme is 'allreduce', but tensor {first.name!r} has spec {own[first.name]!r}: its payloads cannot "
+                "be summed on the wire. Use scheme='alltoall' or 'allgather', or leave it out."
+            )
+        nbytes = sum(tensor.nbytes for tensor in members)
+        cut = scheme != "allreduce" and nbytes > self.chunk_bytes
+        # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
+        wide = plain and (scheme == "allreduce" or first.dtype == "float64")
+        return Bucket(
+            tensors=tuple(own),
+            spec=own if len(set(own.values())) > 1 else own[first.name],
+            reduce_dtype=first.dtype if wide else "float32",
+            option=_option(scheme, first.device, plain),
+            chunk_bytes=self.chunk_bytes if cut else 0,
+            numel=sum(tensor.numel for tensor in members),
+        )
+
+
+def Uniform(
+    spec: Spec,
+    schedule: Schedule | str = "backward",
+    scheme: str | None = None,
+    bucket_bytes: int = 2 * 2**20,
+    chunk_bytes: int = 512 * 1024,
+) -> Policy:
+    """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
+
+    >>> Uniform(Identity())
+    Policy(default=Identity())
+    """
+    return Policy(default=spec, schedule=schedule, scheme=scheme, bucket_bytes=bucket_bytes, chunk_bytes=chunk_bytes)
+
+
+def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
+    text(f"rules[{index}][0]", rule[0], "a pattern of tensor names")
+    return rule[0], as_spec(f"rules[{index}][1]", rule[1])
+
+
+def _fuse(tensors: Sequence[TensorInfo], specs: dict[str, Spec], bucket_bytes: int) -> Iterable[list[TensorInfo]]:
+    """Buckets in the order in which they become ready (close-after rule, notes D17)."""
+    filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
+    closed: list[list[tuple[int, TensorInfo]]] = []
+    for position, tensor in enumerate(tensors):
+        key = (tensor.dtype, tensor.device, specs[tensor.name].family)
+        bucket = filling.setdefault(key, [])
+        bucket.append((position, tensor))
+        if sum(member.nbytes for _, member in bucket) >= bucket_bytes:
+            closed.append(filling.pop(key))
+    closed.extend(filling.values())
+    closed.sort(key=lambda bucket: bucket[-1][0])
+    return [[tensor for _, tensor in bucket] for bucket in closed]
+
+
+def _option(scheme: str, device: str, plain: bool) -> tuple[str, ...]:
+    comp, decomp = f"comp:{device}", f"decomp:{device}"
+    option = {
+        "allreduce": ("allreduce:inter",),
+        "allgather": (comp, "allgather:inter", decomp),
+        "alltoall": (comp, "alltoall:inter", decomp, comp, "allgather:inter", decomp),
+    }[scheme]
+    return tuple(task for task in option if task.endswith(":inter")) if plain else option
+
+
+def _useless(pattern: str, spec: Spec, matched: Sequence[str], names: Sequence[str]) -> str:
+    rule = f"rule ({pattern!r}, {spec!r})"
+    if matched:
+        return (
+            f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
+        )
+    close = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or list(names[:3])
+    return f"{rule} matches none of the {len(names)} tensors. Nearest names: {', '.join(close)}. Correct or remove it."

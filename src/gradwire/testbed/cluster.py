@@ -1,0 +1,207 @@
+"""An emulated cluster: namespaces as nodes, and runs of ranks on them."""
+
+import itertools
+import logging
+import os
+import shutil
+import signal
+import threading
+from types import TracebackType
+from typing import Self
+
+from gradwire.errors import TestbedError
+from gradwire.testbed import namespaces, network
+from gradwire.testbed.output import LineCallback, print_with_prefix
+from gradwire.testbed.permission import needs_user_namespace, permission_problem
+from gradwire.testbed.rates import parse_rate
+from gradwire.testbed.signals import ExitOnTermination, recorded
+from gradwire.testbed.supervisor import Grace, Outcome, RankCommand, Supervisor
+
+log = logging.getLogger("gradwire.testbed")
+
+MOST_NODES = 1000  # a bridge takes 1023 ports
+
+_serials = itertools.count()
+
+
+class Cluster:
+    """`nodes` network namespaces on a bridge, with `ranks_per_node` ranks in each; a context manager.
+
+    inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra that of the
+    loopback inside a node; None means unlimited. Entering removes what dead clusters left on this machine and makes
+    the namespaces; leaving kills what still runs in them and removes them, whatever happened in between.
+
+    >>> with Cluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
+    ...     code = cluster.run([sys.executable, "-u", "train.py"])
+    ...     cluster.set_inter("100mbit")
+    ...     (sent, received), _ = cluster.counters()
+
+    Raises TestbedError for impossible sizes or rates, and on entering where no namespaces can be made.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int = 1, inter: str | None = None, intra: str | None = None) -> None:
+        if not 1 <= nodes <= MOST_NODES:
+            raise TestbedError(f"nodes is {nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
+        if ranks_per_node < 1:
+            raise TestbedError(f"ranks_per_node is {ranks_per_node}; every node runs at least 1 rank.")
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.world_size = nodes * ranks_per_node
+        self.grace = Grace()
+        self._inter = None if inter is None else parse_rate(inter)
+        self._intra = None if intra is None else parse_rate(intra)
+        self._prefix = f"gradwire-{namespaces.this_owner()}-{next(_serials)}-"
+        self._hub = f"{self._prefix}hub"
+        self._nodes = [f"{self._prefix}node{index}" for index in range(nodes)]
+        self._alive = False
+        self._busy = threading.Lock()
+        self._runs = 0
+        self._limited = False  # has or had a limit between nodes: there is a token bucket to change
+        self._terminations = ExitOnTermination()
+
+    def __enter__(self) -> Self:
+        problem = permission_problem()
+        if problem is None and needs_user_namespace():
+            problem = "this user may make namespaces only inside a user namespace, and this process is not in one"
+        if problem is not None:
+            raise TestbedError(
+                f"no emulated cluster can be made here: {problem}. Run as root, use `gradwire emulate`, or call "
+                "gradwire.testbed.reexec_in_user_namespace_if_needed first, which also says what else would help."
+            )
+        self._terminations.install()
+        try:
+            _report(namespaces.sweep())
+            network.build(self._hub, self._nodes)
+            self._alive = True
+            if self._inter is not None:
+                self._limit_inter(self._inter)
+            if self._intra is not None:
+                network.limit_intra(self._nodes, self._intra)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Kill, remove, restore; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
+        with recorded() as received:
+            self._alive = False
+            _report(namespaces.remove(namespaces.existing(self._prefix)))
+        try:
+            if received.first is not None and error is None:
+                signal.raise_signal(received.first)
+        finally:
+            self._terminations.restore()
+
+    def set_inter(self, rate: str | None) -> None:
+        """Change the rate of every node's link, both directions; None removes the limit. Ranks may be running."""
+        self._require_alive()
+        self._limit_inter(None if rate is None else parse_rate(rate))
+
+    def counters(self) -> list[tuple[int, int]]:
+        """For each node the (sent, received) bytes of its interface since the cluster was made.
+
+        Ethernet headers count, but only one for a large segment, so compare with payload bytes without a framing term.
+        """
+        self._require_alive()
+        return network.read_counters(self._hub, self.nodes)
+
+    def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        on_line: LineCallback | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Execute `argv` once per rank and wait; 0, or the exit code of the first rank that failed (128 + its signal).
+
+        env is added to this process's environment, and torchrun's variables to both. on_line(rank, stream, line) gets
+        each line without its newline, stream being "stdout" or "stderr", one call at a time in the calling thread; by
+        default it is printed as `[rank] line`. When a rank fails, the others get 10 s before they are ended. After
+        `timeout` seconds all are ended and the result is 124. SIGINT, SIGTERM and SIGHUP are passed on to the ranks
+        and, when those are gone, take their usual effect here (KeyboardInterrupt, SystemExit).
+        """
+        outcome = self.supervise(argv, env=env, on_line=on_line, timeout=timeout)
+        if outcome.received is not None:
+            signal.raise_signal(outcome.received)
+        return outcome.code
+
+    def supervise(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        on_line: LineCallback | None = None,
+        timeout: float | None = None,
+    ) -> Outcome:
+        """As `run`, for a caller that turns a signal into an exit code: the signal is in the outcome, not raised."""
+        self._require_alive()
+        environment = os.environ | (env or {})
+        if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
+            raise TestbedError(f"the command {argv!r} cannot be run: no such program. Its first word must be one.")
+        if not self._busy.acquire(blocking=False):
+            raise TestbedError("this cluster already runs ranks. Wait for them, or make a second Cluster.")
+        try:
+            port = 29500 + self._runs % 1000  # not the last run's, whose connections may linger
+            self._runs += 1
+            commands = [
+                RankCommand(
+                    rank=rank,
+                    namespace=self._nodes[rank // self.ranks_per_node],
+                    argv=argv,
+                    environment=environment | self._variables(rank, port, environment),
+                )
+                for rank in range(self.world_size)
+            ]
+            supervisor = Supervisor(on_line or print_with_prefix, self._end_leftovers, self.grace)
+            return supervisor.run(commands, timeout)
+        finally:
+            self._busy.release()
+
+    def _variables(self, rank: int, port: int, environment: dict[str, str]) -> dict[str, str]:
+        """What torchrun sets for a rank, and the interface that each backend would else guess."""
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "NODE_RANK": str(node),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": network.address_of(0),
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
+            "GLOO_SOCKET_IFNAME": network.INTERFACE,
+            "TP_SOCKET_IFNAME": network.INTERFACE,
+            "NCCL_SOCKET_IFNAME": network.INTERFACE,
+            namespaces.OWNER_VARIABLE: namespaces.this_owner(),
+        }
+
+    def _limit_inter(self, bits_per_second: float | None) -> None:
+        if bits_per_second is None and not self._limited:
+            return
+        self._limited = True
+        network.limit_inter(self._hub, self._nodes, bits_per_second)
+
+    def _end_leftovers(self) -> None:
+        survivors = namespaces.kill_inside(self._nodes)
+        if survivors:
+            log.warning("processes %s of this run do not end on SIGKILL", survivors)
+
+    def _require_alive(self) -> None:
+        if not self._alive:
+            raise TestbedError("this cluster does not exist (any more). Use it inside `with Cluster(...) as cluster:`.")
+
+
+def _report(complaints: list[str]) -> None:
+    for complaint in complaints:
+        log.warning("%s", complaint)

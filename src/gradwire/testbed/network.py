@@ -1,0 +1,83 @@
+"""The wires: a bridge in a namespace of its own, a veth pair to every node, `tbf` at both ends of each.
+
+The bridge has its own namespace, the hub, so the host's network stack and firewall are never touched. A node's egress
+is limited inside the node, its ingress at the bridge's port, so a node sends and receives at the rate, both at once.
+
+The token bucket counts whole Ethernet frames, as a wire does: the rate is a wire rate, and TCP gets 1448/1514 of it.
+"""
+
+import json
+
+from gradwire.errors import TestbedError
+from gradwire.testbed.namespaces import run_tool
+
+INTERFACE = "eth0"
+
+_SEGMENT_BYTES = (
+    16 * 1024
+)  # largest packet handed to tbf in one piece (64 KiB is the kernel's own): burst need not be more
+_BURST_SECONDS = 0.001  # what a late timer may make up for
+_SMALLEST_BURST_BYTES = 24 * 1024
+_LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
+_QUEUE_BYTES = 32 * 1024 * 1024  # more than what senders keep in flight: nothing is dropped
+_FREE_BITS_PER_SECOND = 100e9  # a limit that was taken away: deleting the bucket would drop the packets in it
+
+
+def address_of(node: int) -> str:
+    """The IPv4 address of a node, counted from 0.
+
+    >>> address_of(0), address_of(255)
+    ('10.218.0.1', '10.218.1.0')
+    """
+    return f"10.218.{(node + 1) // 256}.{(node + 1) % 256}"
+
+
+def build(hub: str, nodes: list[str]) -> None:
+    """Make the namespaces and the links between them, all up and without limits."""
+    run_tool(["ip", "-batch", "-"], [f"netns add {name}" for name in (hub, *nodes)])
+    lines = ["link add bridge0 type bridge mcast_snooping 0", "link set bridge0 addrgenmode none up"]
+    for index, node in enumerate(nodes):
+        lines += [
+            f"link add port{index} type veth peer name {INTERFACE} netns {node}",
+            f"link set port{index} gso_max_size {_SEGMENT_BYTES} addrgenmode none master bridge0 up",
+        ]
+    run_tool(["ip", "-n", hub, "-batch", "-"], lines)
+    for index, node in enumerate(nodes):
+        lines = [
+            f"link set {INTERFACE} gso_max_size {_SEGMENT_BYTES} addrgenmode none up",
+            f"address add {address_of(index)}/16 dev {INTERFACE}",
+            "link set lo up",
+        ]
+        run_tool(["ip", "-n", node, "-batch", "-"], lines)
+
+
+def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> None:
+    """Limit every node's link in both directions; None takes a limit away. Packets under way are kept."""
+    rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
+    burst = max(_SMALLEST_BURST_BYTES, int(rate / 8 * _BURST_SECONDS))
+    ports = [f"qdisc replace dev port{index} {_bucket(rate, burst)}" for index in range(len(nodes))]
+    run_tool(["tc", "-n", hub, "-batch", "-"], ports)
+    for node in nodes:
+        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *_bucket(rate, burst).split()])
+
+
+def limit_intra(nodes: list[str], bits_per_second: float) -> None:
+    """Limit the loopback of every node: all traffic between its ranks, both directions together."""
+    burst = max(_LOOPBACK_BURST_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))
+    for node in nodes:
+        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", "lo", *_bucket(bits_per_second, burst).split()])
+
+
+def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
+    """(sent, received) bytes of each node's interface since it was made, read at the other end of its pair."""
+    links = json.loads(run_tool(["ip", "-n", hub, "-json", "-statistics", "link", "show"]))
+    at_hub = {link["ifname"]: link["stats64"] for link in links}
+    try:
+        ports = [at_hub[f"port{index}"] for index in range(nodes)]
+    except KeyError as error:
+        raise TestbedError(f"the link {error} is gone from {hub}. Did another program remove it?") from error
+    return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+
+
+def _bucket(bits_per_second: float, burst_bytes: int) -> str:
+    return f"root tbf rate {int(bits_per_second)}bit burst {burst_bytes} limit {_QUEUE_BYTES}"
