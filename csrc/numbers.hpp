@@ -33,19 +33,19 @@ GW_INLINE float to_float(f16 x) {
 }
 
 GW_INLINE void from_float(float x, float& out) { out = x; }
-GW_INLINE void from_float(float x, bf16& out) {  // nearest, ties to even; NaN stays NaN
+GW_INLINE void from_float(float x, bf16& out) {  // nearest, ties to even; one bit pattern for NaN
   const u32 b = bits_of(x);
   const u32 rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
   out.raw = u16((b & 0x7fffffffu) > kInfBits ? 0x7fc0u : rounded);
 }
-GW_INLINE void from_float(float x, f16& out) {  // nearest, ties to even; overflow is Inf, NaN stays NaN
+GW_INLINE void from_float(float x, f16& out) {  // nearest, ties to even; overflow is Inf, one NaN
   const u32 b = bits_of(x), magnitude = b & 0x7fffffffu, sign = (b >> 16) & 0x8000u;
   // subnormal results: adding 0.5 aligns the mantissa so that the addition itself rounds
   const u32 subnormal = bits_of(float_of(magnitude < 0x38800000u ? magnitude : 0u) + 0.5f) - 0x3f000000u;
   const u32 normal = (magnitude - (u32(127 - 15) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   const u32 finite = magnitude < 0x38800000u ? subnormal : normal;
-  const u32 large = magnitude > kInfBits ? 0x7e00u : 0x7c00u;
-  out.raw = u16((magnitude >= 0x477ff000u ? large : finite) | sign);
+  const u32 number = (magnitude >= 0x477ff000u ? 0x7c00u : finite) | sign;
+  out.raw = u16(magnitude > kInfBits ? 0x7e00u : number);
 }
 
 // Scales travel as bfloat16, rounded away from what they bound so that they still bound it.

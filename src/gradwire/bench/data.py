@@ -15,7 +15,7 @@ TEXT_BYTES = 4_000_000
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits: float32 images [1797, 64] of mean 0 and deviation 1, int64 labels [1797], shuffled once."""
+    """scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels [1797]."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

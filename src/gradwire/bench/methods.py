@@ -11,19 +11,17 @@ Each has its own model and optimizer from the same seed, and its own process gro
 one process and take turns.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.names import GRADWIRE_PREFIX, SHORT_SPEC, check_method
+from gradwire.bench.names import GRADWIRE_PREFIX, check_method, parse_policy
 from gradwire.errors import StepStateError
 
 __all__ = ["Method", "build"]
@@ -65,13 +63,13 @@ class Method(ABC):
         """CPU seconds a step spends in encoding and decoding, measured alone, or None where it cannot be."""
         return None
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Wait for whatever the last step left in flight. Called when another method takes its turn."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise `StepStateError` if the method did not run as its name says."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what the method holds."""
 
 
@@ -176,20 +174,6 @@ class Gradwire(Method):
 
     def close(self) -> None:
         self.handle.detach()
-
-
-def parse_policy(text: str) -> Any:
-    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, or a plan file's path."""
-    import gradwire as gw
-
-    check_method(GRADWIRE_PREFIX + text)
-    short = SHORT_SPEC.fullmatch(text)
-    if short is None:
-        return gw.Uniform(gw.spec_from_json(text)) if text.startswith("{") else text
-    if short["bits"] is None:
-        return gw.Uniform(gw.Identity() if text == "identity" else gw.Cast("float16"))
-    quantiser = gw.QSGD(bits=int(short["bits"]))
-    return gw.Uniform(gw.ErrorFeedback(quantiser) if short["feedback"] else quantiser)
 
 
 def gradient_bytes(model: nn.Module) -> int:

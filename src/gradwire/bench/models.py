@@ -1,5 +1,6 @@
 """The models of the jobs, in plain torch."""
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -13,7 +14,7 @@ def multilayer_perceptron(inputs: int, hidden: int, hidden_layers: int, classes:
     """Linear layers with ReLU between them: [N, inputs] to [N, classes]."""
     widths = [inputs] + [hidden] * hidden_layers
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, classes))
 
@@ -32,9 +33,7 @@ class ResidualBlock(nn.Module):
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
         return functional.relu(self.body(images) + self.shortcut(images))

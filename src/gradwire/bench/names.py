@@ -1,18 +1,29 @@
-"""The names a user may write on the command line, checked before anything heavy is imported."""
+"""The names a user may write on the command line, checked before torch is imported."""
 
+import json
 import re
 from pathlib import Path
 
+from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, spec_from_dict
 from gradwire.errors import FormatError
+from gradwire.planner.policy import Policy, Uniform
 
-__all__ = ["GRADWIRE_PREFIX", "JOB_NAMES", "PLAIN_METHODS", "UNLIMITED", "check_job", "check_method", "split_names"]
+__all__ = [
+    "GRADWIRE_PREFIX",
+    "JOB_NAMES",
+    "PLAIN_METHODS",
+    "UNLIMITED",
+    "check_job",
+    "check_method",
+    "parse_policy",
+    "split_names",
+]
 
 JOB_NAMES = ("transformer", "mlp", "resnet")
 PLAIN_METHODS = ("floor", "ddp", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
 UNLIMITED = "unlimited"
-SHORT_SPEC = re.compile(r"identity|fp16|qsgd(?P<bits>[2-8])(?P<feedback>-ef)?")
-"""What may follow `gradwire:` besides a JSON spec and the path of a plan."""
+_QUANTISER = re.compile(r"qsgd(?P<bits>\d+)(?P<feedback>-ef)?")
 
 
 def check_job(name: str) -> str:
@@ -23,24 +34,47 @@ def check_job(name: str) -> str:
 
 
 def check_method(name: str) -> str:
-    """`name` itself if it is a method that can be built. Raises `FormatError` naming it otherwise.
+    """`name` itself if it is a method that can be built. Raises `FormatError` or `SpecError` naming it otherwise.
 
     >>> check_method("gradwire:qsgd4-ef")
     'gradwire:qsgd4-ef'
     """
     if name in PLAIN_METHODS:
         return name
-    policy = name.removeprefix(GRADWIRE_PREFIX)
-    if policy == name:
+    if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(
-            f"there is no method {name!r}. Methods are {', '.join(PLAIN_METHODS)}, and gradwire:SPEC, "
+            f"there is no method {name!r}. Methods are {', '.join(PLAIN_METHODS)}, and gradwire:POLICY, "
             "for example gradwire:qsgd4."
         )
-    if SHORT_SPEC.fullmatch(policy) or policy.startswith("{") or Path(policy).is_file():
-        return name
+    parse_policy(name.removeprefix(GRADWIRE_PREFIX))
+    return name
+
+
+def parse_policy(text: str) -> Policy | str:
+    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, or a plan file's path.
+
+    >>> parse_policy("qsgd4")
+    Policy(default=QSGD(bits=4, block=128))
+
+    Raises `FormatError` for text that is none of these, `SpecError` for a spec with an impossible value.
+    """
+    if text == "identity":
+        return Uniform(Identity())
+    if text == "fp16":
+        return Uniform(Cast("float16"))
+    if match := _QUANTISER.fullmatch(text):
+        quantiser = QSGD(bits=int(match["bits"]))
+        return Uniform(ErrorFeedback(quantiser) if match["feedback"] else quantiser)
+    if text.startswith("{"):
+        try:
+            return Uniform(spec_from_dict(json.loads(text)))
+        except json.JSONDecodeError as error:
+            raise FormatError(f"the spec {text!r} is not JSON: {error}.") from error
+    if Path(text).is_file():
+        return text
     raise FormatError(
-        f"{policy!r} in method {name!r} is no policy. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with error "
-        'feedback), a JSON spec such as {"id":"qsgd","bits":4}, or the path of a plan file that exists.'
+        f"{text!r} is no policy, and no plan file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef "
+        '(with error feedback), a JSON spec such as {"id":"qsgd","bits":4}, or the path of a plan file.'
     )
 
 

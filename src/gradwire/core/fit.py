@@ -1,4 +1,4 @@
-"""Whether a plan fits a model: the same tensors, sizes, order and devices."""
+"""Whether a plan fits a model: the same tensors, sizes and devices."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ _CURE = "Re-run `gradwire profile` and `gradwire plan`, or pass plan='auto'."
 
 
 def check_fit(plan: "Plan", tensors: Sequence[TensorInfo]) -> None:
-    """Raise PlanError unless `tensors`, in gradient-ready order, are exactly those the plan was made for."""
+    """Raise PlanError unless `tensors` are exactly those the plan was made for."""
     by_name = {tensor.name: tensor for tensor in tensors}
     if len(by_name) != len(tensors):
         raise PlanError(f"{len(tensors)} tensors have {len(by_name)} names: each tensor needs a name of its own.")
@@ -40,7 +40,7 @@ def check_fit(plan: "Plan", tensors: Sequence[TensorInfo]) -> None:
     if found != plan.fingerprint:
         raise PlanError(
             f"the model's fingerprint is {found[:12]}, but the plan was made for {plan.fingerprint[:12]}: the "
-            f"{len(tensors)} names agree, and shapes, dtypes or the gradient-ready order do not. {_CURE}"
+            f"{len(tensors)} names agree, and shapes or dtypes do not. {_CURE}"
         )
 
 

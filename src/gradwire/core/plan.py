@@ -172,7 +172,7 @@ class Plan(Document, frozen=True, kw_only=True):
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
     def check_against(self, tensors: Sequence[TensorInfo]) -> None:
-        """Raise PlanError unless these are exactly the tensors the plan was made for, in gradient-ready order."""
+        """Raise PlanError unless these are exactly the tensors the plan was made for."""
         fit.check_fit(self, tensors)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-import tempfile
+import secrets
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,16 +52,15 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file in one step: a reader sees the old file or the whole new one, never a part."""
         target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with open(temporary, "x", encoding="utf-8") as file:
                 file.write(self.to_json())
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
             os.replace(temporary, target)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
     @classmethod

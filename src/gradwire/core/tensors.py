@@ -48,16 +48,17 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fingerprint(tensors: Sequence[TensorInfo]) -> str:
-    """64 hex digits that tell whether a plan was made for these tensors in this order; the device is left out.
+    """64 hex digits that tell whether a plan was made for these tensors; their order and device are left out.
 
-    Hashed with SHA-256 is the concatenation, in order, of one line per tensor: the compact JSON array of name, shape
+    The order is, since one model becomes ready in another order under another torch, and the plan still fits. Hashed
+    with SHA-256 is the concatenation, by name, of one line per tensor: the compact JSON array of name, shape
     and dtype, non-ASCII characters escaped, then a line feed; for example `["fc.bias",[1000],"float32"]` and 0x0A.
 
     >>> fingerprint([TensorInfo("fc.bias", (1000,), "float32")])[:12]
     '31e07f14637c'
     """
     digest = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         line = json.dumps([tensor.name, list(tensor.shape), tensor.dtype], separators=(",", ":"))
         digest.update(line.encode("ascii") + b"\n")
     return digest.hexdigest()

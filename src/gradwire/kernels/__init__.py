@@ -1,0 +1,35 @@
+"""Kernels: reference (plain torch, the meaning) and faster ones with the same bytes. The choice is made here, once."""
+
+import functools
+import warnings
+from types import ModuleType
+
+import torch
+
+from gradwire.kernels import cpu, reference
+from gradwire.kernels.segments import Segment, Segments, tensor_key
+
+__all__ = ["Segment", "Segments", "kernels_for", "tensor_key"]
+
+
+@functools.cache
+def kernels_for(device_type: str) -> ModuleType:
+    """The module of kernels for tensors of a device type: the fastest that runs here, else the reference.
+
+    Warns once, with how slow it is, when only the reference is left.
+    """
+    why = cpu.available() if device_type == "cpu" else f"there are no {device_type} kernels in this version"
+    if why is None:
+        return cpu
+    warnings.warn(
+        f"gradwire runs its plain-torch reference kernels on {device_type}: {why}. Results are the same; encoding and "
+        "decoding take about fifty times as long, so compression may cost more than it saves. Install g++ and run "
+        "`pip install --no-build-isolation --force-reinstall --no-deps gradwire`, or plan=gw.Uniform(gw.Identity()).",
+        stacklevel=2,
+    )
+    return reference
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether the kernels take tensors of this dtype."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16)

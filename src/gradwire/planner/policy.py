@@ -153,13 +153,15 @@ def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
 def _fuse(tensors: Sequence[TensorInfo], specs: dict[str, Spec], bucket_bytes: int) -> Iterable[list[TensorInfo]]:
     """Buckets in the order in which they become ready (close-after rule, notes D17)."""
     filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
+    filled: dict[tuple[str, str, str], int] = {}
     closed: list[list[tuple[int, TensorInfo]]] = []
     for position, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.device, specs[tensor.name].family)
-        bucket = filling.setdefault(key, [])
-        bucket.append((position, tensor))
-        if sum(member.nbytes for _, member in bucket) >= bucket_bytes:
+        filling.setdefault(key, []).append((position, tensor))
+        filled[key] = filled.get(key, 0) + tensor.nbytes
+        if filled[key] >= bucket_bytes:
             closed.append(filling.pop(key))
+            del filled[key]
     closed.extend(filling.values())
     closed.sort(key=lambda bucket: bucket[-1][0])
     return [[tensor for _, tensor in bucket] for bucket in closed]

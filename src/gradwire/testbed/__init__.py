@@ -4,7 +4,8 @@
 ...     code = cluster.run([sys.executable, "-u", "train.py"])
 
 Needs Linux, iproute2 and either root or unprivileged user namespaces; `permission_problem()` says which is missing.
-A link has a rate and no added delay. Ranks share the machine's cores, memory and disk.
+A link has a rate and no added delay. A rank finds itself on host `node<i>`, at 10.218.x.y. Ranks share the machine's
+cores, memory and disk.
 """
 
 from gradwire.testbed.cluster import Cluster

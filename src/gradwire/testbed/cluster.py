@@ -150,10 +150,13 @@ class Cluster:
         try:
             port = 29500 + self._runs % 1000  # not the last run's, whose connections may linger
             self._runs += 1
+            hosts_file = network.hosts_file(self.nodes)
             commands = [
                 RankCommand(
                     rank=rank,
                     namespace=self._nodes[rank // self.ranks_per_node],
+                    host=f"node{rank // self.ranks_per_node}",
+                    hosts_file=hosts_file,
                     argv=argv,
                     environment=environment | self._variables(rank, port, environment),
                 )

@@ -1,29 +1,61 @@
-"""Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR_PID PROGRAM ARGS...`.
+"""Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROGRAM...`.
 
-A program of its own because code between fork and exec is not safe in a process with threads, as training drivers are.
+SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts. A program of its own because
+code between fork and exec is not safe in a process with threads, as training drivers are.
 """
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWUTS = 0x04000000
+_MS_BIND = 4096
+_MNT_DETACH = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(function: str, *arguments: object) -> None:
+    if getattr(_libc, function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def _name_node(name: str, hosts: str) -> None:
+    """Give the rank its node's host name and a hosts file that knows all nodes: programs tell machines apart by name.
+
+    `ip netns exec` has given us a mount namespace of our own, so nobody else sees the file, and it needs no cleanup.
+    """
+    _call("unshare", _CLONE_NEWUTS)
+    socket.sethostname(name)
+    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(0), None)
+    try:
+        with open("/tmp/hosts", "w") as file:
+            file.write(hosts)
+        _call("mount", b"/tmp/hosts", b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
+    finally:
+        _call("umount2", b"/tmp", _MNT_DETACH)
 
 
 def main() -> None:
     """Ask for SIGKILL at the supervisor's death, check that it has not died before the asking, and exec."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        sys.exit(f"gradwire: prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != int(sys.argv[1]):
+    supervisor, name, hosts, *argv = sys.argv[1:]
+    _call("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(supervisor):
         sys.exit("gradwire: the supervisor died before its rank began")
+    try:
+        _name_node(name, hosts)
+    except OSError as error:  # a convenience: addresses work without it
+        print(f"gradwire: {name} keeps this machine's name and hosts file: {error.strerror}", file=sys.stderr)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvp(sys.argv[2], sys.argv[2:])
+        os.execvp(argv[0], argv)
     except OSError as error:
-        print(f"gradwire: cannot start {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+        print(f"gradwire: cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(126 if isinstance(error, PermissionError) else 127)
 
 

@@ -6,6 +6,7 @@ is limited inside the node, its ingress at the bridge's port, so a node sends an
 The token bucket counts whole Ethernet frames, as a wire does: the rate is a wire rate, and TCP gets 1448/1514 of it.
 """
 
+import contextlib
 import json
 
 from gradwire.errors import TestbedError
@@ -13,13 +14,14 @@ from gradwire.testbed.namespaces import run_tool
 
 INTERFACE = "eth0"
 
-_SEGMENT_BYTES = (
-    16 * 1024
-)  # largest packet handed to tbf in one piece (64 KiB is the kernel's own): burst need not be more
-_BURST_SECONDS = 0.001  # what a late timer may make up for
-_SMALLEST_BURST_BYTES = 24 * 1024
+# A token bucket lets through what has gathered in it while the link was idle, so it holds little more than one packet,
+# and packets are 16 KiB instead of the kernel's 64: a message is 20 KiB cheaper than on a wire, never more. A larger
+# bucket makes middling messages almost free, a smaller one costs goodput from 2 Gb/s on.
+_SEGMENT_BYTES = 16 * 1024
+_SMALLEST_BURST_BYTES = 20 * 1024
+_BURST_SECONDS = 0.0001  # what a late timer may make up for, at high rates
 _LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
-_QUEUE_BYTES = 32 * 1024 * 1024  # more than what senders keep in flight: nothing is dropped
+_QUEUE_BYTES = 32 * 1024 * 1024  # more than senders keep in flight, so that many senders to one node lose nothing
 _FREE_BITS_PER_SECOND = 100e9  # a limit that was taken away: deleting the bucket would drop the packets in it
 
 
@@ -32,9 +34,22 @@ def address_of(node: int) -> str:
     return f"10.218.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
+def hosts_file(nodes: int) -> str:
+    """The text of /etc/hosts that every rank sees: `node0`, `node1`, ... and localhost.
+
+    The IPv4-mapped lines spare c10d, whose sockets are IPv6, a look-up that fails with a warning on every rank.
+    """
+    lines = ["127.0.0.1 localhost"]
+    for node in range(nodes):
+        lines += [f"{address_of(node)} node{node}", f"::ffff:{address_of(node)} node{node}-mapped"]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def build(hub: str, nodes: list[str]) -> None:
     """Make the namespaces and the links between them, all up and without limits."""
     run_tool(["ip", "-batch", "-"], [f"netns add {name}" for name in (hub, *nodes)])
+    for name in (hub, *nodes):
+        _silence_version_6(name)
     lines = ["link add bridge0 type bridge mcast_snooping 0", "link set bridge0 addrgenmode none up"]
     for index, node in enumerate(nodes):
         lines += [
@@ -77,6 +92,13 @@ def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
     except KeyError as error:
         raise TestbedError(f"the link {error} is gone from {hub}. Did another program remove it?") from error
     return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+
+
+def _silence_version_6(name: str) -> None:
+    """No IPv6 on the interfaces made from now on: its announcements would count as traffic. Loopback keeps it."""
+    with contextlib.suppress(TestbedError):  # /proc/sys may be read-only in a container; then a few hundred bytes count
+        setting = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
+        run_tool(["ip", "netns", "exec", name, "sh", "-c", setting])
 
 
 def _bucket(bits_per_second: float, burst_bytes: int) -> str:

@@ -18,6 +18,7 @@ run() { "$@" >/dev/null || { echo "from: $*" >&2; exit 1; }; }
 run mount -t tmpfs tmpfs /run
 run ip netns add probe
 run ip -n probe link add probe0 type veth peer name probe1
+run ip -n probe link set probe0 gso_max_size 16384
 run ip -n probe link add probe2 type bridge
 run tc -n probe qdisc add dev probe0 root tbf rate 1mbit burst 100kb limit 1mb
 run ip netns exec probe true
@@ -39,6 +40,11 @@ def permission_problem() -> str | None:
     in_user_namespace = _failure_in_user_namespace()
     if in_user_namespace is None:
         return None
+    if "from: " in in_user_namespace:
+        return (
+            f"namespaces can be made, but not all that belongs in them ({in_user_namespace}); does the kernel have the "
+            "modules veth, bridge and sch_tbf, and may this process mount?"
+        )
     return (
         f"this process (user id {os.geteuid()}) lacks CAP_SYS_ADMIN and CAP_NET_ADMIN ({direct}), and the kernel "
         f"allows it no user namespace of its own ({in_user_namespace})"

@@ -30,10 +30,12 @@ _READ_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank executes, in which namespace, with which whole environment."""
+    """What one rank executes, on which node, with which whole environment."""
 
     rank: int
     namespace: str
+    host: str
+    hosts_file: str
     argv: list[str]
     environment: dict[str, str]
 
@@ -95,7 +97,7 @@ class Supervisor:
         return Outcome(self._code, received.first)
 
     def _start(self, command: RankCommand) -> None:
-        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())]
+        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), command.host, command.hosts_file]
         try:
             process = subprocess.Popen(
                 [_find_ip(), "netns", "exec", command.namespace, *launch, *command.argv],

@@ -1,0 +1,88 @@
+"""The demo's picture: what is learned over time, and where a step's time goes."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gradwire.bench.demo import DemoCurve, DemoSummary
+
+__all__ = ["draw_demo"]
+
+# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
+COLOURS = {"ddp": ORANGE, "gradwire": BLUE}
+LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire\n4 bits"}
+SMOOTHED_STEPS = 10
+
+
+def draw_demo(summary: "DemoSummary", curves: "Mapping[str, DemoCurve]", path: Path) -> None:
+    """Write the PNG in one step: left loss against seconds, right the step split into compute and exposed exchange."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
+        speed = "" if summary.problem is None else f" ({summary.speed})"
+        figure.suptitle(
+            f"A 6M-parameter transformer on {summary.nodes} nodes at {summary.link}{speed}: "
+            f"{summary.speedup:.2f} times plain DDP"
+        )
+        _draw_loss(left, curves, speed)
+        _draw_split(right, summary, speed)
+        _save(figure, path)
+        pyplot.close(figure)
+
+
+def _draw_loss(axes: Any, curves: "Mapping[str, DemoCurve]", speed: str) -> None:
+    for name, curve in curves.items():
+        axes.plot(curve.seconds, curve.loss, color=COLOURS[name], linewidth=0.7, alpha=0.3)
+        style = "-" if name == "gradwire" else "--"
+        label = LABELS[name].replace("\n", ", ")
+        axes.plot(curve.seconds, _running_mean(curve.loss), style, color=COLOURS[name], linewidth=2.2, label=label)
+    axes.set_xlabel(f"seconds of training{speed}")
+    axes.set_ylabel("training loss")
+    axes.set_xlim(left=0)
+    axes.set_title("The same steps, sooner", loc="left", fontsize=12)
+    axes.legend(frameon=False)
+
+
+def _draw_split(axes: Any, summary: "DemoSummary", speed: str) -> None:
+    names = list(summary.methods)
+    compute_ms = summary.methods["floor"].step_ms
+    totals = [summary.methods[name].step_ms for name in names]
+    compute = [min(compute_ms, total) for total in totals]
+    exposed = [total - part for total, part in zip(totals, compute, strict=True)]
+    labels = [LABELS[name] for name in names]
+    axes.bar(labels, compute, color=GREY, width=0.6, label="compute")
+    axes.bar(labels, exposed, bottom=compute, color=ORANGE, width=0.6, hatch="//", edgecolor="white", label="exposed")
+    for position, total in enumerate(totals):
+        axes.annotate(f"{total:.0f}", (position, total), (0, 4), textcoords="offset points", ha="center")
+    axes.set_ylabel(f"milliseconds a step{speed and ' at ' + summary.link}")
+    axes.set_ylim(0, 1.15 * max(totals))
+    axes.set_title("Communication that compute does not hide", loc="left", fontsize=12)
+    axes.legend(frameon=False)
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """The mean of each step and up to nine before it."""
+    return [float(np.mean(values[max(0, end - SMOOTHED_STEPS) : end])) for end in range(1, len(values) + 1)]
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write to a file beside `path` and move it there, so that nobody sees half a picture."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            figure.savefig(file, format="png", dpi=150)
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,68 @@
+"""The ranks of a bench run, for everything that is not measured: meeting, agreeing, gathering, counting bytes."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Ranks", "sent_by_interface"]
+
+T = TypeVar("T")
+
+TIMEOUTS_TO_AGREE = 3
+"""How many timeouts of a method's collective a rank waits for the others, who may have to sit out theirs first."""
+
+
+class Ranks:
+    """The default process group, which no method uses. One rank that communicates nothing needs none."""
+
+    def __init__(self, timeout_s: float, communicating: bool) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        """Ranks that share this rank's node, and so its interface: on plain loopback all of them."""
+        self.distributed = self.world_size > 1 or communicating
+        self._timeout = timedelta(seconds=timeout_s)
+        if self.distributed:
+            dist.init_process_group("gloo", timeout=TIMEOUTS_TO_AGREE * self._timeout)
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """A process group of all ranks for one method."""
+        return dist.new_group(timeout=self._timeout) if self.distributed else None
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        if self.distributed:
+            dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        if not self.distributed:
+            return [value]
+        values: list[T] = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """The problem of the lowest rank that has one: the same answer on every rank."""
+        for rank, said in enumerate(self.gather(problem)):
+            if said is not None:
+                return f"rank {rank}: {said}"
+        return None
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.distributed:
+            dist.destroy_process_group()
+
+
+def sent_by_interface() -> int:
+    """Bytes that the interface gloo uses has sent, for all ranks that share it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"there is no interface {interface!r} (GLOO_SOCKET_IFNAME) in /proc/self/net/dev")

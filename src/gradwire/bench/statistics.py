@@ -1,0 +1,123 @@
+"""From what the ranks recorded to the numbers of a cell. Pure: no torch, no clock."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.bench.names import UNLIMITED
+from gradwire.bench.results import Alone, Cell, Interval, MethodRecord, StepTimes, WorkerRecord
+
+__all__ = ["alone_from", "cells_from", "median_ratio", "step_times", "wire_us"]
+
+FRAME_BYTES = 1514
+FRAME_PAYLOAD_BYTES = 1448
+"""An Ethernet frame of TCP over IPv4 with timestamps, and what of it is payload."""
+RESAMPLES = 2000
+
+
+def step_times(slowest_us: Sequence[float]) -> StepTimes:
+    """Median, minimum and spread. Needs at least one step."""
+    times = np.asarray(slowest_us, dtype=np.float64)
+    low, high = np.percentile(times, [10, 90])
+    return StepTimes(
+        median_us=float(np.median(times)),
+        minimum_us=float(times.min()),
+        p10_us=float(low),
+        p90_us=float(high),
+        mean_us=float(times.mean()),
+        stdev_us=float(times.std(ddof=1)) if len(times) > 1 else 0.0,
+        steps=len(times),
+    )
+
+
+def wire_us(planned_bytes: int, gbps: float | None) -> float:
+    """The time the bytes need on the link with nothing else in the way; none on an unlimited link.
+
+    >>> round(wire_us(6_000_000, 0.5))
+    100376
+    """
+    return 0.0 if gbps is None else planned_bytes * 8 / (gbps * 1e3) * FRAME_BYTES / FRAME_PAYLOAD_BYTES
+
+
+def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
+    """How many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap interval."""
+    generator = np.random.default_rng(seed)
+
+    def resampled_medians(values: Sequence[float]) -> NDArray[np.float64]:
+        array = np.asarray(values, dtype=np.float64)
+        return np.median(array[generator.integers(len(array), size=(RESAMPLES, len(array)))], axis=1)
+
+    ratios = resampled_medians(baseline_us) / resampled_medians(times_us)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Interval(ratio=float(np.median(baseline_us) / np.median(times_us)), low=float(low), high=float(high))
+
+
+def alone_from(record: WorkerRecord) -> Alone:
+    """T_1, from a record of the floor with one rank."""
+    method = record.methods[0]
+    times = step_times(_slowest(method)[record.warmup_steps :]) if method.failure is None else None
+    return Alone(job=record.job, parameters=record.parameters, failure=method.failure, step=times)
+
+
+def cells_from(
+    record: WorkerRecord, link: str, gbps: float | None, ranks_per_node: int, alone: Alone | None
+) -> list[Cell]:
+    """The cells of one job over one link."""
+    good = {method.method: method for method in record.methods if method.failure is None}
+    counted = {name: _slowest(method)[record.warmup_steps :] for name, method in good.items()}
+    compute_us = float(np.median(counted["floor"])) if "floor" in counted else None
+    cells = []
+    for method in record.methods:
+        if method.failure is not None:
+            cells.append(Cell(job=record.job, link=link, gbps=gbps, method=method.method, failure=method.failure))
+            continue
+        times = step_times(counted[method.method])
+        planned = method.planned_bytes[0]
+        sent = _mean_of_counted(method.sent_bytes, record.warmup_steps) / record.ranks_per_interface
+        codec = None if None in method.codec_us else float(np.mean([us for us in method.codec_us if us is not None]))
+        wire = wire_us(planned, gbps) if planned is not None and (ranks_per_node == 1 or link == UNLIMITED) else None
+        ideal = max(compute_us, wire) if compute_us is not None and wire is not None else None
+        reachable = compute_us is not None and wire is not None and codec is not None
+        scaling, scaling_stdev = _scaling(alone, times)
+        cells.append(
+            Cell(
+                job=record.job,
+                link=link,
+                gbps=gbps,
+                method=method.method,
+                step=times,
+                counted_bytes=sent,
+                planned_bytes=planned,
+                counted_over_planned=sent / planned if planned else None,
+                cpu_us=float(np.mean([np.median(row[record.warmup_steps :]) for row in method.cpu_us])),
+                codec_us=codec,
+                exposed_us=times.median_us - compute_us if compute_us is not None else None,
+                ideal_us=ideal,
+                attainable_us=max((compute_us or 0) + (codec or 0), wire or 0) if reachable else None,
+                scaling_factor=scaling,
+                scaling_factor_stdev=scaling_stdev,
+                speedup=median_ratio(counted["ddp"], counted[method.method]) if "ddp" in counted else None,
+                step_us=_slowest(method),
+                loss=[float(loss) for loss in np.mean(method.loss, axis=0)],
+            )
+        )
+    return cells
+
+
+def _slowest(method: MethodRecord) -> list[float]:
+    """Each step's time on the rank that took longest."""
+    return [float(us) for us in np.max(method.wall_us, axis=0)]
+
+
+def _mean_of_counted(by_rank: list[list[int]], warmup_steps: int) -> float:
+    """The mean and not the median: bytes move from one step to the next with the moment of reading."""
+    return float(np.mean([row[warmup_steps:] for row in by_rank]))
+
+
+def _scaling(alone: Alone | None, times: StepTimes) -> tuple[float | None, float | None]:
+    """T_n / (n T_1) and its deviation, by the relative deviations of both step times."""
+    if alone is None or alone.step is None:
+        return None, None
+    factor = alone.step.mean_us / times.mean_us
+    return factor, factor * float(np.hypot(alone.step.stdev_us / alone.step.mean_us, times.stdev_us / times.mean_us))

@@ -1,0 +1,109 @@
+"""The table of a run, from its results."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from rich.table import Table
+
+from gradwire.bench.results import BenchRun, Cell, Interval
+
+__all__ = ["FULL_WIDTH", "milliseconds", "tables"]
+
+NOTHING = "-"
+COLUMNS = {
+    "link": 9,
+    "method": 14,
+    "step ms": 7,
+    "p10-p90": 11,
+    "min": 5,
+    "vs ddp": 17,
+    "exposed": 7,
+    "ideal": 5,
+    "attain.": 7,
+    "MB sent": 7,
+    "/planned": 8,
+    "CPU ms": 6,
+    "scaling": 7,
+    "loss": 5,
+}
+"""Columns and about how wide they are."""
+LEFT_OUT_FIRST = ("CPU ms", "min", "p10-p90", "/planned", "scaling", "attain.", "ideal", "exposed")
+"""What a narrow terminal does without, in this order; all of it is in the JSON."""
+FULL_WIDTH = 170
+
+
+def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
+    """One table per job. Times are milliseconds of the slowest rank's step; bytes are per rank and step."""
+    names = _fitting(width)
+    for job in dict.fromkeys(cell.job for cell in run.cells):
+        table = Table(title=_title(run, job), title_justify="left")
+        for name in names:
+            justify: Literal["left", "right"] = "left" if name in ("link", "method") else "right"
+            table.add_column(name, justify=justify, min_width=COLUMNS[name], overflow="fold")
+        previous = None
+        for cell in (cell for cell in run.cells if cell.job == job):
+            if previous not in (None, cell.link):
+                table.add_section()
+            texts = _texts(cell)
+            table.add_row(*[texts.get(name, NOTHING) for name in names])
+            previous = cell.link
+        yield table
+
+
+def milliseconds(microseconds: float | None) -> str:
+    """Milliseconds to three digits or so.
+
+    >>> milliseconds(12345.0), milliseconds(123456.0), milliseconds(None)
+    ('12.3', '123', '-')
+    """
+    if microseconds is None:
+        return NOTHING
+    value = microseconds / 1e3
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def _ratio(interval: Interval | None) -> str:
+    """A speedup with its interval."""
+    return NOTHING if interval is None else f"{interval.ratio:.2f}x ({interval.low:.2f}-{interval.high:.2f})"
+
+
+def _fitting(width: int) -> list[str]:
+    """The columns that fit into a terminal of this width."""
+    names = list(COLUMNS)
+    for name in LEFT_OUT_FIRST:
+        if sum(COLUMNS[kept] + 3 for kept in names) < width:
+            break
+        names.remove(name)
+    return names
+
+
+def _title(run: BenchRun, job: str) -> str:
+    alone = next((a for a in run.alone if a.job == job and a.step is not None), None)
+    size = f", {alone.parameters / 1e6:.2f}M parameters" if alone else ""
+    by_itself = f", one rank alone {milliseconds(alone.step.mean_us)} ms" if alone and alone.step else ""
+    return f"{job}{size}: {run.nodes} nodes x {run.ranks_per_node} ranks ({run.network}), {run.steps} steps{by_itself}"
+
+
+def _texts(cell: Cell) -> dict[str, str]:
+    """What stands in each column. What a failed cell said is printed below the table, where there is room."""
+    texts = {"link": cell.link, "method": cell.method}
+    if cell.failure is not None or cell.step is None:
+        return texts | {"step ms": "FAILED"}
+    step = cell.step
+    texts |= {
+        "step ms": milliseconds(step.median_us),
+        "p10-p90": f"{milliseconds(step.p10_us)}-{milliseconds(step.p90_us)}",
+        "min": milliseconds(step.minimum_us),
+        "vs ddp": _ratio(cell.speedup),
+        "exposed": milliseconds(cell.exposed_us),
+        "ideal": milliseconds(cell.ideal_us),
+        "attain.": milliseconds(cell.attainable_us),
+        "CPU ms": milliseconds(cell.cpu_us),
+        "loss": f"{cell.loss[-1]:.2f}",
+    }
+    numbers = {
+        "MB sent": None if cell.counted_bytes is None else cell.counted_bytes / 1e6,
+        "/planned": cell.counted_over_planned,
+        "scaling": cell.scaling_factor,
+    }
+    return texts | {name: f"{number:.2f}" for name, number in numbers.items() if number is not None}

@@ -1,0 +1,162 @@
+"""One rank of a cell group: builds all methods of a job and lets them take turns.
+
+Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
+
+1. Every method is built, on all ranks in the same order, each with a process group of its own.
+2. Every method takes its warm-up steps.
+3. Rounds: each method in turn takes a few steps; the order rotates from round to round, so that a drift of the
+   machine hits all alike. Ranks meet between turns, outside of the time; inside a turn nothing makes them meet
+   but the method itself.
+4. Kernels are measured alone, methods are checked and closed, and rank 0 writes what all ranks recorded.
+
+A method that fails on any rank is left out from then on, and its message is the result.
+"""
+
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from gradwire.bench.events import StepEvent, print_event
+from gradwire.bench.jobs import Job, make_job
+from gradwire.bench.methods import Method, build
+from gradwire.bench.ranks import Ranks, sent_by_interface
+from gradwire.bench.results import MethodRecord, WorkerOrder, WorkerRecord
+
+__all__ = ["main"]
+
+
+class Contestant(msgspec.Struct):
+    """One method and what this rank saw of it."""
+
+    name: str
+    method: Method | None = None
+    failure: str | None = None
+    wall_us: list[float] = []
+    cpu_us: list[float] = []
+    loss: list[float] = []
+    sent_bytes: list[int] = []
+    planned_bytes: int | None = None
+    codec_us: float | None = None
+
+
+class Contest:
+    """All methods of one job on this rank."""
+
+    def __init__(self, order: WorkerOrder, job: Job, ranks: Ranks) -> None:
+        self.order = order
+        self.job = job
+        self.ranks = ranks
+        self.contestants = [Contestant(name) for name in order.methods]
+
+    def run(self) -> None:
+        """Build, warm up, take turns, finish."""
+        for contestant in self.contestants:
+            self._guarded(contestant, self._build)
+        for contestant in self.contestants:
+            self._take_turn(contestant, self.order.warmup_steps)
+        left = self.order.steps
+        turn = 0
+        while left > 0:
+            first = turn % len(self.contestants)
+            for contestant in self.contestants[first:] + self.contestants[:first]:
+                self._take_turn(contestant, min(left, self.order.turn_steps))
+            left -= self.order.turn_steps
+            turn += 1
+        for contestant in self.contestants:
+            self._guarded(contestant, self._finish)
+
+    def _guarded(self, contestant: Contestant, action: Callable[[Contestant], None]) -> None:
+        """Do it on all ranks, and note the failure on all if one has failed."""
+        if contestant.failure is not None:
+            return
+        problem = None
+        try:
+            action(contestant)
+        except Exception as error:  # whatever it is, it is the method's result
+            problem = f"{type(error).__name__}: {error}"
+        contestant.failure = self.ranks.first_problem(problem)
+        if contestant.failure is not None and contestant.method is not None:
+            with contextlib.suppress(Exception):
+                contestant.method.close()
+
+    def _build(self, contestant: Contestant) -> None:
+        contestant.method = build(contestant.name, self.job, self.order.seed, self.ranks.new_group())
+
+    def _take_turn(self, contestant: Contestant, steps: int) -> None:
+        if steps > 0 and contestant.failure is None:
+            gc.collect()
+            self.ranks.meet()
+            self._guarded(contestant, lambda _: self._steps(contestant, steps))
+
+    def _steps(self, contestant: Contestant, steps: int) -> None:
+        method = contestant.method
+        assert method is not None
+        sent_before = sent_by_interface()
+        for index in range(steps):
+            step = len(contestant.loss)
+            batch = self.job.batch(self.ranks.rank, self.ranks.world_size, step)
+            cpu, wall = time.process_time(), time.perf_counter()
+            loss = method.step(batch)
+            if index == steps - 1:
+                method.settle()
+            contestant.wall_us.append((time.perf_counter() - wall) * 1e6)
+            contestant.cpu_us.append((time.process_time() - cpu) * 1e6)
+            contestant.loss.append(loss)
+            if index == steps - 1:
+                self.ranks.meet()  # the others may still be taking what this rank sent
+            sent = sent_by_interface()
+            contestant.sent_bytes.append(sent - sent_before)
+            sent_before = sent
+            if self.ranks.rank == 0:
+                print_event(StepEvent(contestant.name, step, contestant.wall_us[-1], loss))
+
+    def _finish(self, contestant: Contestant) -> None:
+        method = contestant.method
+        assert method is not None
+        method.check()
+        contestant.planned_bytes = method.bytes_planned
+        self.ranks.meet()
+        seconds = method.codec_seconds()
+        contestant.codec_us = None if seconds is None else seconds * 1e6
+        method.close()
+
+    def records(self) -> list[MethodRecord]:
+        """Every method's record, of all ranks."""
+        records = []
+        for mine in self.contestants:
+            fields = ("wall_us", "cpu_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
+            by_rank = self.ranks.gather({field: getattr(mine, field) for field in fields})
+            gathered = {field: [rank[field] for rank in by_rank] for field in fields}
+            records.append(MethodRecord(method=mine.name, failure=mine.failure, **gathered))
+        return records
+
+
+def main(order_path: str) -> None:
+    """Carry out the order in the file."""
+    order = WorkerOrder.load(order_path)
+    torch.set_num_threads(1)
+    job = make_job(order.job, order.seed)
+    ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
+    contest = Contest(order, job, ranks)
+    contest.run()
+    record = WorkerRecord(
+        job=job.name,
+        parameters=sum(parameter.numel() for parameter in job.make_model(order.seed).parameters()),
+        world_size=ranks.world_size,
+        ranks_per_interface=ranks.local_world_size,
+        warmup_steps=order.warmup_steps,
+        methods=contest.records(),
+    )
+    if ranks.rank == 0:
+        record.save(order.result)
+    ranks.meet()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,151 @@
+"""The command line: thin over functions. Nothing heavy is imported before a command needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire.errors import GradwireError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Data-parallel PyTorch training that stays fast when the network is not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"gradwire {version('gradwire')}")
+        except PackageNotFoundError:
+            typer.echo("gradwire, run from its source without being installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """What all commands share."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps of each method; fewer make it shorter.")] = 120,
+    out: Annotated[Path, typer.Option(help="Folder for summary.json, demo.png and bench.json.")] = Path("runs/demo"),
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
+) -> None:
+    """Train a transformer on two nodes at 500 Mb/s: plain DDP beside gradwire, in about two minutes."""
+    from rich.console import Console
+
+    from gradwire.bench.demo import run_demo, summary_table
+    from gradwire.bench.progress import ProgressView
+    from gradwire.bench.runner import emulation_problem
+
+    summary = run_demo(steps, out, emulation_problem(), ProgressView(Console(stderr=True)))
+    if json:
+        typer.echo(summary.to_json(), nl=False)
+        return
+    console = Console()
+    console.print(summary_table(summary))
+    ddp, ours = summary.methods["ddp"], summary.methods["gradwire"]
+    typer.echo(
+        f"gradwire: {summary.speedup:.2f} times plain DDP ({summary.speed}; 95 % interval {summary.speedup_low:.2f} to "
+        f"{summary.speedup_high:.2f}), {summary.bytes_ratio:.1f} times fewer bytes, loss {ours.final_loss:.3f} against "
+        f"{ddp.final_loss:.3f}."
+    )
+    if summary.problem is not None:
+        typer.echo(
+            f"The speed at {summary.link} is computed from bytes and rate, because no link can be emulated here: "
+            f"{summary.problem}. Run as root, or where user namespaces are allowed, to measure it."
+        )
+    typer.echo(f"Picture: {summary.picture}")
+
+
+@app.command()
+def bench(
+    jobs: Annotated[str, typer.Option(help="Comma-separated: transformer, mlp, resnet.")] = "transformer,mlp,resnet",
+    links: Annotated[
+        str, typer.Option(help="Comma-separated rates between nodes, such as 500mbit, or unlimited.")
+    ] = "100mbit,500mbit,1000mbit,unlimited",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: floor, ddp, ddp-2mb, ddp-fp16, ddp-powersgd, gradwire:POLICY with identity, fp16, "
+            "qsgd4, qsgd4-ef, a JSON spec or a plan file as POLICY."
+        ),
+    ] = "floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4",
+    nodes: Annotated[int, typer.Option(help="Emulated nodes.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks in each node.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of each method that count.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Steps of each method before those.")] = 5,
+    turn: Annotated[int, typer.Option(help="Steps a method takes before the next has its turn.")] = 5,
+    alone_steps: Annotated[
+        int, typer.Option(help="Steps of one rank alone, for the scaling factor; 0 leaves it out.")
+    ] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the models and batches.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None,
+) -> None:
+    """Measure jobs x links x methods, all methods of a job side by side in one run."""
+    from rich.console import Console
+
+    from gradwire.bench.names import split_names
+    from gradwire.bench.progress import ProgressView
+    from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
+    from gradwire.bench.table import FULL_WIDTH, tables
+
+    request = BenchRequest(
+        jobs=split_names(jobs),
+        links=split_names(links),
+        methods=split_names(methods),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        steps=steps,
+        warmup_steps=warmup,
+        turn_steps=turn,
+        alone_steps=alone_steps,
+        seed=seed,
+    )
+    run = run_bench(request, emulation_problem(), ProgressView(Console(stderr=True)), json)
+    console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
+    for table in tables(run, console.width):
+        console.print(table)
+    for note in run.notes:
+        typer.echo(f"Note: {note}")
+    for failure in run.failures:
+        typer.echo(f"FAILED: {failure}", err=True)
+    if run.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def emulate(
+    command: Annotated[list[str], typer.Argument(help="After `--`: a script and its arguments, or -m MODULE.")],
+    nodes: Annotated[int, typer.Option(help="Emulated nodes.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks in each node.")] = 1,
+    inter: Annotated[str | None, typer.Option(help="Rate between nodes, such as 500mbit. Default: no limit.")] = None,
+    intra: Annotated[str | None, typer.Option(help="Rate inside a node, such as 10gbit. Default: no limit.")] = None,
+) -> None:
+    """Run any torchrun script on an emulated cluster: gradwire emulate --inter 500mbit -- train.py --epochs 1"""
+    from gradwire import testbed
+
+    testbed.reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
+    raise typer.Exit(testbed.emulate(nodes, ranks_per_node, inter, intra, command))
+
+
+def main() -> None:
+    """The `gradwire` program. An error that gradwire raises on purpose is one message and exit code 2."""
+    try:
+        app(prog_name="gradwire")
+    except GradwireError as error:
+        typer.echo(f"gradwire: {error}", err=True)
+        sys.exit(2)

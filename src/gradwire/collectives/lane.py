@@ -1,0 +1,54 @@
+"""Lanes: a link and the one thread that submits to it."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from gradwire.collectives.link import Link
+
+__all__ = ["Lane"]
+
+T = TypeVar("T")
+
+
+class Lane:
+    """Runs jobs one after another on its own thread. The thread ends with `stop`, at the latest at interpreter exit."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.link = link
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
+        # a daemon: a thread that waits for a dead rank must not keep the process alive
+        self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link)
+
+    def submit(self, job: Callable[[Link], T]) -> "Future[T]":
+        """Run job(link) on the lane's thread, after all jobs before it."""
+        future: Future[T] = Future()
+        self._jobs.put((lambda: job(self.link), future))  # type: ignore[arg-type]
+        return future
+
+    def stop(self) -> None:
+        """End the thread; one that is stuck in a collective is left to its timeout."""
+        self._finalizer()
+
+
+def _work(jobs: "queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None]", link: Link) -> None:
+    link.streams.enter_thread()
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, job, future
+
+
+def _stop(jobs: "queue.SimpleQueue[None]", thread: threading.Thread, link: Link) -> None:
+    jobs.put(None)
+    thread.join(timeout=1.0)
+    if thread.is_alive():
+        link.abandon()

@@ -1,0 +1,123 @@
+"""Links: private communicators of one submitting thread each, beside the caller's process group.
+
+A link is a backend object of its own (gloo on CPU, NCCL on CUDA) over the caller's ranks, made with a name that rank 0
+of the group chose. It is not registered with torch.distributed: `new_group` names groups by how many a process has,
+so ranks that belong to different sub-groups can be cross-wired or wait for each other for ever.
+"""
+
+import ctypes
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gradwire.collectives.streams import streams_for
+
+__all__ = ["Group", "Link", "SilentLink"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that synchronise: the caller's process group, seen from one rank."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    """Within the group, as everywhere in gradwire except in messages."""
+    global_ranks: tuple[int, ...]
+    timeout: timedelta
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None) -> "Group":
+        """The caller's group, or all ranks."""
+        pg = process_group if process_group is not None else distributed_c10d._get_default_group()
+        ranks = tuple(dist.get_process_group_ranks(pg))
+        return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.global_ranks)
+
+    def agree_on_name(self) -> str:
+        """A name of 16 hex digits that rank 0 of the group drew. Collective, on the caller's own group."""
+        device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
+        drawn = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
+        dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
+        return bytes(drawn.tolist()).hex()
+
+    def store(self, name: str) -> dist.Store:
+        """The rendezvous store under a name of ours."""
+        return dist.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
+
+
+class Link:
+    """Collectives over a group's ranks, submitted by one thread.
+
+    Each returns at once; `Work.wait()` blocks the thread on CPU and queues a wait on the current stream on CUDA.
+    """
+
+    def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
+        self.streams = streams_for(device)
+        store = group.store(name)
+        if device.type == "cuda" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self.backend = dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
+        else:
+            self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
+    ) -> dist.Work:
+        """Rank j gets the j-th part of `sent`; sizes are elements. Rank i's part for us is the i-th of `received`."""
+        return self.backend.alltoall_base(received, sent, receive_sizes, send_sizes)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+        """Everybody's `sent`, all of one size, one after another in `received`."""
+        return self.backend._allgather_base(received, sent)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+        """Sum (or `op`) over ranks, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.backend.allreduce([tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> dist.Work:
+        """The root's values, in place. `root` is a rank of the group."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.backend.broadcast([tensor], options)
+
+    def abandon(self) -> None:
+        """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
+
+class SilentLink:
+    """A link that sends nothing: runs a scheme's codec work alone, to measure it."""
+
+    streams = streams_for(torch.device("cpu"))
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def all_to_all(self, *arguments: object) -> "SilentLink":
+        return self
+
+    all_gather = all_reduce = broadcast = all_to_all
+
+    def wait(self) -> None:
+        pass
+
+
+def _handles_cpu(pg: dist.ProcessGroup) -> bool:
+    return any(device.type == "cpu" for device in pg._device_types)
+
+
+def _timeout_of(pg: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cpu") if _handles_cpu(pg) else torch.device("cuda")
+    timeout = pg._get_backend(device).options._timeout
+    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout

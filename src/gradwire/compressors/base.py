@@ -1,0 +1,70 @@
+"""What a compressor is: encode and decode as functions of (tensor, state, context), nothing else."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.core.specs import Spec
+from gradwire.errors import PayloadError
+from gradwire.kernels import Segments
+
+__all__ = ["Compressor", "Context"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an encode may depend on beside the tensor.
+
+    random: int64 tensor of (seed, step, encode number, rank) on the tensor's device; it keys the random stream, so that
+    a resumed run repeats it and ranks differ. A tensor, since a host number would be frozen by graph capture.
+    stream: the device stream the work is queued on; None on CPU, where it is done when the call returns.
+    """
+
+    random: torch.Tensor
+    stream: torch.Stream | None = None
+
+
+class Compressor(ABC):
+    """Encodes runs of elements of a flat buffer to payloads. One instance serves all tensors of a family of specs.
+
+    A flat buffer here is a contiguous 1-D tensor, `segments` says which tensors' elements it holds. Buffers are made by
+    the caller, once; nothing here allocates what grows.
+    """
+
+    granularity: int = 1
+    """A buffer may be cut only where a tensor ends or at multiples of so many elements from a tensor's start."""
+    feeds_back = False
+    """Whether encode takes a residual (float32, as long as src)."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        """Bytes of the payload of these segments when the gradient has this dtype. Static: never depends on values."""
+
+    @abstractmethod
+    def encode(
+        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+    ) -> None:
+        """Write the payload (uint8, `payload_bytes` long) of src. A residual is added first and left what was lost."""
+
+    @abstractmethod
+    def decode(
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+    ) -> None:
+        """Write what the payload holds to dst, or add it. `dtype` is the dtype of the gradient that was encoded.
+
+        Raises PayloadError for a payload of another size.
+        """
+
+    def check(self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype) -> None:
+        """Raise PayloadError unless the payload has the size that the segments take."""
+        expected = self.payload_bytes(segments, dtype)
+        if payload.numel() != expected or payload.dtype != torch.uint8:
+            raise PayloadError(
+                f"a payload of {payload.numel()} elements of {payload.dtype} is not one of {self.spec!r}: "
+                f"{segments.numel} elements in {len(segments.rows)} segments take {expected} bytes of uint8. Ranks run "
+                "different plans or versions, or the bytes were cut."
+            )

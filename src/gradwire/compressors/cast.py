@@ -1,0 +1,31 @@
+"""A narrower float on the wire (float16 or bfloat16). Law: contractive, relative error at most 2^-11 or 2^-8."""
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context
+from gradwire.core.specs import Cast
+from gradwire.kernels import Segments, kernels_for
+
+__all__ = ["CastCompressor"]
+
+
+class CastCompressor(Compressor):
+    """Rounds to nearest even. Beyond float16's 65504 a value becomes Inf, as in torch's own fp16 hook."""
+
+    def __init__(self, spec: Cast) -> None:
+        super().__init__(spec)
+        self.wire: torch.dtype = getattr(torch, spec.dtype)
+
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        return segments.numel * self.wire.itemsize
+
+    def encode(
+        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+    ) -> None:
+        kernels_for(src.device.type).cast_encode(src, residual, self.wire, payload)
+
+    def decode(
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+    ) -> None:
+        self.check(payload, segments, dtype)
+        kernels_for(dst.device.type).cast_decode(payload, self.wire, add, dst)

@@ -1,0 +1,38 @@
+"""Error feedback around any compressor: what an encode loses is added to the next (notes D3).
+
+Law: telescoping. The sum over steps of what was sent equals the sum of what was given, less the last residual.
+The residual belongs to the caller, one for each encode of the option; the inner compressor's kernel updates it.
+"""
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context
+from gradwire.core.specs import ErrorFeedback
+from gradwire.kernels import Segments
+
+__all__ = ["ErrorFeedbackCompressor"]
+
+
+class ErrorFeedbackCompressor(Compressor):
+    """Only declares that a residual is wanted; encode and decode are the inner compressor's."""
+
+    feeds_back = True
+
+    def __init__(self, spec: ErrorFeedback, inner: Compressor) -> None:
+        super().__init__(spec)
+        self.inner = inner
+        self.granularity = inner.granularity
+
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        return self.inner.payload_bytes(segments, dtype)
+
+    def encode(
+        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+    ) -> None:
+        assert residual is not None
+        self.inner.encode(src, residual, segments, context, payload)
+
+    def decode(
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+    ) -> None:
+        self.inner.decode(payload, segments, dtype, add, dst, context)

@@ -1,0 +1,36 @@
+"""No compression: the payload is the gradient's own bytes. Law: exact."""
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context
+from gradwire.kernels import Segments
+
+__all__ = ["IdentityCompressor"]
+
+
+class IdentityCompressor(Compressor):
+    """Copies bytes."""
+
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        return segments.numel * dtype.itemsize
+
+    def encode(
+        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+    ) -> None:
+        payload.copy_(src.view(torch.uint8))
+
+    def decode(
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+    ) -> None:
+        self.check(payload, segments, dtype)
+        value = _as_dtype(payload, dtype)
+        if add:
+            dst.add_(value)
+        else:
+            dst.copy_(value)
+
+
+def _as_dtype(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes as numbers; a payload that does not begin at a multiple of the item size is copied first."""
+    aligned = payload.storage_offset() % dtype.itemsize == 0
+    return (payload if aligned else payload.clone()).view(dtype)

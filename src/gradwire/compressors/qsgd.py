@@ -1,0 +1,39 @@
+"""QSGD: uniform quantisation with one scale per block (notes D4, D6, D7; CGX section 3).
+
+Law: unbiased with stochastic rounding; contractive with nearest. A block with a NaN or an Inf decodes to NaN
+throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had.
+"""
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context
+from gradwire.core.payload import qsgd_bytes
+from gradwire.core.specs import QSGD
+from gradwire.kernels import Segments, kernels_for
+
+__all__ = ["QSGDCompressor"]
+
+
+class QSGDCompressor(Compressor):
+    """Bits come from the segments, so tensors of 2 to 8 bits share one call (notes D5)."""
+
+    def __init__(self, spec: QSGD) -> None:
+        super().__init__(spec)
+        self.granularity = spec.block
+        self.block, self.scale, self.rounding = spec.block, spec.scale, spec.rounding
+
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        return sum(qsgd_bytes([(row.numel, row.bits) for row in segments.rows], self.block, self.scale))
+
+    def encode(
+        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+    ) -> None:
+        kernels_for(src.device.type).qsgd_encode(
+            src, residual, segments, context.random, self.block, self.scale, self.rounding, payload
+        )
+
+    def decode(
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+    ) -> None:
+        self.check(payload, segments, dtype)
+        kernels_for(dst.device.type).qsgd_decode(payload, segments, self.block, self.scale, add, dst)

@@ -1,0 +1,78 @@
+"""Ranks compare notes before the first exchange: same model, same plan, same versions; else all are told."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Link
+from gradwire.errors import DisagreementError
+
+__all__ = ["agree", "broadcast_bytes"]
+
+
+def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
+    """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON; collective.
+
+    A rank that could not prepare puts why under "error", so that nobody waits for it.
+    """
+    everybody = _gather(link, json.dumps(facts, sort_keys=True).encode())
+    others = [json.loads(each) for each in everybody]
+    failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
+    if failed:
+        raise DisagreementError(
+            "parallelize stops on all ranks because it failed on some: "
+            + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
+        )
+    for rank, other in zip(global_ranks, others, strict=True):
+        for key, value in others[0].items():
+            if other.get(key) != value:
+                raise DisagreementError(_told(key, global_ranks[0], value, rank, other.get(key)))
+
+
+def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
+    if isinstance(first, list) and isinstance(other, list):
+        if len(first) != len(other):
+            first, other = f"{len(first)} tensors", f"{len(other)} tensors"
+        else:
+            first, other = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    return (
+        f"ranks disagree on the {key}: rank {first_rank} has {first}, rank {rank} has {other}. Gradients would be added "
+        "to the wrong ones or decoded wrongly. Start every rank with the same script, arguments and environment."
+    )
+
+
+def _gather(link: Link, text: bytes) -> list[bytes]:
+    """Every rank's text: sizes first, then all padded to the longest."""
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    sizes = torch.empty(link.world_size, dtype=torch.int64)
+    link.all_gather(sizes, size).wait()
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = torch.empty(link.world_size * longest, dtype=torch.uint8)
+    link.all_gather(received, padded).wait()
+    rows = received.reshape(link.world_size, longest)
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, sizes.tolist(), strict=True)]
+
+
+def broadcast_bytes(link: Link, tensors: list[torch.Tensor], piece_bytes: int = 32 * 2**20) -> None:
+    """Give every rank rank 0's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
+    pending: list[torch.Tensor] = []
+    for at, tensor in enumerate(tensors):
+        pending.append(tensor)
+        if at + 1 == len(tensors) or sum(t.numel() * t.element_size() for t in pending) >= piece_bytes:
+            _broadcast_together(link, pending)
+            pending = []
+
+
+def _broadcast_together(link: Link, tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+        flat = torch.cat(raw)
+        link.broadcast(flat).wait()
+        if link.rank:
+            for tensor, part in zip(tensors, flat.split([r.numel() for r in raw]), strict=True):
+                # cloned, since a part may begin where the dtype's alignment does not allow a view
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,132 @@
+"""Runs the link tasks of a plan, in its launch order, on lanes.
+
+A step of the executor:
+1. `start` gives every lane its list of tasks. Lists are static: cut from the launch order once, the same on all ranks.
+2. `ready(bucket)` is called as gradients become ready. A lane does its tasks strictly in order and waits for the bucket
+   of the next one; it never takes another because it happens to be ready.
+3. `finish` waits for all lanes and returns what they measured.
+
+Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so two lanes keep the wire busy
+while one encodes. On CUDA nothing blocks, one lane submits everything, and the gather of a piece is put behind the
+reduce of the next, so that the codec of one runs while the other is on the wire.
+"""
+
+import queue
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from itertools import groupby
+
+from gradwire.collectives import Lane, Link, Meter
+from gradwire.collectives.streams import Mark
+from gradwire.core.plan import Plan
+from gradwire.engine.layout import BucketBuffers
+
+__all__ = ["Executor", "Task", "TaskFailed", "task_lists"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One phase of one piece."""
+
+    bucket: int
+    chunk: int
+    phase: int
+
+
+class TaskFailed(Exception):
+    """A collective failed; carries where."""
+
+    def __init__(self, task: Task, cause: Exception) -> None:
+        super().__init__(f"{task}: {cause}")
+        self.task, self.cause = task, cause
+
+
+class Abandoned(Exception):
+    """The step was given up before all buckets were ready."""
+
+
+def task_lists(launch: Sequence[tuple[int, str]], chunks: Sequence[int], lanes: int, skew: bool) -> list[list[Task]]:
+    """The tasks of each lane. `chunks[b]` is the number of pieces of bucket b.
+
+    Launches of one bucket that follow each other run piece by piece; with skew the last phase of a piece comes after
+    the first phase of the next.
+
+    >>> task_lists([(0, "alltoall"), (0, "allgather")], chunks=[2], lanes=1, skew=False)[0][1]
+    Task(bucket=0, chunk=0, phase=1)
+    """
+    done: dict[int, int] = defaultdict(int)
+    order: list[Task] = []
+    for bucket, run in groupby(launch, key=lambda entry: entry[0]):
+        phases = range(done[bucket], done[bucket] + len(list(run)))
+        done[bucket] = phases.stop
+        order += [Task(bucket, chunk, phase) for chunk in range(chunks[bucket]) for phase in phases]
+    if skew:
+        for at in range(len(order) - 1):
+            if order[at].phase > 0 and order[at + 1].phase == 0:
+                order[at], order[at + 1] = order[at + 1], order[at]
+    lists: list[list[Task]] = [[] for _ in range(lanes)]
+    lane_of: dict[tuple[int, int], int] = {}
+    for task in order:
+        lists[lane_of.setdefault((task.bucket, task.chunk), len(lane_of) % lanes)].append(task)
+    return lists
+
+
+class Executor:
+    """The lanes of one handle, working on one set of buckets."""
+
+    def __init__(self, plan: Plan, buckets: list[BucketBuffers], lanes: list[Lane]) -> None:
+        self.plan, self.buckets, self.lanes = plan, buckets, lanes
+        skew = len(lanes) == 1
+        self.tasks = task_lists(plan.launch, [len(b.chunks) for b in buckets], len(lanes), skew)
+        self._arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = []
+        self._running: list[Future[tuple[Meter, Mark]]] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        # new queues for every step: what a given-up step left in the old ones is not seen again
+        self._arrivals = [queue.SimpleQueue() for _ in self.lanes]
+        self._running = [
+            lane.submit(lambda link, tasks=tasks, arrivals=arrivals: self._run(link, tasks, arrivals))
+            for lane, tasks, arrivals in zip(self.lanes, self.tasks, self._arrivals, strict=True)
+        ]
+
+    def ready(self, bucket: int) -> None:
+        """The bucket's flat buffer holds the gradient of this step."""
+        mark = self.lanes[0].link.streams.mark()
+        for arrivals in self._arrivals:
+            arrivals.put((bucket, mark))
+
+    def give_up(self) -> None:
+        """Let the lanes go that wait for buckets."""
+        for arrivals in self._arrivals:
+            arrivals.put((-1, None))
+
+    def finish(self) -> list[Meter]:
+        """Wait for the step's last task. Raises TaskFailed as soon as any lane fails."""
+        done, _ = wait(self._running, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        results = [future.result() for future in self._running]
+        for lane, (_, mark) in zip(self.lanes, results, strict=True):
+            lane.link.streams.wait(mark)
+        return [meter for meter, _ in results]
+
+    def _run(
+        self, link: Link, tasks: list[Task], arrivals: "queue.SimpleQueue[tuple[int, Mark]]"
+    ) -> tuple[Meter, Mark]:
+        meter, marks = Meter(), {}
+        for task in tasks:
+            while task.bucket not in marks:
+                bucket, mark = arrivals.get()
+                if bucket < 0:
+                    raise Abandoned
+                marks[bucket] = mark
+            meter.at = (task.bucket, task.chunk)
+            try:
+                self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, marks[task.bucket])
+            except Exception as error:
+                raise TaskFailed(task, error) from error
+        with link.streams.decoding():
+            return meter, link.streams.mark()

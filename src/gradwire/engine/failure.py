@@ -1,0 +1,73 @@
+"""From a failed collective to an error that names the bucket and the ranks waited for."""
+
+import contextlib
+import threading
+import time
+
+import torch.distributed as dist
+
+from gradwire.collectives import Group
+from gradwire.core.plan import Plan
+from gradwire.engine.executor import Task
+from gradwire.errors import CommunicationError
+
+__all__ = ["RollCall", "communication_error"]
+
+
+class RollCall:
+    """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
+
+    The store has a connection of its own, made at the start, and is only asked from a thread with a deadline: the rank
+    that hosts it may be the one that died.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._prefix = group, f"gradwire/{name}/failed"
+        self._store: dist.Store | None = None
+        with contextlib.suppress(Exception):
+            self._store = dist.distributed_c10d._get_default_store().clone()
+
+    def missing(self, step: int, patience_s: float) -> list[int]:
+        """Global ranks that did not sign within the patience; all others where the store is gone."""
+        group = self._group
+        present = {group.rank}
+
+        def call() -> None:
+            store = self._store
+            if store is None:
+                return
+            deadline = time.monotonic() + patience_s
+            with contextlib.suppress(Exception):
+                store.set(f"{self._prefix}/{step}/{group.rank}", "here")
+                while time.monotonic() < deadline and len(present) < group.world_size:
+                    for rank in range(group.world_size):
+                        if rank not in present and store.check([f"{self._prefix}/{step}/{rank}"]):
+                            present.add(rank)
+                    time.sleep(0.05)
+
+        caller = threading.Thread(target=call, name="gradwire-roll-call", daemon=True)
+        caller.start()
+        caller.join(patience_s + 0.5)
+        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in present]
+
+
+def communication_error(
+    plan: Plan, task: Task | None, cause: BaseException, step: int, group: Group, roll_call: RollCall
+) -> CommunicationError:
+    """What to raise when a task of the plan (or, without one, the control exchange) failed."""
+    waited = roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
+    if waited:
+        who = f"rank{'s' if len(waited) > 1 else ''} {', '.join(map(str, waited))} did not answer"
+    else:
+        who = f"all of ranks {', '.join(map(str, group.global_ranks))} are alive, so the link between them failed"
+    if task is None:
+        what = "the control exchange at the end of backward"
+    else:
+        bucket = plan.buckets[task.bucket]
+        names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
+        what = f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+    return CommunicationError(
+        f"step {step}: rank {group.global_ranks[group.rank]} waited for {what}: {who}. A rank died, stalled, or did not "
+        f"run the same number of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
+        f"(The backend said: {str(cause).strip() or type(cause).__name__})"
+    )

@@ -1,0 +1,269 @@
+"""The handle: what `parallelize` returns, and what keeps a model synchronised."""
+
+import statistics
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gradwire.collectives import Group, Lane, Link, Meter, SilentLink
+from gradwire.collectives.streams import Mark
+from gradwire.core.plan import Plan
+from gradwire.core.specs import QSGD, ErrorFeedback, Spec
+from gradwire.core.tensors import TensorInfo
+from gradwire.engine.agreement import broadcast_bytes
+from gradwire.engine.executor import Executor
+from gradwire.engine.failure import RollCall
+from gradwire.engine.layout import BucketBuffers, build_buckets
+from gradwire.engine.residuals import Residuals
+from gradwire.engine.step import Backward, StepReport
+from gradwire.planner.policy import Policy
+
+__all__ = ["BucketStats", "Handle", "Stats"]
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket: what it holds and what it sends."""
+
+    tensors: tuple[str, ...]
+    numel: int
+    chunks: int
+    wire_bytes: int
+    """Bytes this rank sends for the bucket in a step."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a handle did, for this rank."""
+
+    steps: int
+    """Synchronised steps so far."""
+    wire_bytes: int
+    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange of
+    8 bytes a parameter come on top."""
+    gradient_bytes: int
+    """Bytes of the gradients themselves."""
+    exposed_us: float
+    """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
+    codec_us: float
+    """Median of the CPU time of encodes and decodes in a step, lanes added up."""
+    buckets: tuple[BucketStats, ...]
+
+
+class Handle:
+    """Keeps the gradients of one model synchronised. Made by `gradwire.parallelize`.
+
+    It lives as long as the model, whether or not it is kept, until `detach()`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: dict[str, torch.nn.Parameter],
+        tensors: list[TensorInfo],
+        plan: Plan,
+        policy: Policy | None,
+        group: Group,
+        lanes: list[Lane],
+        control: Lane,
+        roll_call: RollCall,
+    ) -> None:
+        self._parameters, self._tensors, self._policy = parameters, tensors, policy
+        self._group, self._lanes, self._control = group, lanes, control
+        self._reports: deque[StepReport] = deque(maxlen=100)
+        self._buffers_due = True
+        self._backward = Backward(parameters, group, control, roll_call)
+        itself = weakref.ref(self)
+        self._backward.on_finished = lambda report: _alive(itself)._finished(report)
+        self._model = weakref.ref(model)
+        self._install(plan)
+        self._broadcast([*model.parameters(), *model.buffers()])
+        self._module_hooks = [
+            model.register_forward_pre_hook(lambda module, inputs: _alive(itself)._before_forward(module)),
+            model.register_forward_hook(lambda module, inputs, output: _alive(itself)._after_forward(output)),
+        ]
+
+    # ---- what the user calls
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is executed. One made from a policy is made again after the first step, when the order in which
+        gradients become ready is known."""
+        return self._plan
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate into `grad`; the first one outside synchronises the sum, as under DDP."""
+        before, self._backward.synchronise = self._backward.synchronise, False
+        try:
+            yield
+        finally:
+            self._backward.synchronise = before
+
+    def stats(self) -> Stats:
+        """What happened so far on this rank. Needs no other rank."""
+        buckets = self._executor.buckets
+        reports = list(self._reports)
+        return Stats(
+            steps=self._backward.step,
+            wire_bytes=sum(scheme.wire_bytes for b in buckets for scheme in b.chunks),
+            gradient_bytes=sum(b.flat.numel() * b.flat.element_size() for b in buckets),
+            exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
+            codec_us=1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0,
+            buckets=tuple(
+                BucketStats(b.bucket.tensors, b.flat.numel(), len(b.chunks), sum(s.wire_bytes for s in b.chunks))
+                for b in buckets
+            ),
+        )
+
+    def time_codec(self, repeats: int = 5) -> float:
+        """CPU seconds that one step's encodes and decodes take when nothing else runs: the median of `repeats`.
+
+        Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
+        """
+        link: Any = SilentLink(self._group)
+        seconds = []
+        with self._residuals.kept(), _kept([b.flat for b in self._executor.buckets]):
+            for _ in range(repeats):
+                meter = Meter()
+                for task in sorted((t for tasks in self._executor.tasks for t in tasks), key=lambda t: t.phase):
+                    self._executor.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, None)
+                seconds.append(meter.codec_seconds)
+        return statistics.median(seconds)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's step and residuals, keys `rank{r}/...`, safe for torch.distributed.checkpoint."""
+        prefix = f"rank{self._group.rank}"
+        state = {f"{prefix}/step": torch.tensor(self._backward.step)}
+        return state | {f"{prefix}/{key}": value for key, value in self._residuals.state().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up where `state_dict` was made, with the same plan and world size. Other ranks' keys are left alone.
+
+        Raises ValueError naming a key that is missing or does not fit.
+        """
+        prefix = f"rank{self._group.rank}/"
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if "step" not in own:
+            raise ValueError(
+                f"the state has no {prefix}step: it holds {', '.join(sorted(state)[:3]) or 'nothing'}. It was saved by "
+                "other ranks or is not a gradwire state. Pass what this rank's handle.state_dict() returned."
+            )
+        self._residuals.load({key: value for key, value in own.items() if key != "step"})
+        self._backward.step = int(own["step"])
+
+    def flush(self) -> None:
+        """Wait until nothing is under way. In the `backward` schedule nothing ever is between steps."""
+
+    def detach(self) -> None:
+        """Make the model an ordinary one again. Gradients are no longer synchronised."""
+        for hook in self._module_hooks:
+            hook.remove()
+        self._backward.detach()
+        for lane in [*self._lanes, self._control]:
+            lane.stop()
+        _REGISTRY.forget(self._model(), self._parameters.values())
+
+    # ---- inside
+
+    def _install(self, plan: Plan) -> None:
+        device = next(iter(self._parameters.values())).device
+        random = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64, device=device)
+        for index, bucket in enumerate(plan.buckets):
+            random[index, :, 0] = _seed(bucket.spec_of(bucket.tensors[0]))
+        random[:, 1, 2] = 1
+        random[:, :, 3] = self._group.rank
+        buckets: list[BucketBuffers] = build_buckets(plan, self._parameters, self._group, random)
+        self._plan, self._executor = plan, Executor(plan, buckets, self._lanes)
+        self._residuals = Residuals(buckets, self._group.rank)
+        self._backward.attach(self._executor, random)
+
+    def _finished(self, report: StepReport) -> None:
+        self._reports.append(report)
+        if self._policy is not None and self._backward.step == 1:
+            self._plan_again(self._policy)
+
+    def _plan_again(self, policy: Policy) -> None:
+        """Buckets by the order in which rank 0's gradients came; what never came goes last."""
+        came = self._backward.ready_order
+        order = torch.tensor([*came, *(i for i in range(len(self._tensors)) if i not in set(came))])
+        self._control.submit(lambda link: link.broadcast(order).wait()).result()
+        plan = policy.plan([self._tensors[index] for index in order.tolist()])
+        if plan != self._plan:
+            carried = self._residuals.carried()
+            self._install(plan)
+            self._residuals.take_over(carried)
+
+    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Rank 0's values everywhere."""
+        streams = self._lanes[0].link.streams
+        ready = streams.mark()
+
+        def job(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                broadcast_bytes(link, tensors)
+                return link.streams.mark()
+
+        streams.wait(self._lanes[0].submit(job).result())
+
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        if buffers and self._buffers_due:
+            self._broadcast(buffers)
+        self._buffers_due = self._backward.synchronise
+
+    def _after_forward(self, output: Any) -> None:
+        if self._backward.synchronise and torch.is_grad_enabled():
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            self._backward.expect_graph(leaves)
+
+
+class Registry:
+    """Which models are parallelized. Keeps handles alive as long as their models."""
+
+    def __init__(self) -> None:
+        self.handles: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+        self.owned = torch.utils.weak.WeakIdKeyDictionary()
+
+    def add(self, model: torch.nn.Module, parameters: Any, handle: object) -> None:
+        self.handles[model] = handle
+        for parameter in parameters:
+            self.owned[parameter] = True
+
+    def forget(self, model: torch.nn.Module | None, parameters: Any) -> None:
+        if model is not None:
+            self.handles.pop(model, None)
+        for parameter in parameters:
+            self.owned.pop(parameter, None)
+
+
+_REGISTRY = Registry()
+
+
+def _alive(reference: "weakref.ref[Handle]") -> Handle:
+    handle = reference()
+    assert handle is not None
+    return handle
+
+
+def _seed(spec: Spec) -> int:
+    inner = spec.inner if isinstance(spec, ErrorFeedback) else spec
+    return inner.seed if isinstance(inner, QSGD) else 0
+
+
+@contextmanager
+def _kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    copies = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)

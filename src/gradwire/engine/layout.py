@@ -1,0 +1,197 @@
+"""From a plan to memory: flat buffers, where each gradient lies in them, and the schemes that move them.
+
+Everything here is made once, before the first step, and is the same on every rank but for who owns which shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, TwoPhase
+from gradwire.compressors import Compressor, Context, compressor_for
+from gradwire.core.plan import Bucket, Plan
+from gradwire.core.specs import QSGD, ErrorFeedback, Identity, Spec
+from gradwire.errors import PlanError
+from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels import is_float as kernels_take
+
+__all__ = ["BucketBuffers", "Slot", "build_buckets", "cut"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one gradient lies."""
+
+    name: str
+    bucket: int
+    offset: int
+    """Elements from the start of the bucket's flat buffer."""
+    view: torch.Tensor
+    """The place itself, in the parameter's shape and strides."""
+
+
+@dataclass
+class BucketBuffers:
+    """A bucket of the plan in memory."""
+
+    index: int
+    bucket: Bucket
+    flat: torch.Tensor
+    slots: list[Slot]
+    bounds: list[int]
+    """Elements at which the chunks begin and end."""
+    chunks: list[Scheme]
+
+
+def build_buckets(
+    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor
+) -> list[BucketBuffers]:
+    """Allocate every bucket. `random` is int64 of shape (buckets, encodes, 4), on the parameters' device.
+
+    Raises PlanError for an option, dtype or device that this version cannot run, naming it.
+    """
+    return [_build(i, bucket, parameters, group, random[i]) for i, bucket in enumerate(plan.buckets)]
+
+
+def _build(
+    index: int, bucket: Bucket, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor
+) -> BucketBuffers:
+    members = [parameters[name] for name in bucket.tensors]
+    first = members[0]
+    for name, member in zip(bucket.tensors, members, strict=True):
+        if member.dtype != first.dtype or member.device != first.device:
+            raise PlanError(
+                f"bucket {index} mixes {bucket.tensors[0]!r} ({first.dtype} on {first.device}) and {name!r} "
+                f"({member.dtype} on {member.device}). A bucket holds one class: put them in buckets of their own."
+            )
+    numels = [member.numel() for member in members]
+    flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
+    slots, at = [], 0
+    for name, member in zip(bucket.tensors, members, strict=True):
+        slots.append(Slot(name, index, at, _view(flat, at, member)))
+        at += member.numel()
+    codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
+    _check(index, bucket, first, codec)
+    scheme = _scheme_of(index, bucket)
+    if scheme is AllReduce:
+        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [AllReduce(flat, group.world_size)])
+    count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
+    bounds = cut(numels, codec.granularity, 0, flat.numel(), count)
+    rows = _Rows(bucket, numels)
+    contexts = [Context(random[encode]) for encode in range(random.shape[0])]
+    chunks: list[Scheme] = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        shards = cut(numels, codec.granularity, start, end, group.world_size)
+        piece = Piece(
+            flat=flat[start:end],
+            bounds=tuple(edge - start for edge in shards),
+            shards=[rows.between(a, b, flat.device) for a, b in zip(shards, shards[1:], strict=False)],
+            whole=rows.between(start, end, flat.device),
+            reduce_dtype=getattr(torch, bucket.reduce_dtype),
+            residual_dtype=getattr(torch, bucket.residual_dtype),
+            contexts=contexts,
+        )
+        chunks.append(scheme(codec, piece, group.rank, group.world_size))
+    return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
+
+
+def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: int) -> list[int]:
+    """parts + 1 edges that cut start..end of a bucket evenly, each at a tensor's end or at a multiple of
+    `granularity` from a tensor's start. Parts of tiny buckets may be empty.
+
+    >>> cut([300, 1], granularity=128, start=0, end=301, parts=2)
+    [0, 128, 301]
+    """
+    edges = [start]
+    for part in range(1, parts):
+        target = start + (end - start) * part // parts
+        edges.append(max(edges[-1], min(end, _snap(numels, granularity, target))))
+    return [*edges, end]
+
+
+def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
+    """The allowed edge nearest to the target."""
+    begin = 0
+    for numel in numels:
+        if target <= begin + numel:
+            lower = (target - begin) // granularity * granularity
+            upper = min(lower + granularity, numel)
+            return begin + (lower if target - begin - lower <= upper - (target - begin) else upper)
+        begin += numel
+    return begin
+
+
+class _Rows:
+    """The segments of any run of a bucket."""
+
+    def __init__(self, bucket: Bucket, numels: Sequence[int]) -> None:
+        self.tensors, at = [], 0
+        for name, numel in zip(bucket.tensors, numels, strict=True):
+            self.tensors.append((at, numel, tensor_key(name), _bits(bucket.spec_of(name))))
+            at += numel
+
+    def between(self, start: int, end: int, device: torch.device) -> Segments:
+        rows = []
+        for at, numel, key, bits in self.tensors:
+            low, high = max(at, start), min(at + numel, end)
+            if low < high:
+                rows.append(Segment(low - start, high - low, key, low - at, bits))
+        return Segments.of(rows, device)
+
+
+def _bits(spec: Spec) -> int:
+    inner = spec.inner if isinstance(spec, ErrorFeedback) else spec
+    return inner.bits if isinstance(inner, QSGD) else 0
+
+
+def _scheme_of(index: int, bucket: Bucket) -> type[AllReduce] | type[AllGather] | type[TwoPhase]:
+    """Which scheme an option means. The device of a codec task must be the tensors' own."""
+    plain = isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
+    tasks = tuple(task.partition(":")[0] for task in bucket.option)
+    link_tasks = tuple(task for task in tasks if task not in ("comp", "decomp"))
+    coded = {
+        ("comp", "allgather", "decomp"): AllGather,
+        ("comp", "alltoall", "decomp", "comp", "allgather", "decomp"): TwoPhase,
+    }
+    if all(not task.endswith(":intra") for task in bucket.option):
+        if plain and link_tasks == ("allreduce",) and tasks == link_tasks:
+            return AllReduce
+        if tasks in coded:
+            return coded[tasks]
+        if plain and tasks == link_tasks and tasks in (("allgather",), ("alltoall", "allgather")):
+            return AllGather if len(tasks) == 1 else TwoPhase
+    raise PlanError(
+        f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, which this version does not run. It "
+        "runs allreduce:inter (Identity only), comp allgather:inter decomp, and comp alltoall:inter decomp comp "
+        "allgather:inter decomp."
+    )
+
+
+def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compressor) -> None:
+    where = "cpu" if first.device.type == "cpu" else "gpu"
+    for task in bucket.option:
+        if task in ("comp:gpu", "comp:cpu", "decomp:gpu", "decomp:cpu") and not task.endswith(where):
+            raise PlanError(
+                f"bucket {index} has task {task!r}, but its tensors are on {first.device}. This version encodes where the "
+                f"gradient is: write {task.partition(':')[0]}:{where}."
+            )
+    if not isinstance(bucket.spec_of(bucket.tensors[0]), Identity) and not kernels_take(first.dtype):
+        raise PlanError(
+            f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "
+            "float32, bfloat16 and float16: add a rule with gw.Identity() for this tensor."
+        )
+    if bucket.residual_dtype != "float32":
+        raise PlanError(f"bucket {index} has residual_dtype {bucket.residual_dtype!r}; this version keeps float32.")
+
+
+def _view(flat: torch.Tensor, at: int, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's place, with the parameter's strides where these leave no holes (as channels_last does)."""
+    part = flat[at : at + parameter.numel()]
+    strides = sorted((stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1)
+    dense, expected = True, 1
+    for stride, size in strides:
+        dense, expected = dense and stride == expected, expected * size
+    if dense:
+        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+    return part.view(parameter.shape)

@@ -1,0 +1,39 @@
+"""Telling a backward that runs inside another one (reentrant activation checkpointing) from an outermost one."""
+
+import sys
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["in_graph", "inside"]
+
+_MARK = "CheckpointFunctionBackward"
+
+
+def in_graph(outputs: Iterable[torch.Tensor]) -> bool:
+    """Whether the graph of these tensors holds a reentrant checkpoint. Walks the whole graph: not for every step."""
+    seen: set[object] = set()
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _MARK:
+            return True
+        todo.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return False
+
+
+def inside() -> bool:
+    """Whether the running backward was started from a Python autograd function's backward, on this thread."""
+    frame = sys._getframe(1)
+    engine_seen = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            engine_seen = True
+        elif engine_seen and code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,248 @@
+"""One backward pass: from gradient-ready events to averaged gradients.
+
+The states of a step:
+1. idle. The first gradient-ready event of a synchronised backward begins a step: the lanes start and a callback is
+   queued for the end of this backward.
+2. running. Each event copies its gradient, divided by the world size, into its slot and makes it the parameter's grad.
+   The bucket's last event hands the bucket to the lanes.
+3. closing (the callback). Gradients that never came are filled in (zeros, or what earlier backwards without
+   synchronisation left); one small exchange tells which parameters any rank used; the lanes are awaited. Parameters no
+   rank used keep the grad they had, as under DDP. Then idle.
+4. failed, for good, after a collective failed.
+
+Reentrant checkpointing runs backwards inside the backward, each with its own end. When the graph shows it beforehand,
+gradients are only collected and everything is sent when the outermost backward ends: right, without overlap.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from gradwire.collectives import Group, Lane, Meter
+from gradwire.engine import reentrant
+from gradwire.engine.executor import Executor, TaskFailed
+from gradwire.engine.failure import RollCall, communication_error
+from gradwire.engine.layout import Slot
+from gradwire.errors import GradwireError, StepStateError
+
+__all__ = ["Backward", "StepReport"]
+
+
+class StepReport:
+    """What one step measured, in seconds."""
+
+    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
+        self.meters, self.exposed_s = meters, exposed_s
+
+    @property
+    def codec_s(self) -> float:
+        return sum(meter.codec_seconds for meter in self.meters)
+
+
+class Backward:
+    """The `backward` schedule of one handle. `parameters` are the trainable ones by name, in registration order."""
+
+    def __init__(
+        self, parameters: dict[str, torch.nn.Parameter], group: Group, control: Lane, roll_call: RollCall
+    ) -> None:
+        self.names = list(parameters)
+        self.group, self.control, self.roll_call = group, control, roll_call
+        self.synchronise = True
+        self.step = 0
+        self.deferred = False
+        self.failure: GradwireError | None = None
+        self.ready_order: list[int] = []
+        """Indices in the order in which the gradients of the last step came."""
+        self.on_finished: Callable[[StepReport], None] = lambda report: None
+        self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self._used = torch.zeros(len(parameters) + 2, dtype=torch.int64)
+        self._running = False
+        self._outer_task = -1
+        owner = weakref.ref(self)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_hook(owner, index))
+            for index, parameter in enumerate(parameters.values())
+        ]
+
+    def attach(self, executor: Executor, random: torch.Tensor) -> None:
+        """Use these buckets from the next step on. `random` keys their random streams: column 1 is the step."""
+        self.executor, self.random = executor, random
+        by_name = {slot.name: slot for buffers in executor.buckets for slot in buffers.slots}
+        self.slots: list[Slot] = [by_name[name] for name in self.names]
+        self._bucket_sizes = [len(buffers.slots) for buffers in executor.buckets]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def expect_graph(self, outputs: list[torch.Tensor]) -> None:
+        """Called after a forward whose backward will synchronise: learn of the outermost backward before it begins."""
+        if not self.deferred and self.step == 0 and reentrant.in_graph(outputs):
+            self.deferred = True
+        if self.deferred:
+            for output in outputs:
+                output.register_hook(self._outermost)
+
+    def _outermost(self, gradient: torch.Tensor) -> None:
+        if self.synchronise and not self._running:
+            self._begin()
+
+    # ---- running
+
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient was accumulated into parameter.grad."""
+        self._used[index + 2] = 1
+        if not self.synchronise:
+            return
+        if not self._running:
+            if reentrant.inside():
+                raise StepStateError(
+                    f"the first gradient of the step, {self.names[index]!r}, came from a backward inside the backward "
+                    "(reentrant checkpointing), and gradwire cannot see where the outer one ends. Nothing was sent. Call "
+                    "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
+                )
+            self._begin()
+        elif torch._C._current_graph_task_id() != self._outer_task and not self.deferred:
+            self._refuse_second_backward(index)
+        if self.deferred:
+            return
+        if index in self._filled:
+            raise self._fail(
+                StepStateError(
+                    f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
+                    "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False)."
+                )
+            )
+        self._fill(index, parameter)
+
+    def _begin(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._running = True
+        self._outer_task = torch._C._current_graph_task_id()
+        self._filled: dict[int, None] = {}
+        self._left = list(self._bucket_sizes)
+        self.random[:, :, 1] = self.step
+        self.executor.start()
+        Variable._execution_engine.queue_callback(self._close)
+
+    def _refuse_second_backward(self, index: int) -> None:
+        if reentrant.inside():
+            return  # inside the backward we know; each parameter's gradient is still counted once
+        raise self._fail(
+            StepStateError(
+                f"gradient {self.names[index]!r} belongs to a new backward, but step {self.step} of the last one is not "
+                f"finished: {len(self._filled)} of {len(self.names)} gradients came, then the backward was left (an "
+                "exception in it?). Other ranks wait for the rest. Restart, or catch the error before backward begins."
+            )
+        )
+
+    @torch.no_grad()
+    def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
+        slot = self.slots[index]
+        self._filled[index] = None
+        _scale_into(slot.view, parameter.grad, 1.0 / self.group.world_size, self.names[index])
+        parameter.grad = slot.view
+        self._count(slot)
+
+    def _count(self, slot: Slot) -> None:
+        self._left[slot.bucket] -= 1
+        if not self._left[slot.bucket]:
+            self.executor.ready(slot.bucket)
+
+    # ---- closing
+
+    @torch.no_grad()
+    def _close(self) -> None:
+        self._used[0], self._used[1] = self.step, -self.step
+        used = self._used.clone()
+        exchange = self.control.submit(lambda link: link.all_reduce(used, torch.distributed.ReduceOp.MAX).wait())
+        kept: dict[int, torch.Tensor | None] = {}
+        if self.deferred:
+            self.ready_order = list(range(len(self.names)))
+        else:
+            self.ready_order = list(self._filled)
+        for index, reference in enumerate(self._parameters):
+            if index not in self._filled:
+                kept[index] = self._fill_missing(index, reference())
+        start = time.perf_counter()
+        try:
+            meters = self.executor.finish()
+            exchange.result()
+        except TaskFailed as error:
+            raise self._fail(
+                communication_error(
+                    self.executor.plan, error.task, error.cause, self.step, self.group, self.roll_call
+                )
+            ) from error.cause
+        except RuntimeError as error:
+            raise self._fail(
+                communication_error(self.executor.plan, None, error, self.step, self.group, self.roll_call)
+            ) from error
+        exposed = time.perf_counter() - start
+        counts = used.tolist()
+        if counts[0] != -counts[1]:
+            raise self._fail(
+                StepStateError(
+                    f"ranks are at different steps, {-counts[1]} to {counts[0]}: some ran more backward passes than "
+                    "others, and gradients of different batches were added. Give every rank the same number of batches."
+                )
+            )
+        for index, own in kept.items():
+            self._settle(index, own, used_anywhere=bool(counts[index + 2]))
+        self._used.zero_()
+        self._running = False
+        self.step += 1
+        self.on_finished(StepReport(meters, exposed))
+
+    def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
+        """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""
+        slot = self.slots[index]
+        grad = parameter.grad if parameter is not None else None
+        own = grad.clone() if grad is slot.view else grad
+        if own is None:
+            slot.view.zero_()
+        else:
+            _scale_into(slot.view, own, 1.0 / self.group.world_size, self.names[index])
+        self._count(slot)
+        return own
+
+    def _settle(self, index: int, own: torch.Tensor | None, used_anywhere: bool) -> None:
+        parameter, view = self._parameters[index](), self.slots[index].view
+        if parameter is None:
+            return
+        if used_anywhere:
+            parameter.grad = view
+        elif parameter.grad is view and own is not None:
+            view.copy_(own)
+
+    def _fail(self, error: GradwireError) -> GradwireError:
+        self.failure = error
+        self.executor.give_up()
+        return error
+
+
+def _scale_into(view: torch.Tensor, grad: torch.Tensor | None, factor: float, name: str) -> None:
+    """view = grad * factor, also when they are the same memory."""
+    assert grad is not None
+    if grad.is_sparse:
+        raise StepStateError(
+            f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+        )
+    torch.mul(grad.detach(), factor, out=view)
+
+
+def _hook(owner: "weakref.ref[Backward]", index: int) -> Callable[[Any], None]:
+    """Holds the engine weakly: a model that outlives its handle is an ordinary model."""
+
+    def on_gradient(parameter: torch.nn.Parameter) -> None:
+        backward = owner()
+        if backward is not None:
+            backward.gradient_ready(index, parameter)
+
+    return on_gradient

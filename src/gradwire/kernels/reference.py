@@ -1,0 +1,249 @@
+"""The meaning of the kernels, in plain torch: what csrc/ and later kernels must reproduce byte for byte.
+
+QSGD payload: the scales of all blocks (bfloat16, rounded so that they still bound the block; two for 'minmax'), zero
+bytes up to a multiple of 16, then the codes of all blocks. A block of n elements is padded to m, a multiple of 8, and its
+b-bit codes are cut into planes of 4, 2 and 1 bits (7 = 4 + 2 + 1): a plane of width w takes m*w/8 bytes, byte j of it
+holding codes j, j+S, j+2S, .. with S = m*w/8. A code is found in fixed point with 16 fractional bits:
+
+    code = (int((x - base) * inverse + origin) + u) >> 16        u uniform in 0..65535; 32768 rounds to nearest
+    value = base + (code - zero) * step
+
+A block that holds a NaN or an Inf has a NaN scale and decodes to NaN throughout: nothing non-finite becomes finite.
+Works on any device and is correct everywhere; about fifty times slower than the C++ kernels.
+"""
+
+import torch
+
+from gradwire.core.payload import qsgd_bytes
+from gradwire.kernels.segments import Segments
+
+__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+
+TINY = 2.0**-120  # below this a block's range counts as zero: the reciprocal would overflow
+SHORT = torch.tensor(1.0 - 2.0**-22).item()  # keeps the largest value from rounding past the largest code
+LARGEST_BF16 = 0x7F7F
+_M32 = 0xFFFFFFFF
+_M64 = 0xFFFFFFFFFFFFFFFF
+
+
+def qsgd_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    scale: str,
+    rounding: str,
+    payload: torch.Tensor,
+) -> None:
+    """Encode src (float32, bfloat16 or float16, flat) into payload (uint8); stream is int64 (seed, step, encode, rank).
+
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
+    """
+    scale_bytes, _ = qsgd_bytes([(s.numel, s.bits) for s in segments.rows], block, scale)
+    payload[:scale_bytes] = 0
+    words, keyed = [int(word) for word in stream.tolist()], 2 if scale == "minmax" else 1
+    scale_at, code_at = 0, scale_bytes
+    for seg in segments.rows:
+        key = _stream_key(words, seg.key)
+        for at, count, n in _equal_blocks(seg.numel, block):
+            where = slice(seg.offset + at, seg.offset + at + count * n)
+            v = src[where].to(torch.float32)
+            if residual is not None:
+                v = v + residual[where]
+            v = v.reshape(count, n)
+            scales, finite = _find_scale(v, scale)
+            payload[scale_at : scale_at + scales.numel() * 2] = scales.reshape(-1).view(torch.uint8)
+            scale_at += count * keyed * 2
+            grid = _Grid(scales, scale, seg.bits)
+            counter = (seg.first + at + torch.arange(count, device=src.device) * n) // 2
+            codes = _quantise(torch.where(finite, v, 0.0), grid, counter, key if rounding == "stochastic" else None)
+            packed = _pack(torch.where(finite, codes, 0), seg.bits)
+            payload[code_at : code_at + packed.numel()] = packed.reshape(-1)
+            code_at += packed.numel()
+            if residual is not None:
+                lost = torch.where(finite, v - grid.value(codes), residual[where].reshape(count, n))
+                residual[where] = lost.reshape(-1)
+
+
+def qsgd_decode(
+    payload: torch.Tensor, segments: Segments, block: int, scale: str, add: bool, dst: torch.Tensor
+) -> None:
+    """Write what payload holds to dst (flat), or add it to dst."""
+    scale_bytes, _ = qsgd_bytes([(s.numel, s.bits) for s in segments.rows], block, scale)
+    keyed = 2 if scale == "minmax" else 1
+    scale_at, code_at = 0, scale_bytes
+    for seg in segments.rows:
+        for at, count, n in _equal_blocks(seg.numel, block):
+            raw = payload[scale_at : scale_at + count * keyed * 2].clone()
+            scale_at += count * keyed * 2
+            grid = _Grid(raw.view(torch.int16).reshape(count, keyed), scale, seg.bits)
+            size = count * ((n + 7) // 8) * seg.bits
+            codes = _unpack(payload[code_at : code_at + size].reshape(count, -1), n, seg.bits)
+            code_at += size
+            where = slice(seg.offset + at, seg.offset + at + count * n)
+            value = grid.value(codes).reshape(-1)
+            dst[where] = dst[where] + value if add else _narrow(value, dst.dtype)
+
+
+def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
+    """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""
+    v = src.to(torch.float32) if residual is None else src.to(torch.float32) + residual
+    sent = _narrow(v, wire)
+    payload.copy_(sent.view(torch.uint8))
+    if residual is not None:
+        lost = v - sent.to(torch.float32)
+        residual.copy_(torch.where(lost.isfinite(), lost, residual))
+
+
+def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
+    """Write what payload holds to dst (flat), or add it to dst."""
+    value = payload.clone().view(wire).to(torch.float32)
+    dst.copy_(_narrow(dst.to(torch.float32) + value if add else value, dst.dtype))
+
+
+def _narrow(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
+    out = v.to(dtype)
+    return out if dtype == torch.float32 else torch.where(out.isnan(), torch.full_like(out, float("nan")), out)
+
+
+def _equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
+    """(start, number of blocks, elements of each): the full blocks, then the last partial one."""
+    full, tail = divmod(numel, block)
+    return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
+
+
+def _mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)
+
+
+def _stream_key(words: list[int], tensor: int) -> int:
+    key = _mix64(words[0] & _M64)
+    for word in (*words[1:], tensor):
+        key = _mix64(key ^ (word & _M64))
+    return key
+
+
+def _random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
+    x = (counter & _M32) ^ (key & _M32)
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _M32
+    x = (x + (key >> 32)) & _M32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _M32
+    return x ^ (x >> 16)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32).to(torch.int64) & _M32
+
+
+def _bf16_up(magnitude_bits: torch.Tensor) -> torch.Tensor:
+    return ((magnitude_bits + 0xFFFF) >> 16).clamp(max=LARGEST_BF16)
+
+
+def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raw bfloat16 scales of the rows of v as int16 of shape (rows, 1 or 2), and which rows are finite, (rows, 1)."""
+    finite = v.isfinite().all(dim=1, keepdim=True)
+    safe = torch.where(finite, v, 0.0)
+    if scale == "minmax":
+        low, high = safe.amin(dim=1), safe.amax(dim=1)
+        # the minimum and maximum as bit patterns: -0.0 is below 0.0
+        low = torch.where((low == 0) & ((safe == 0) & torch.signbit(safe)).any(dim=1), -0.0, low)
+        high = torch.where((high == 0) & ((safe == 0) & ~torch.signbit(safe)).any(dim=1), 0.0, high)
+        raw = torch.stack([_bf16_towards(low, up=False), _bf16_towards(high, up=True)], dim=1)
+    else:
+        if scale == "max":
+            bound = safe.abs().amax(dim=1)
+        else:
+            lanes = torch.nn.functional.pad(safe.double() ** 2, (0, -v.shape[1] % 16)).reshape(v.shape[0], -1, 16)
+            total = torch.zeros_like(lanes[:, 0])
+            for row in range(lanes.shape[1]):
+                total = total + lanes[:, row]
+            for width in (8, 4, 2, 1):
+                total = total[:, :width] + total[:, width : 2 * width]
+            bound = total.sqrt().clamp(max=2.0**128 - 2.0**120).to(torch.float32)[:, 0]
+        raw = torch.where(bound >= TINY, _bf16_up(_bits(bound)), 0).unsqueeze(1)
+    raw = torch.where(finite, raw, 0x7FC0)
+    return torch.where(raw >= 0x8000, raw - 0x10000, raw).to(torch.int16), finite
+
+
+def _bf16_towards(x: torch.Tensor, up: bool) -> torch.Tensor:
+    bits = _bits(x)
+    magnitude, negative = bits & 0x7FFFFFFF, bits >> 31 == 1
+    raw = torch.where(negative != up, _bf16_up(magnitude), magnitude >> 16)
+    return raw | torch.where(negative, 0x8000, 0)
+
+
+class _Grid:
+    """How a block's values map to codes; tensors of shape (blocks, 1)."""
+
+    def __init__(self, raw: torch.Tensor, scale: str, bits: int) -> None:
+        value = ((raw.to(torch.int32) & 0xFFFF) << 16).view(torch.float32)
+        if scale == "minmax":
+            top = float((1 << bits) - 1)
+            self.base, span = value[:, :1], value[:, 1:] - value[:, :1]
+            self.origin, self.zero = 0.0, 0
+        else:
+            top = float((1 << (bits - 1)) - 1)
+            self.base, span = torch.zeros_like(value), value
+            self.origin, self.zero = top * 65536.0, int(top)
+        factor = torch.tensor(top * (65536.0 * SHORT), dtype=torch.float32)
+        self.inverse = torch.where(span >= TINY, factor.to(span.device) / span, 0.0)
+        self.step = span / top
+
+    def value(self, codes: torch.Tensor) -> torch.Tensor:
+        return (codes - self.zero).to(torch.float32) * self.step + self.base
+
+
+def _quantise(v: torch.Tensor, grid: _Grid, counter: torch.Tensor, key: int | None) -> torch.Tensor:
+    """Codes (int64) of v; counter (blocks) numbers the first random word of each block; no key rounds to nearest."""
+    n, half = v.shape[1], (v.shape[1] + 7) // 8 * 4
+    fixed = ((v - grid.base) * grid.inverse + grid.origin).nan_to_num(0.0).to(torch.int32).to(torch.int64)
+    if key is None:
+        return (fixed + 0x8000) >> 16
+    words = _random_words(counter.unsqueeze(1) + torch.arange(half, device=v.device), key)
+    u = torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n]
+    return (fixed + u) >> 16
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """(width, shift) of each plane."""
+    if bits == 8:
+        return [(8, 0)]
+    planes, shift = [], 0
+    for width in (4, 2, 1):
+        if bits & width:
+            planes.append((width, shift))
+            shift += width
+    return planes
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+    out = []
+    for width, shift in _planes(bits):
+        plane = (codes >> shift) & ((1 << width) - 1)
+        parts = plane.reshape(codes.shape[0], 8 // width, -1)
+        shifts = torch.arange(0, 8, width, device=codes.device).reshape(1, -1, 1)
+        out.append((parts << shifts).sum(dim=1))
+    return torch.cat(out, dim=1).to(torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
+    m = (n + 7) // 8 * 8
+    codes = torch.zeros(packed.shape[0], m, dtype=torch.int64, device=packed.device)
+    at = 0
+    for width, shift in _planes(bits):
+        size = m * width // 8
+        part = packed[:, at : at + size].to(torch.int64).unsqueeze(1)
+        shifts = torch.arange(0, 8, width, device=packed.device).reshape(1, -1, 1)
+        codes |= (((part >> shifts) & ((1 << width) - 1)) << shift).reshape(packed.shape[0], m)
+        at += size
+    return codes[:, :n]
+
+

@@ -1,0 +1,54 @@
+"""Segments: which elements of which tensors a flat buffer holds, as kernels need to know it."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Segment", "Segments", "tensor_key"]
+
+
+class Segment(NamedTuple):
+    """A run of elements of one tensor inside a flat buffer."""
+
+    offset: int
+    """Elements from the start of the flat buffer."""
+    numel: int
+    key: int
+    """63 bits that name the tensor: `tensor_key(name)`."""
+    first: int
+    """The run's first element within its tensor, a multiple of the block: blocks and random numbers are the tensor's."""
+    bits: int
+    """Bits an element, for compressors whose bits differ by tensor; else 0."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of one flat buffer, as Python rows and as an int64 table of shape (rows, 5) on the device."""
+
+    rows: tuple[Segment, ...]
+    device: torch.device
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
+
+    @property
+    def numel(self) -> int:
+        return sum(row.numel for row in self.rows)
+
+    @staticmethod
+    def of(rows: Sequence[Segment], device: torch.device | str = "cpu") -> "Segments":
+        return Segments(tuple(rows), torch.device(device))
+
+
+def tensor_key(name: str) -> int:
+    """63 bits that name a tensor, the same in every process and under every plan.
+
+    >>> tensor_key("fc.weight") == tensor_key("fc.weight") != tensor_key("fc.bias")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,21 @@
+"""The examples in the docstrings of the pure half run."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import gradwire.core
+import gradwire.planner
+
+MODULES = [
+    info.name
+    for package in (gradwire.core, gradwire.planner)
+    for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_run(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0

@@ -1,0 +1,98 @@
+"""Fingerprint, digest, and whether a plan fits a model."""
+
+import hashlib
+
+import msgspec
+import pytest
+
+from gradwire.core import QSGD, Identity, Plan, Prediction, TensorInfo, fingerprint
+from gradwire.errors import PlanError
+from gradwire.planner import Uniform
+
+MODEL = [TensorInfo("fc.bias", (1000,), "float32"), TensorInfo("fc.weight", (1000, 8), "float32")]
+
+
+def test_the_fingerprint_hashes_the_documented_bytes() -> None:
+    lines = b'["fc.bias",[1000],"float32"]\n["fc.weight",[1000,8],"float32"]\n'
+    assert fingerprint(MODEL) == hashlib.sha256(lines).hexdigest()
+    assert (
+        fingerprint([TensorInfo("größe", (), "bfloat16")])
+        == hashlib.sha256(b'["gr\\u00f6\\u00dfe",[],"bfloat16"]\n').hexdigest()
+    )
+
+
+def test_the_fingerprint_sees_shape_and_dtype_but_not_order_or_device() -> None:
+    changed = [
+        MODEL[:1],
+        [TensorInfo("fc.bias", (1000, 1), "float32"), MODEL[1]],
+        [TensorInfo("fc.bias", (1000,), "float16"), MODEL[1]],
+    ]
+    assert len({fingerprint(tensors) for tensors in [MODEL, *changed]}) == 4
+    assert fingerprint(MODEL[::-1]) == fingerprint(MODEL)
+    assert fingerprint([TensorInfo(t.name, t.shape, t.dtype, "gpu") for t in MODEL]) == fingerprint(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "numel", "nbytes"),
+    [
+        ((), "float32", 1, 4),
+        ((0, 5), "float64", 0, 0),
+        ((7, 123), "bfloat16", 861, 1722),
+        ((4097,), "float16", 4097, 8194),
+    ],
+)
+def test_sizes(shape: tuple[int, ...], dtype: str, numel: int, nbytes: int) -> None:
+    tensor = TensorInfo("a", shape, dtype)
+    assert (tensor.numel, tensor.nbytes) == (numel, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a", (1,), "complex64"), "tensor 'a': dtype is 'complex64'"),
+        (("a", (1,), "float32", "cuda"), "tensor 'a': device is 'cuda': it must be one of cpu, gpu"),
+        (("a", (-1,), "float32"), r"tensor 'a': shape\[0\] is -1"),
+        (("", (1,), "float32"), "name is ''"),
+    ],
+)
+def test_what_is_no_tensor(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        TensorInfo(*arguments)  # type: ignore[arg-type]
+
+
+def test_the_digest_leaves_the_prediction_out() -> None:
+    plan = Uniform(QSGD()).plan(MODEL)
+    prediction = Prediction(
+        step_us=1, baseline_step_us=2, lower_bound_us=1, bytes_per_rank=3, extra_bytes_device=4, extra_bytes_host=5
+    )
+    assert msgspec.structs.replace(plan, prediction=prediction).digest() == plan.digest()
+    assert Plan.from_json(plan.to_json()).digest() == plan.digest()
+    assert Uniform(QSGD(bits=2)).plan(MODEL).digest() != plan.digest()
+
+
+def test_a_plan_fits_the_model_it_was_made_for() -> None:
+    Uniform(QSGD()).plan(MODEL).check_against(MODEL)
+
+
+def test_what_differs_is_named_with_both_numbers() -> None:
+    plan = Uniform(QSGD()).plan(MODEL)
+    cases = [
+        ([*MODEL, TensorInfo("new", (1,), "float32")], ["3 trainable", "made for 2", "Only the model has 'new'"]),
+        (MODEL[:1], ["1 trainable", "made for 2", "Only the plan has 'fc.weight'", "gradwire profile", "plan='auto'"]),
+        ([MODEL[0], TensorInfo("fc.weight", (1024, 8), "float32")], ["bucket 0", "9_192 elements", "made for 9_000"]),
+        ([MODEL[0], TensorInfo("fc.weight", (8, 1000), "float32")], ["2 names agree", plan.fingerprint[:12], "shapes"]),
+        ([*MODEL, MODEL[0]], ["3 tensors have 2 names"]),
+    ]
+    for tensors, words in cases:
+        with pytest.raises(PlanError) as caught:
+            plan.check_against(tensors)
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_plan_with_gpu_codecs_does_not_fit_a_model_on_the_cpu() -> None:
+    on_gpu = [TensorInfo(t.name, t.shape, t.dtype, "gpu") for t in MODEL]
+    plan = Uniform(QSGD()).plan(on_gpu)
+    plan.check_against(on_gpu)
+    with pytest.raises(PlanError, match=r"bucket 0 compresses on the gpu, but tensor 'fc.bias' is on the cpu"):
+        plan.check_against(MODEL)
+    Uniform(Identity()).plan(on_gpu).check_against(MODEL)

@@ -1,0 +1,193 @@
+"""Policies: rules in, plan out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_core_formats import schedules
+from test_core_specs import specs
+
+import gradwire.core as core
+from gradwire.core import QSGD, Backward, Delayed, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
+from gradwire.errors import FormatError, PlanError, SpecError
+from gradwire.planner import Policy, Uniform
+
+TWO_PHASES = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
+
+
+def tensor(name: str, numel: int, dtype: str = "float32", device: str = "cpu") -> TensorInfo:
+    return TensorInfo(name, (numel,), dtype, device)
+
+
+def test_uniform_is_the_policy_without_rules() -> None:
+    assert Uniform(QSGD()) == Policy(default=QSGD())
+    assert Uniform(QSGD(), schedule="pipelined", bucket_bytes=7) == Policy(
+        default=QSGD(), schedule=Pipelined(), bucket_bytes=7
+    )
+    (bucket,) = Uniform(QSGD()).plan([tensor("fc.bias", 10)]).buckets
+    assert bucket.spec == QSGD()
+
+
+def test_identity_travels_by_all_reduce_in_its_own_dtype() -> None:
+    plan = Uniform(Identity()).plan([tensor("a", 10, "bfloat16"), tensor("b", 10, "float64"), tensor("c", 2)])
+    assert [bucket.reduce_dtype for bucket in plan.buckets] == ["bfloat16", "float64", "float32"]
+    assert {bucket.option for bucket in plan.buckets} == {("allreduce:inter",)}
+    assert plan.launch == ((0, "allreduce"), (1, "allreduce"), (2, "allreduce"))
+    assert plan.schedule == Backward()
+
+
+@pytest.mark.parametrize(
+    ("spec", "scheme", "option"),
+    [
+        (QSGD(), None, TWO_PHASES),
+        (QSGD(), "alltoall", TWO_PHASES),
+        (QSGD(), "allgather", ("comp:cpu", "allgather:inter", "decomp:cpu")),
+        (Identity(), "allgather", ("allgather:inter",)),
+        (Identity(), "alltoall", ("alltoall:inter", "allgather:inter")),
+        (Identity(), "allreduce", ("allreduce:inter",)),
+    ],
+)
+def test_schemes(spec: core.Spec, scheme: str | None, option: tuple[str, ...]) -> None:
+    (bucket,) = Uniform(spec, scheme=scheme).plan([tensor("a", 10)]).buckets
+    assert bucket.option == option
+    assert bucket.reduce_dtype == "float32"
+
+
+def test_an_identity_sum_never_loses_bits() -> None:
+    for dtype, expected in [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")]:
+        (bucket,) = Uniform(Identity(), scheme="alltoall").plan([tensor("a", 10, dtype)]).buckets
+        assert bucket.reduce_dtype == expected
+
+
+def test_codec_tasks_run_where_the_tensor_is() -> None:
+    (bucket,) = Uniform(QSGD()).plan([tensor("a", 10, device="gpu")]).buckets
+    assert bucket.option == tuple(task.replace("cpu", "gpu") for task in TWO_PHASES)
+
+
+def test_a_bucket_closes_with_the_tensor_that_reaches_the_threshold() -> None:
+    tensors = [tensor(name, numel) for name, numel in [("a", 6), ("b", 3), ("c", 1), ("d", 99), ("e", 0), ("f", 1)]]
+    plan = Uniform(QSGD(), bucket_bytes=40).plan(tensors)
+    assert [bucket.tensors for bucket in plan.buckets] == [("a", "b", "c"), ("d",), ("e", "f")]
+    assert [bucket.numel for bucket in plan.buckets] == [10, 99, 1]
+
+
+def test_buckets_come_in_order_of_readiness_with_their_tasks_together() -> None:
+    tensors = [
+        tensor("a.weight", 5),
+        tensor("a.bias", 5),
+        tensor("b.weight", 5),
+        tensor("b.bias", 5),
+        tensor("c.weight", 5),
+    ]
+    plan = Policy(default=QSGD(), rules=[("*.bias", Identity())], bucket_bytes=40).plan(tensors)
+    assert [bucket.tensors for bucket in plan.buckets] == [
+        ("a.weight", "b.weight"),
+        ("a.bias", "b.bias"),
+        ("c.weight",),
+    ]
+    assert plan.launch == ((0, "alltoall"), (0, "allgather"), (1, "allreduce"), (2, "alltoall"), (2, "allgather"))
+
+
+def test_classes_are_dtype_device_and_family() -> None:
+    tensors = [tensor("a", 5), tensor("b", 5, "float16"), tensor("c", 5, device="gpu"), tensor("d", 5), tensor("e", 5)]
+    plan = Policy(default=QSGD(bits=4), rules=[("d", QSGD(bits=8)), ("e", QSGD(block=64))]).plan(tensors)
+    assert [bucket.tensors for bucket in plan.buckets] == [("b",), ("c",), ("a", "d"), ("e",)]
+    assert plan.buckets[2].spec == {"a": QSGD(bits=4), "d": QSGD(bits=8)}
+    assert plan.buckets[2].specs == (QSGD(bits=4), QSGD(bits=8))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    tensors = [tensor("bn.bias", 5), tensor("fc.bias", 5), tensor("fc.weight", 5)]
+    rules = [("bn.*", QSGD(bits=8)), ("*.bias", QSGD(bits=2))]
+    (bucket,) = Policy(default=QSGD(bits=4), rules=rules).plan(tensors).buckets
+    assert [spec.bits for spec in bucket.specs if isinstance(spec, QSGD)] == [8, 2, 4]
+
+
+def test_chunks_are_for_divisible_exchanges_above_one_chunk() -> None:
+    tensors = [tensor("big", 100), tensor("small", 10)]
+    policy = Uniform(QSGD(), bucket_bytes=1, chunk_bytes=40)
+    assert [bucket.chunk_bytes for bucket in policy.plan(tensors).buckets] == [40, 0]
+    for policy in (Uniform(QSGD(), chunk_bytes=0), Uniform(Identity(), chunk_bytes=40)):
+        assert {bucket.chunk_bytes for bucket in policy.plan(tensors).buckets} == {0}
+
+
+REFUSED = [
+    (Policy(default=QSGD(), rules=[("*.bais", Identity())]), ["('*.bais', Identity())", "none of the 2", "fc.bias"]),
+    (Policy(default=QSGD(), rules=[("*", QSGD()), ("fc.bias", Identity())]), ["'fc.bias'", "earlier rules", "before"]),
+    (Uniform(QSGD(), scheme="allreduce"), ["scheme is 'allreduce'", "'fc.bias'", "QSGD", "alltoall"]),
+    (Uniform(QSGD(), schedule="pipelined"), ["Pipelined()", "executes the backward schedule"]),
+    (Uniform(QSGD(), schedule=Delayed(k=3)), ["Delayed(k=3)", "executes the backward schedule"]),
+]
+
+
+@pytest.mark.parametrize(("policy", "words"), REFUSED)
+def test_what_cannot_be_planned(policy: Policy, words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        policy.plan([tensor("fc.bias", 10), tensor("fc.weight", 10)])
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_models_that_cannot_be_planned() -> None:
+    with pytest.raises(PlanError, match="0 tensors"):
+        Uniform(QSGD()).plan([])
+    with pytest.raises(PlanError, match=r"tensors\[1\].name is 'a', and so is tensors\[0\].name"):
+        Uniform(QSGD()).plan([tensor("a", 1), tensor("a", 2)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"default": 4}, SpecError, "default is 4"),
+        ({"default": QSGD(), "rules": [("a",)]}, FormatError, r"rules\[0\] is \('a',\): it must be a pair"),
+        ({"default": QSGD(), "rules": [("a", 4)]}, SpecError, r"rules\[0\]\[1\] is 4"),
+        ({"default": QSGD(), "rules": [("", QSGD())]}, FormatError, r"rules\[0\]\[0\] is ''"),
+        ({"default": QSGD(), "rules": QSGD()}, FormatError, "rules is QSGD"),
+        ({"default": QSGD(), "schedule": "pipelned"}, FormatError, "did you mean 'pipelined'"),
+        ({"default": QSGD(), "scheme": "ring"}, FormatError, "scheme is 'ring'"),
+        ({"default": QSGD(), "bucket_bytes": 0}, FormatError, "bucket_bytes is 0"),
+        ({"default": QSGD(), "chunk_bytes": True}, FormatError, "chunk_bytes is True, a bool"),
+    ],
+)
+def test_wrong_policies_are_refused_by_name(arguments: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Policy(**arguments)  # type: ignore[arg-type]
+
+
+@given(
+    st.builds(
+        Policy,
+        default=specs,
+        rules=st.lists(st.tuples(st.text(min_size=1), specs), max_size=3),
+        schedule=schedules,
+        scheme=st.sampled_from([None, "allreduce", "allgather", "alltoall"]),
+        bucket_bytes=st.integers(1, 2**40),
+        chunk_bytes=st.integers(0, 2**40),
+    )
+)
+def test_a_policy_round_trips_as_json_and_as_code(policy: Policy) -> None:
+    assert Policy.from_json(policy.to_json()) == policy
+    again = eval(repr(policy), {**vars(core), "Policy": Policy})
+    assert again == policy
+    assert hash(again) == hash(policy)
+
+
+sizes = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["float32", "float16"])), min_size=1, max_size=20)
+
+
+@given(sizes, st.integers(1, 400), st.lists(st.sampled_from([QSGD(2), QSGD(8), Identity(), ErrorFeedback(QSGD())])))
+def test_every_plan_holds_every_tensor_once_in_order(
+    layers: list[tuple[int, str]], bucket_bytes: int, chosen: list[core.Spec]
+) -> None:
+    tensors = [tensor(f"t{index:02}", numel, dtype) for index, (numel, dtype) in enumerate(layers)]
+    rules = [(f"t{index:02}", spec) for index, spec in enumerate(chosen[: len(tensors)])]
+    plan = Policy(default=QSGD(4), rules=rules, bucket_bytes=bucket_bytes).plan(tensors)
+    plan.check_against(tensors)
+    assert sorted(plan.tensors) == [t.name for t in tensors]
+    ready = [max(bucket.tensors) for bucket in plan.buckets]
+    assert ready == sorted(ready)
+    by_name = {t.name: t for t in tensors}
+    for bucket in plan.buckets:
+        assert list(bucket.tensors) == sorted(bucket.tensors)
+        assert len({(by_name[name].dtype, bucket.spec_of(name).family) for name in bucket.tensors}) == 1
+        assert sum(by_name[name].nbytes for name in bucket.tensors[:-1]) < bucket_bytes
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,0 +1,256 @@
+"""The rooms of the design (section 4) and the public surface, held true."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+PURE = ("core", "costs", "planner", "sim")
+TORCH = ("torch", "triton")
+
+# room -> what it may not import, itself or through other modules of gradwire
+FORBIDDEN = {
+    **dict.fromkeys(PURE, TORCH),
+    "testbed": TORCH,
+    "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
+    "collectives": ("gradwire.compressors",),
+    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.report", "gradwire.testbed"),
+}
+
+# What section 5 of the design gives to a training script, and what a plan is written with.
+PROMISED = {
+    "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed",
+    "QSGD", "Cast", "ErrorFeedback", "Identity", "GradwireError",
+}  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(SRC.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def nodes(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
+    """All nodes that run: not the bodies of `if TYPE_CHECKING`, and those of functions only if asked."""
+    for child in ast.iter_child_nodes(tree):
+        if is_type_checking(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield other
+                yield from nodes(other, functions=functions)
+        elif functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+            yield from nodes(child, functions=functions)
+
+
+def imported(path: Path, *, functions: bool = True) -> set[str]:
+    """Full names of the modules that a file imports; of `from a import b` both a and, if it is a module, a.b."""
+    found: set[str] = set()
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8")), functions=functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import in line {node.lineno}; write the whole name"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    modules = {name for name in found if name in MODULES or not name.startswith("gradwire")}
+    # importing a.b.c runs a and a.b too
+    return modules | {name.rsplit(".", n)[0] for name in modules for n in range(1, name.count(".") + 1)}
+
+
+@cache
+def direct(module: str) -> frozenset[str]:
+    # gradwire/__init__.py resolves its names on first use: what its functions import, its importers do not
+    return frozenset(imported(MODULES[module], functions=module != "gradwire"))
+
+
+def reached(start: str) -> dict[str, str]:
+    """Everything that importing a module may load, each with the module that imports it."""
+    via: dict[str, str] = {}
+    queue = [start]
+    while queue:
+        module = queue.pop()
+        for name in sorted(direct(module) - via.keys() - {start}):
+            via[name] = module
+            if name in MODULES:
+                queue.append(name)
+    return via
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in FORBIDDEN])
+def test_rooms_import_only_what_they_may(module: str) -> None:
+    wrong = {
+        name: f"imported by {importer}"
+        for name, importer in reached(module).items()
+        if within(name, FORBIDDEN[room_of(module)])
+    }
+    assert not wrong, f"{module} reaches {wrong}"
+
+
+def test_nothing_imports_the_cli_but_main() -> None:
+    importers = {name for name in MODULES if within_any_cli(direct(name))}
+    assert importers <= {"gradwire.__main__", "gradwire.cli"} | {n for n in MODULES if n.startswith("gradwire.cli.")}
+
+
+def within_any_cli(names: frozenset[str]) -> bool:
+    return any(within(name, ("gradwire.cli",)) for name in names)
+
+
+def test_the_walk_sees_what_python_does() -> None:
+    """The rules above are worth nothing if the walk is blind: it must find imports that are known to be there."""
+    assert {"gradwire.core", "gradwire.core.plan", "msgspec"} <= direct("gradwire.planner.policy")
+    assert "gradwire.errors" in reached("gradwire.planner.policy")
+    assert "gradwire" in reached("gradwire.core.specs")
+    code = "if TYPE_CHECKING:\n import a\nelse:\n import b\ndef f():\n import c\nif True:\n import d\n"
+    names = [node.names[0].name for node in nodes(ast.parse(code)) if isinstance(node, ast.Import)]
+    assert names == ["b", "c", "d"]
+    shallow = [node.names[0].name for node in nodes(ast.parse(code), functions=False) if isinstance(node, ast.Import)]
+    assert shallow == ["b", "d"]
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module's top level binds."""
+    names: set[str] = set()
+    for node in nodes(tree, functions=False):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def all_of(tree: ast.Module) -> list[str] | None:
+    """The names in `__all__`, [] if it is computed, None if there is none."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            assert isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+            try:
+                return list(ast.literal_eval(node.value))
+            except ValueError:
+                return []
+    return None
+
+
+def is_internal(module: str) -> bool:
+    """Named with an underscore, or inside a package below the top that says itself what is public."""
+    package, _, name = module.rpartition(".")
+    return name.startswith("_") or ("." in package and all_of(parse(package)) is not None)
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_modules_say_what_is_public(module: str) -> None:
+    tree = parse(module)
+    names, listed = bound_names(tree), all_of(tree)
+    if listed is None:
+        assert not names or is_internal(module), f"{module} has no __all__"
+        return
+    assert len(set(listed)) == len(listed)
+    if "__getattr__" not in names:
+        assert set(listed) <= names, f"{module}.__all__ names what it does not have: {set(listed) - names}"
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """ruff's order of __all__: CONSTANTS, Classes, functions."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def test_the_public_surface_is_sorted_complete_and_resolves() -> None:
+    assert list(gradwire.__all__) == sorted(gradwire.__all__, key=isort_key)
+    assert len(set(gradwire.__all__)) == len(gradwire.__all__)
+    assert set(gradwire.__all__) >= PROMISED
+    for name in gradwire.__all__:
+        assert getattr(gradwire, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = gradwire.no_such_name  # type: ignore[attr-defined]
+
+
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    code = "import gradwire; print(*[n for n in dir(gradwire) if not n.startswith('_')])"
+    assert set(python(code).split()) == {name for name in gradwire.__all__ if not name.startswith("_")}
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(SRC), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
+
+
+@pytest.mark.parametrize(
+    ("module", "unloaded"),
+    [
+        ("gradwire", (*HEAVY, "msgspec")),
+        ("gradwire.errors", (*HEAVY, "msgspec")),
+        ("gradwire.core", HEAVY),
+        ("gradwire.planner", HEAVY),
+        ("gradwire.testbed", TORCH),
+    ],
+)
+def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> None:
+    loaded = python(f"import sys, {module}; print(*sys.modules)").split()
+    assert module in loaded
+    assert {name for name in loaded if within(name, unloaded)} == set()
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *sorted((ROOT / "csrc").rglob("*.cpp"))], ids=str)
+def test_no_source_file_is_long(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def sources() -> list[Path]:
+    suffixes = {".py", ".cpp", ".h", ".md", ".toml", ".json", ".yml", ".yaml", ".txt", ".sh"}
+    rooms = ["src", "csrc", "tests", "benchmarks", "examples", "docs"]
+    found = [path for room in rooms for path in sorted((ROOT / room).rglob("*")) if path.suffix in suffixes]
+    return found + [path for path in sorted(ROOT.glob("*")) if path.suffix in suffixes]
+
+
+def test_no_file_knows_this_machine() -> None:
+    """Paths of the machine a file was written on work nowhere else."""
+    home = re.compile(r"/(?:work|home|root|Users)/[A-Za-z0-9_.]")
+    wrong = []
+    for path in sources():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        wrong += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+            for number, line in enumerate(lines, 1)
+            if home.search(line)
+        ]
+    assert wrong == []
