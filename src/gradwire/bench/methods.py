@@ -13,7 +13,6 @@ one process and take turns.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -160,14 +159,16 @@ class Gradwire(Method):
         super().__init__(job, seed, process_group)
         import gradwire as gw
 
-        self.handle: Any = gw.parallelize(self.bare_model, self.optimizer, plan=parse_policy(policy))
+        self.handle = gw.parallelize(
+            self.bare_model, self.optimizer, plan=parse_policy(policy), process_group=process_group
+        )
 
     @property
     def bytes_planned(self) -> int:
-        return int(self.handle.stats().wire_bytes)
+        return self.handle.stats().wire_bytes
 
     def codec_seconds(self) -> float:
-        return float(self.handle.time_codec(CODEC_REPEATS))
+        return self.handle.time_codec(CODEC_REPEATS)
 
     def settle(self) -> None:
         self.handle.flush()

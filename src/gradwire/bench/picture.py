@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["draw_demo"]
 
 # Okabe and Ito's palette, which people with any kind of colour vision can tell apart
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
-COLOURS = {"ddp": ORANGE, "gradwire": BLUE}
+BLUE, VERMILION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
+COLOURS = {"ddp": VERMILION, "gradwire": BLUE}
 LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire\n4 bits"}
 SMOOTHED_STEPS = 10
 
@@ -31,8 +31,8 @@ def draw_demo(summary: "DemoSummary", curves: "Mapping[str, DemoCurve]", path: P
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
         speed = "" if summary.problem is None else f" ({summary.speed})"
         figure.suptitle(
-            f"A 6M-parameter transformer on {summary.nodes} nodes at {summary.link}{speed}: "
-            f"{summary.speedup:.2f} times plain DDP"
+            f"A 6M-parameter transformer on {summary.nodes} nodes at {summary.link}{speed}:\n"
+            f"gradwire {summary.speedup:.2f} times as fast as plain DDP"
         )
         _draw_loss(left, curves, speed)
         _draw_split(right, summary, speed)
@@ -49,7 +49,7 @@ def _draw_loss(axes: Any, curves: "Mapping[str, DemoCurve]", speed: str) -> None
     axes.set_xlabel(f"seconds of training{speed}")
     axes.set_ylabel("training loss")
     axes.set_xlim(left=0)
-    axes.set_title("The same steps, sooner", loc="left", fontsize=12)
+    axes.set_title("Loss of the same steps over time", loc="left", fontsize=12)
     axes.legend(frameon=False)
 
 
@@ -61,12 +61,21 @@ def _draw_split(axes: Any, summary: "DemoSummary", speed: str) -> None:
     exposed = [total - part for total, part in zip(totals, compute, strict=True)]
     labels = [LABELS[name] for name in names]
     axes.bar(labels, compute, color=GREY, width=0.6, label="compute")
-    axes.bar(labels, exposed, bottom=compute, color=ORANGE, width=0.6, hatch="//", edgecolor="white", label="exposed")
+    axes.bar(
+        labels,
+        exposed,
+        bottom=compute,
+        color=YELLOW,
+        width=0.6,
+        hatch="//",
+        edgecolor="black",
+        label="exposed exchange",
+    )
     for position, total in enumerate(totals):
         axes.annotate(f"{total:.0f}", (position, total), (0, 4), textcoords="offset points", ha="center")
     axes.set_ylabel(f"milliseconds a step{speed and ' at ' + summary.link}")
     axes.set_ylim(0, 1.15 * max(totals))
-    axes.set_title("Communication that compute does not hide", loc="left", fontsize=12)
+    axes.set_title("Where a step's time goes", loc="left", fontsize=12)
     axes.legend(frameon=False)
 
 

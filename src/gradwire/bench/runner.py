@@ -148,7 +148,10 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
             f"the links {', '.join(skipped)} cannot be measured here: {problem}. Run as root or allow user "
             f"namespaces, or ask for --links {UNLIMITED}, which plain loopback can measure."
         )
-    notes.append("Plain loopback: all ranks are one node, and only an unlimited link can be measured.")
+    notes.append(
+        "Plain loopback: all ranks are one node, only an unlimited link can be measured, and what other programs send "
+        "over loopback meanwhile is counted too."
+    )
     if skipped:
         notes.append(f"Not measured: {', '.join(skipped)}, because {problem}.")
     return links, notes
@@ -170,7 +173,7 @@ class _Runner:
         self.made = Made(
             host=socket.gethostname(),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=shlex.join(sys.argv),
+            command=shlex.join(sys.orig_argv),
         )
 
     def open_network(self) -> Cluster | Loopback:

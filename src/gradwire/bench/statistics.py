@@ -1,6 +1,6 @@
 """From what the ranks recorded to the numbers of a cell. Pure: no torch, no clock."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,12 +97,18 @@ def cells_from(
                 attainable_us=max((compute_us or 0) + (codec or 0), wire or 0) if reachable else None,
                 scaling_factor=scaling,
                 scaling_factor_stdev=scaling_stdev,
-                speedup=median_ratio(counted["ddp"], counted[method.method]) if "ddp" in counted else None,
+                speedup=_against_ddp(counted, method.method),
                 step_us=_slowest(method),
                 loss=[float(loss) for loss in np.mean(method.loss, axis=0)],
             )
         )
     return cells
+
+
+def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interval | None:
+    if method == "ddp":
+        return Interval(ratio=1.0, low=1.0, high=1.0)
+    return median_ratio(counted["ddp"], counted[method]) if "ddp" in counted else None
 
 
 def _slowest(method: MethodRecord) -> list[float]:

@@ -1,0 +1,81 @@
+"""What a user writes is read as meant, or refused with the words that are wrong."""
+
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.bench.names import check_method, parse_policy, split_names
+from gradwire.bench.runner import BenchRequest
+from gradwire.core import QSGD, Cast, ErrorFeedback, Identity
+from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("identity", Identity()),
+        ("fp16", Cast("float16")),
+        ("qsgd4", QSGD(bits=4)),
+        ("qsgd8", QSGD(bits=8)),
+        ("qsgd2-ef", ErrorFeedback(QSGD(bits=2))),
+        ('{"id": "qsgd", "bits": 3, "block": 1024}', QSGD(bits=3, block=1024)),
+    ],
+)
+def test_policy_text(text, spec):
+    policy = parse_policy(text)
+    assert policy.default == spec
+    assert not policy.rules
+
+
+def test_policy_may_be_a_plan_file(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    assert parse_policy(str(plan)) == str(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("allreduce", FormatError, "'allreduce'"),
+        ("gradwire:qsqd4", FormatError, "'qsqd4'"),
+        ("gradwire:qsgd9", SpecError, "bits is 9"),
+        ("gradwire:", FormatError, "''"),
+        ('gradwire:{"id": "qsgd", "bit": 4}', SpecError, "bit is not a field"),
+        ('gradwire:{"id": ', FormatError, "not JSON"),
+        ("gradwire:no/such/plan.json", FormatError, "no/such/plan.json"),
+    ],
+)
+def test_wrong_method_is_named(name, error, said):
+    with pytest.raises(error) as caught:
+        check_method(name)
+    assert said in str(caught.value)
+
+
+def test_commas_in_json_do_not_separate():
+    spec = 'gradwire:{"id":"qsgd","bits":4}'
+    assert split_names(f" ddp ,{spec},, ddp,floor") == ["ddp", spec, "floor"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"jobs": ["vgg"]}, FormatError, "'vgg'"),
+        ({"links": ["500"]}, TestbedError, "'500'"),
+        ({"methods": []}, FormatError, "no method"),
+        ({"nodes": 0}, FormatError, "nodes is 0"),
+        ({"steps": 0}, FormatError, "steps is 0"),
+        ({"warmup_steps": 2}, FormatError, "warmup_steps is 2"),
+    ],
+)
+def test_wrong_request_is_named(change, error, said):
+    right = {"jobs": ["mlp"], "links": ["unlimited"], "methods": ["ddp"]}
+    with pytest.raises(error) as caught:
+        BenchRequest(**(right | change))
+    assert isinstance(caught.value, GradwireError)
+    assert said in str(caught.value)
+
+
+def test_reading_names_needs_no_torch():
+    code = "import sys, gradwire.bench.runner, gradwire.bench.table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

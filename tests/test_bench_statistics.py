@@ -1,0 +1,166 @@
+"""Numbers, table and summary that follow from what was recorded."""
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from gradwire.bench.demo import METHODS, summarise, summary_table
+from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
+from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
+from gradwire.bench.table import FULL_WIDTH, tables
+from gradwire.core.made import Made
+
+WARMUP = 1
+
+
+def method(name, wall_us, planned, sent=None, codec=0.0, failure=None):
+    """A record of two ranks, the second a millisecond slower, after one warm-up step of a second."""
+    steps = [1e6, *wall_us]
+    return MethodRecord(
+        method=name,
+        failure=failure,
+        wall_us=[steps, [us + 1e3 for us in steps]],
+        cpu_us=[steps, steps],
+        loss=[[4.0 - 0.1 * i for i in range(len(steps))], [5.0 - 0.1 * i for i in range(len(steps))]],
+        sent_bytes=[[10**9] + [planned + 100] * len(wall_us)] * 2 if sent is None else sent,
+        planned_bytes=[planned, planned],
+        codec_us=[codec, codec],
+    )
+
+
+def record():
+    return WorkerRecord(
+        job="transformer",
+        parameters=6_000_000,
+        world_size=2,
+        ranks_per_interface=1,
+        warmup_steps=WARMUP,
+        methods=[
+            method("floor", [99_000.0, 99_000.0, 99_000.0], 0),
+            method("ddp", [499_000.0, 499_000.0, 499_000.0], 24_000_000),
+            method("gradwire:qsgd4", [149_000.0, 129_000.0, 199_000.0], 3_000_000, codec=10_000.0),
+            method("ddp-fp16", [], 0, failure="rank 1: RuntimeError: broken"),
+        ],
+    )
+
+
+def run_of(cells, network="namespaces", alone=()):
+    return BenchRun(
+        made=Made(host="h", date="2026-01-01", command="test"),
+        torch="2.13",
+        cores=2,
+        network=network,
+        nodes=2,
+        ranks_per_node=1,
+        steps=3,
+        warmup_steps=WARMUP,
+        turn_steps=5,
+        seed=0,
+        alone=tuple(alone),
+        cells=tuple(cells),
+    )
+
+
+def alone():
+    return Alone(job="transformer", parameters=6_000_000, step=step_times([90_000.0, 90_000.0]))
+
+
+def cells(link="500mbit", gbps=0.5):
+    return {cell.method: cell for cell in cells_from(record(), link, gbps, 1, alone())}
+
+
+def test_cells_follow_their_definitions():
+    got = cells()
+    ours = got["gradwire:qsgd4"]
+    wire = 3_000_000 * 8 / 500 * 1514 / 1448  # bits over bits per microsecond
+    assert ours.step.median_us == 150_000.0  # of the slower rank, without warm-up
+    assert ours.step.minimum_us == 130_000.0
+    assert ours.exposed_us == 50_000.0
+    assert ours.ideal_us == 100_000.0
+    assert wire < 100_000.0
+    assert ours.attainable_us == 110_000.0
+    assert got["ddp"].ideal_us == pytest.approx(24_000_000 * 8 / 500 * 1514 / 1448)
+    assert ours.counted_bytes == 3_000_100
+    assert ours.counted_over_planned == pytest.approx(3_000_100 / 3_000_000)
+    assert ours.scaling_factor == pytest.approx(90_000 / 160_000)
+    assert ours.speedup.ratio == pytest.approx(500 / 150)
+    assert ours.speedup.low <= ours.speedup.ratio <= ours.speedup.high
+    assert ours.loss == pytest.approx([4.5, 4.4, 4.3, 4.2])
+    assert len(ours.step_us) == 4
+    assert got["ddp-fp16"].failure == "rank 1: RuntimeError: broken"
+    assert got["ddp-fp16"].step is None
+
+
+def test_ranks_that_share_an_interface_share_its_count():
+    shared = msgspec.structs.replace(record(), ranks_per_interface=2)
+    ours = cells_from(shared, "unlimited", None, 1, None)[1]
+    assert ours.counted_bytes == 12_000_050
+    assert ours.scaling_factor is None
+
+
+def test_several_ranks_a_node_have_no_ideal_on_a_limited_link():
+    ddp = cells_from(record(), "500mbit", 0.5, 2, None)[1]
+    assert ddp.ideal_us is None and ddp.attainable_us is None
+    assert cells_from(record(), "unlimited", None, 2, None)[1].ideal_us == 100_000.0
+
+
+def test_unlimited_link_has_no_wire_time():
+    assert wire_us(10**9, None) == 0.0
+
+
+def test_alone_keeps_its_failure():
+    broken = msgspec.structs.replace(record(), methods=[method("floor", [], 0, failure="no")])
+    assert alone_from(broken).failure == "no"
+    assert alone_from(record()).step.mean_us == 100_000.0
+
+
+def test_interval_is_wide_for_noise_and_closed_without():
+    still = median_ratio([2.0] * 20, [1.0] * 20)
+    assert (still.low, still.ratio, still.high) == (2.0, 2.0, 2.0)
+    noisy = median_ratio([2.0, 3.0, 1.0] * 7, [1.0, 2.0, 0.5] * 7)
+    assert noisy.low < noisy.ratio < noisy.high
+
+
+def test_results_survive_the_file(tmp_path):
+    run = run_of(cells().values(), alone=[alone()])
+    run.save(tmp_path / "run.json")
+    assert BenchRun.load(tmp_path / "run.json") == run
+    assert run.failures == ["transformer, 500mbit, ddp-fp16: rank 1: RuntimeError: broken"]
+
+
+@pytest.mark.parametrize("width", [FULL_WIDTH, 100, 80])
+def test_table_fits_and_shows_failures(width):
+    run = run_of(cells().values(), alone=[alone()])
+    screen = io.StringIO()
+    console = Console(file=screen, width=width)
+    for table in tables(run, width):
+        console.print(table)
+    text = screen.getvalue()
+    assert "gradwire:qsgd4" in text and "3.33x" in text and "FAILED" in text
+    assert ("scaling" in text) == (width == FULL_WIDTH)
+
+
+def test_demo_summary_measured(tmp_path):
+    run = run_of(cells().values())
+    summary, curves = summarise(run, tmp_path / "demo.png", None)
+    assert (summary.link, summary.nodes, summary.speed) == ("500mbit", 2, "measured")
+    assert set(summary.methods) == set(METHODS)
+    assert summary.speedup == pytest.approx(500 / 150)
+    assert summary.methods["gradwire"].exposed_ms == pytest.approx(50)
+    assert curves["ddp"].seconds == pytest.approx([1.001, 1.501, 2.001, 2.501])
+    screen = io.StringIO()
+    Console(file=screen, width=100).print(summary_table(summary))
+    assert "500mbit (measured)" in screen.getvalue()
+
+
+def test_demo_summary_computed_from_loopback(tmp_path):
+    run = run_of(cells("unlimited", None).values(), network="loopback")
+    summary, _ = summarise(run, tmp_path / "demo.png", "no permission")
+    assert summary.speed == "computed, not measured"
+    assert summary.problem == "no permission"
+    assert summary.link == "500mbit"
+    # both are longer than their bytes need at 500 Mb/s, but for DDP's first step nothing changes
+    assert summary.methods["ddp"].step_ms == pytest.approx(500)
+    assert summary.methods["gradwire"].measured_step_ms == pytest.approx(150)

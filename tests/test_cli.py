@@ -1,0 +1,111 @@
+"""The command line: its options are frozen here, it starts without torch, and errors are one message."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from gradwire import __version__
+from gradwire.cli import app
+
+OPTIONS = """\
+gradwire
+  --version
+gradwire bench
+  --jobs = transformer,mlp,resnet
+  --links = 100mbit,500mbit,1000mbit,unlimited
+  --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
+  --nodes = 2
+  --ranks-per-node = 1
+  --steps = 30
+  --warmup = 5
+  --turn = 5
+  --alone-steps = 100
+  --seed = 0
+  --json
+gradwire demo
+  --steps = 120
+  --out = runs/demo
+  --json
+gradwire emulate
+  COMMAND
+  --nodes = 2
+  --ranks-per-node = 1
+  --inter
+  --intra
+"""
+
+
+def describe(name, command):
+    lines = [name]
+    for parameter in command.params:
+        word = parameter.opts[0] if parameter.param_type_name == "option" else (parameter.name or "").upper()
+        plain = not isinstance(parameter.default, (str, int, Path)) or parameter.default is False
+        lines.append(f"  {word}" if plain else f"  {word} = {parameter.default}")
+    return lines
+
+
+def test_options_are_frozen():
+    root = typer.main.get_command(app)
+    lines = describe("gradwire", root)
+    for name in sorted(root.commands):
+        lines += describe(f"gradwire {name}", root.commands[name])
+    assert "\n".join(lines) + "\n" == OPTIONS
+
+
+def test_every_option_is_explained():
+    root = typer.main.get_command(app)
+    for command in [root, *root.commands.values()]:
+        assert command.help
+        assert all(parameter.help for parameter in command.params if parameter.name != "help")
+
+
+def gradwire(*arguments):
+    return subprocess.run([sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_does_not_import_torch():
+    code = """if True:
+        import sys
+        from gradwire.cli import main
+        sys.argv = ["gradwire", "--help"]
+        try:
+            main()
+        except SystemExit:
+            sys.exit(any(name in sys.modules for name in ("torch", "numpy", "matplotlib")))
+    """
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert all(command in finished.stdout for command in ("demo", "bench", "emulate"))
+
+
+def test_version():
+    finished = gradwire("--version")
+    assert finished.returncode == 0
+    assert finished.stdout == f"gradwire {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "--methods", "allreduce"], "'allreduce'"),
+        (["bench", "--methods", "gradwire:qsgd9"], "bits is 9"),
+        (["bench", "--links", "5"], "'5'"),
+        (["bench", "--jobs", ","], "no job"),
+        (["emulate", "--", "no_such_script.py"], "no_such_script.py"),
+    ],
+)
+def test_errors_are_one_message(arguments, said):
+    finished = gradwire(*arguments)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("gradwire: ")
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_emulate_without_a_script_is_a_usage_error():
+    finished = gradwire("emulate", "--nodes", "2")
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
