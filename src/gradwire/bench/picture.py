@@ -74,9 +74,9 @@ def _draw_split(axes: Any, summary: "DemoSummary", speed: str) -> None:
     for position, total in enumerate(totals):
         axes.annotate(f"{total:.0f}", (position, total), (0, 4), textcoords="offset points", ha="center")
     axes.set_ylabel(f"milliseconds a step{speed and ' at ' + summary.link}")
-    axes.set_ylim(0, 1.15 * max(totals))
+    axes.set_ylim(0, 1.25 * max(totals))
     axes.set_title("Where a step's time goes", loc="left", fontsize=12)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right", ncols=2)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

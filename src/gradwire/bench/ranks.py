@@ -45,12 +45,10 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def first_problem(self, problem: str | None) -> str | None:
-        """The problem of the lowest rank that has one: the same answer on every rank."""
-        for rank, said in enumerate(self.gather(problem)):
-            if said is not None:
-                return f"rank {rank}: {said}"
-        return None
+    def all_problems(self, problem: str | None) -> str | None:
+        """What every rank that has a problem says: the same answer on all. Where one rank fails, others time out."""
+        said = [f"rank {rank}: {words}" for rank, words in enumerate(self.gather(problem)) if words is not None]
+        return "; ".join(said) or None
 
     def close(self) -> None:
         """Leave the group."""

@@ -79,7 +79,7 @@ class Contest:
             action(contestant)
         except Exception as error:  # whatever it is, it is the method's result
             problem = f"{type(error).__name__}: {error}"
-        contestant.failure = self.ranks.first_problem(problem)
+        contestant.failure = self.ranks.all_problems(problem)
         if contestant.failure is not None and contestant.method is not None:
             with contextlib.suppress(Exception):
                 contestant.method.close()

@@ -7,8 +7,10 @@ so ranks that belong to different sub-groups can be cross-wired or wait for each
 
 import ctypes
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from gradwire.collectives.streams import streams_for
 
-__all__ = ["Group", "Link", "SilentLink"]
+__all__ = ["Exchange", "Group", "Link", "SilentLink"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,12 @@ class Link:
         else:
             self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
-    def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
-    ) -> dist.Work:
-        """Rank j gets the j-th part of `sent`; sizes are elements. Rank i's part for us is the i-th of `received`."""
-        return self.backend.alltoall_base(received, sent, receive_sizes, send_sizes)
+    def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "Exchange":
+        """Announce an exchange: `received[j]` is where rank j's part goes. Call `Exchange.send` when the own parts are
+        there. Receives are posted now: gloo sends only to a receiver that said it is ready, and that word would queue
+        behind the receiver's own payload (an exchange announced late runs in one direction at a time).
+        """
+        return (_Grouped if self.backend.name() == "nccl" else _Posted)(self, tag, received)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
         """Everybody's `sent`, all of one size, one after another in `received`."""
@@ -96,6 +99,70 @@ class Link:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
 
 
+class Exchange(Protocol):
+    """Every rank sends a part to every other. Parts of no bytes are not sent."""
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        """Send `sent[j]` to rank j; the own part is not used."""
+        ...
+
+    def wait(self, source: int) -> None:
+        """Until rank `source`'s part has arrived."""
+        ...
+
+    def finish(self) -> None:
+        """Until what was sent may be overwritten."""
+        ...
+
+
+class _Posted:
+    """Point to point, receives posted first."""
+
+    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.tag = link, tag
+        self.receives = {
+            source: link.backend.recv([part], source, tag)
+            for source, part in enumerate(received)
+            if source != link.rank and part.numel()
+        }
+        self.sends: list[dist.Work] = []
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        # begin with the next rank, so that not all send to rank 0 first
+        order = [(self.link.rank + step) % self.link.world_size for step in range(1, self.link.world_size)]
+        self.sends = [self.link.backend.send([sent[to]], to, self.tag) for to in order if sent[to].numel()]
+
+    def wait(self, source: int) -> None:
+        if source in self.receives:
+            self.receives[source].wait(self.link.timeout)
+
+    def finish(self) -> None:
+        for send in self.sends:
+            send.wait(self.link.timeout)
+
+
+class _Grouped:
+    """One grouped call on CUDA; waiting queues a wait on the current stream."""
+
+    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.received = link, list(received)
+        self.work: dist.Work | None = None
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        own = self.link.rank
+        none = self.received[own][:0]
+        outputs = [none if j == own else part for j, part in enumerate(self.received)]
+        inputs = [none if j == own else part for j, part in enumerate(sent)]
+        self.work = self.link.backend.alltoall(outputs, inputs)
+
+    def wait(self, source: int) -> None:
+        assert self.work is not None
+        self.work.wait()
+
+    def finish(self) -> None:
+        pass
+
+
 class SilentLink:
     """A link that sends nothing: runs a scheme's codec work alone, to measure it."""
 
@@ -104,13 +171,15 @@ class SilentLink:
     def __init__(self, group: Group) -> None:
         self.rank, self.world_size = group.rank, group.world_size
 
-    def all_to_all(self, *arguments: object) -> "SilentLink":
+    def expect(self, *arguments: object) -> "SilentLink":
         return self
 
-    all_gather = all_reduce = broadcast = all_to_all
+    all_reduce = expect
 
-    def wait(self) -> None:
+    def send(self, *arguments: object) -> None:
         pass
+
+    wait = finish = send
 
 
 def _handles_cpu(pg: dist.ProcessGroup) -> bool:

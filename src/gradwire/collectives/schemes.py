@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.collectives.link import Link
+from gradwire.collectives.link import Exchange, Link
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.streams import Mark
 
@@ -57,6 +57,10 @@ class Scheme(Protocol):
     residuals: list[torch.Tensor]
     """One per encode, when the codec feeds back."""
 
+    def post(self, link: Link, tag: int) -> None:
+        """At the start of a step: announce the exchanges, with tags from `tag` up, one for each phase."""
+        ...
+
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         """Do one phase. `ready` marks the moment from which the flat buffer holds the gradient."""
         ...
@@ -67,10 +71,13 @@ class AllReduce:
 
     phases = ("allreduce",)
 
-    def __init__(self, flat: torch.Tensor, link_ranks: int) -> None:
+    def __init__(self, flat: torch.Tensor, world_size: int) -> None:
         self.flat = flat
         self.residuals: list[torch.Tensor] = []
-        self.wire_bytes = round(2 * (link_ranks - 1) / link_ranks * flat.numel() * flat.element_size())
+        self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
+
+    def post(self, link: Link, tag: int) -> None:
+        pass
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         with link.streams.encoding(ready):
@@ -85,72 +92,64 @@ class AllGather:
     phases = ("allgather",)
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
-        self.codec, self.piece = codec, piece
-        size = codec.payload_bytes(piece.whole, piece.flat.dtype)
-        device = piece.flat.device
-        self.sent = torch.empty(size, dtype=torch.uint8, device=device)
-        self.received = torch.empty(world_size * size, dtype=torch.uint8, device=device)
-        self.payloads = list(self.received.split(size)) if size else [self.sent] * world_size
+        self.codec, self.piece, self.rank = codec, piece, rank
+        self.sent, *arrivals = _payloads(piece, [codec.payload_bytes(piece.whole, piece.flat.dtype)] * world_size)
+        self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
         wide = piece.flat.dtype != piece.reduce_dtype
         self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
         self.residuals = [_residual(piece.flat, piece)] if codec.feeds_back else []
-        self.wire_bytes = (world_size - 1) * size
+        self.wire_bytes = (world_size - 1) * self.sent.numel()
+
+    def post(self, link: Link, tag: int) -> None:
+        self.exchange = link.expect(tag, self.payloads)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         flat, piece, context = self.piece.flat, self.piece, self.piece.contexts[0]
         with link.streams.encoding(ready):
             with meter.codec():
                 self.codec.encode(flat, self.residuals[0] if self.residuals else None, piece.whole, context, self.sent)
-            work = link.all_gather(self.received, self.sent)
+            self.exchange.send([self.sent] * len(self.payloads))
         with link.streams.decoding():
-            with meter.wire():
-                work.wait()
-            with meter.codec():
-                for source, payload in enumerate(self.payloads):
+            for source, payload in enumerate(self.payloads):
+                with meter.wire():
+                    self.exchange.wait(source)
+                with meter.codec():
                     self.codec.decode(payload, piece.whole, flat.dtype, source > 0, self.total, context)
-                if self.total is not flat:
-                    flat.copy_(self.total)
+            if self.total is not flat:
+                flat.copy_(self.total)
+            with meter.wire():
+                self.exchange.finish()
 
 
 class TwoPhase:
     """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
-    owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3).
+    owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3, D34).
     """
 
     phases = ("alltoall", "allgather")
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
-        dtype, device = piece.flat.dtype, piece.flat.device
         bounds = piece.bounds
         self.parts = [piece.flat[bounds[j] : bounds[j + 1]] for j in range(world_size)]
-        sizes = [codec.payload_bytes(segments, dtype) for segments in piece.shards]
-        own, others = sizes[rank], [j for j in range(world_size) if j != rank]
-        self.others = others
-
-        def buffer(nbytes: int) -> torch.Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-        # the reduce phase sends another shard to everybody and receives everybody's part of the own shard
-        self.reduce_send_sizes = [0 if j == rank else sizes[j] for j in range(world_size)]
-        self.reduce_receive_sizes = [0 if j == rank else own for j in range(world_size)]
-        self.reduce_sent, self.reduce_received = buffer(sum(sizes) - own), buffer(own * (world_size - 1))
-        self.reduce_payloads = _parts(self.reduce_sent, self.reduce_send_sizes)
-        self.reduce_arrivals = _parts(self.reduce_received, self.reduce_receive_sizes)
-        # the gather phase sends the own sum to everybody: sizes are those of the reduce phase, exchanged
-        self.gather_sent, self.gather_received = buffer(own * (world_size - 1)), buffer(sum(sizes) - own)
-        self.own_payload = self.gather_sent[:own]
-        self.gather_copies = [self.gather_sent[k * own : (k + 1) * own] for k in range(1, world_size - 1)]
-        self.gather_arrivals = _parts(self.gather_received, self.reduce_send_sizes)
+        sizes = [codec.payload_bytes(segments, piece.flat.dtype) for segments in piece.shards]
+        # to everybody another shard; from everybody the own shard; then the sums, of everybody's shard
+        self.to_owners = _payloads(piece, [0 if j == rank else sizes[j] for j in range(world_size)])
+        self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
+        self.sums = _payloads(piece, sizes)
         self.total = torch.empty_like(self.parts[rank], dtype=piece.reduce_dtype)
         self.residuals = [_residual(piece.flat, piece), _residual(self.total, piece)] if codec.feeds_back else []
-        self.sent_residuals = (
-            [self.residuals[0][bounds[j] : bounds[j + 1]] for j in range(world_size)] if self.residuals else None
-        )
-        self.wire_bytes = self.reduce_sent.numel() + self.gather_sent.numel()
+        self.sent_residuals: list[torch.Tensor | None] = [None] * world_size
+        if self.residuals:
+            self.sent_residuals = [self.residuals[0][bounds[j] : bounds[j + 1]] for j in range(world_size)]
+        self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sizes[rank]
         self.fold_own = False
         """Set when residuals came from another layout: what the own shard carries joins the own part, once."""
         self.summed: Mark = None
+
+    def post(self, link: Link, tag: int) -> None:
+        self.reduce: Exchange = link.expect(tag, self.for_sum)
+        self.gather: Exchange = link.expect(tag + 1, self.sums)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0:
@@ -163,60 +162,55 @@ class TwoPhase:
         mine, segments, dtype = self.parts[self.rank], piece.shards[self.rank], piece.flat.dtype
         with link.streams.encoding(ready):
             with meter.codec():
-                for j in self.others:
-                    residual = self.sent_residuals[j] if self.sent_residuals else None
-                    codec.encode(self.parts[j], residual, piece.shards[j], context, self.reduce_payloads[j])
-                if self.fold_own and self.sent_residuals:
-                    mine.add_(self.sent_residuals[self.rank])
-                    self.sent_residuals[self.rank].zero_()
-                    self.fold_own = False
-            work = link.all_to_all(
-                self.reduce_received, self.reduce_sent, self.reduce_receive_sizes, self.reduce_send_sizes
-            )
+                for j, part in enumerate(self.parts):
+                    if j != self.rank:
+                        codec.encode(part, self.sent_residuals[j], piece.shards[j], context, self.to_owners[j])
+                self._fold(mine)
+            self.reduce.send(self.to_owners)
         with link.streams.decoding():
-            with meter.wire():
-                work.wait()
-            with meter.codec():
-                for source in range(self.world_size):
+            for source in range(self.world_size):
+                with meter.wire():
+                    self.reduce.wait(source)
+                with meter.codec():
                     if source != self.rank:
-                        codec.decode(self.reduce_arrivals[source], segments, dtype, source > 0, self.total, context)
+                        codec.decode(self.for_sum[source], segments, dtype, source > 0, self.total, context)
                     elif source:
                         self.total.add_(mine)
                     else:
                         self.total.copy_(mine)
+            with meter.wire():
+                self.reduce.finish()
             self.summed = link.streams.mark()
 
     def _gather(self, link: Link, meter: Meter) -> None:
-        piece, codec, context = self.piece, self.codec, self.piece.contexts[1]
-        segments, dtype = piece.shards[self.rank], piece.flat.dtype
+        piece, codec, context, dtype = self.piece, self.codec, self.piece.contexts[1], self.piece.flat.dtype
+        own = self.sums[self.rank]
         with link.streams.encoding(self.summed):
             with meter.codec():
                 residual = self.residuals[1] if self.residuals else None
-                codec.encode(self.total, residual, segments, context, self.own_payload)
-                for copy in self.gather_copies:
-                    copy.copy_(self.own_payload)
-            work = link.all_to_all(
-                self.gather_received, self.gather_sent, self.reduce_send_sizes, self.reduce_receive_sizes
-            )
-            with meter.codec():
-                codec.decode(self.own_payload, segments, dtype, False, self.parts[self.rank], context)
+                codec.encode(self.total, residual, piece.shards[self.rank], context, own)
+            self.gather.send([own] * self.world_size)
         with link.streams.decoding():
+            for j, part in enumerate(self.parts):
+                if j != self.rank:
+                    with meter.wire():
+                        self.gather.wait(j)
+                with meter.codec():
+                    codec.decode(self.sums[j], piece.shards[j], dtype, False, part, context)
             with meter.wire():
-                work.wait()
-            with meter.codec():
-                for j in self.others:
-                    codec.decode(self.gather_arrivals[j], piece.shards[j], dtype, False, self.parts[j], context)
+                self.gather.finish()
+
+    def _fold(self, mine: torch.Tensor) -> None:
+        carried = self.sent_residuals[self.rank]
+        if self.fold_own and carried is not None:
+            mine.add_(carried)
+            carried.zero_()
+            self.fold_own = False
 
 
 def _residual(like: torch.Tensor, piece: Piece) -> torch.Tensor:
     return torch.zeros_like(like, dtype=piece.residual_dtype)
 
 
-def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(buffer[at : at + size])
-        at += size
-    return parts
-
-
+def _payloads(piece: Piece, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=torch.uint8, device=piece.flat.device) for size in sizes]

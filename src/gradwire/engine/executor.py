@@ -80,6 +80,8 @@ class Executor:
         self.plan, self.buckets, self.lanes = plan, buckets, lanes
         skew = len(lanes) == 1
         self.tasks = task_lists(plan.launch, [len(b.chunks) for b in buckets], len(lanes), skew)
+        pieces = [(b.index, chunk) for b in buckets for chunk in range(len(b.chunks))]
+        self._tags = {piece: 2 * number for number, piece in enumerate(pieces)}
         self._arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = []
         self._running: list[Future[tuple[Meter, Mark]]] = []
 
@@ -117,6 +119,9 @@ class Executor:
         self, link: Link, tasks: list[Task], arrivals: "queue.SimpleQueue[tuple[int, Mark]]"
     ) -> tuple[Meter, Mark]:
         meter, marks = Meter(), {}
+        for task in tasks:
+            if task.phase == 0:
+                self.buckets[task.bucket].chunks[task.chunk].post(link, self._tags[task.bucket, task.chunk])
         for task in tasks:
             while task.bucket not in marks:
                 bucket, mark = arrivals.get()
