@@ -77,11 +77,10 @@ GW_INLINE float code_value(i32 code, bool shifted, const Grid& g) {
   return shifted ? x + g.base : x;
 }
 
-// 2 * half values to codes. With Nibbles, two codes to a byte (the 4-bit plane of planes.hpp); else one. With `left`,
-// what the codes lost.
-template <bool Nibbles, bool Residual>
+// 2 * half values to codes, one to a byte; with Residual also what the codes lost.
+template <bool Residual>
 GW_INLINE void quantise(const float* __restrict v, i64 half, bool stochastic, bool shifted, const Grid& g, u64 key,
-                        u32 counter, u8* __restrict out, float* __restrict left) {
+                        u32 counter, u8* __restrict codes, float* __restrict lost) {
   const u32 key_low = u32(key), key_high = u32(key >> 32);
   const u32 mask = stochastic ? 0xffffu : 0u, rest = stochastic ? 0u : 0x8000u;
   for (i64 j = 0; j < half; ++j) {
@@ -89,15 +88,11 @@ GW_INLINE void quantise(const float* __restrict v, i64 half, bool stochastic, bo
     const float x = v[j], y = v[j + half];
     const i32 first = (i32((shifted ? x - g.base : x) * g.inverse + g.origin) + i32((word & mask) | rest)) >> 16;
     const i32 second = (i32((shifted ? y - g.base : y) * g.inverse + g.origin) + i32(((word >> 16) & mask) | rest)) >> 16;
-    if (Nibbles) {
-      out[j] = u8(first | (second << 4));
-    } else {
-      out[j] = u8(first);
-      out[j + half] = u8(second);
-    }
+    codes[j] = u8(first);
+    codes[j + half] = u8(second);
     if (Residual) {
-      left[j] = x - code_value(first, shifted, g);
-      left[j + half] = y - code_value(second, shifted, g);
+      lost[j] = x - code_value(first, shifted, g);
+      lost[j + half] = y - code_value(second, shifted, g);
     }
   }
 }
@@ -114,7 +109,7 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
     __builtin_memset(out, 0, size_t(packed / 8 * bits));
     return packed / 8 * bits;
   }
-  quantise<false, Residual>(v, packed / 2, stochastic, shifted, g, key, counter, codes, lost);
+  quantise<Residual>(v, packed / 2, stochastic, shifted, g, key, counter, codes, lost);
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
   GW_SETTLE(codes);
   pack(codes, packed, bits, out);
@@ -122,18 +117,67 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
   return packed / 8 * bits;
 }
 
-// Blocks are taken in batches: first the scales of all, then the codes of all. A block's scale is a long chain of
-// dependent instructions (a reduction, a division); side by side they hide each other's latency.
-constexpr i64 kBatch = 2048;  // elements, or one block if that is larger
+// The usual case, whole blocks of 128 by their maximum in 4 bits with stochastic rounding, at the speed of memory. The
+// scales of a batch come first, in one vector: a block's own scale is a long chain of dependent instructions. Values are
+// computed twice rather than kept. Returns false, having written nothing, if a block is not finite.
+constexpr i64 kAhead = 1024;  // elements that decoding prefetches ahead
+constexpr i64 kUsualBlock = 128, kUsualBatch = 16;
+
+template <class T, bool Residual>
+static bool encode_usual(const T* __restrict from, float* __restrict left, i64 blocks, u64 key, u32 counter,
+                         u8* __restrict scales, u8* __restrict out) {
+  constexpr float levels = 7.0f;
+  alignas(64) i32 largest[kUsualBatch] = {};
+  alignas(64) u16 raw[kUsualBatch];
+  alignas(64) float inverse[kUsualBatch], step[kUsualBatch];
+  for (i64 b = 0; b < blocks; ++b) {
+    i32 most = 0;
+    for (i64 i = b * kUsualBlock; i < (b + 1) * kUsualBlock; ++i) {
+      const float v = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+      const i32 magnitude = i32(bits_of(v) & 0x7fffffffu);
+      most = magnitude > most ? magnitude : most;
+    }
+    largest[b] = most;
+  }
+  i32 most = 0;
+  for (i64 b = 0; b < kUsualBatch; ++b) {
+    most = largest[b] > most ? largest[b] : most;
+    const u32 rounded = (u32(largest[b]) + 0xffffu) >> 16, capped = rounded < 0x7f7fu ? rounded : 0x7f7fu;
+    const u32 scale = float_of(u32(largest[b])) >= kTiny ? capped : 0u;
+    const float bound = float_of(scale << 16);
+    raw[b] = u16(scale);
+    inverse[b] = bound >= kTiny ? levels * (0x1p16f * kShort) / bound : 0.0f;
+    step[b] = bound / levels;
+  }
+  if (u32(most) >= kInfBits) return false;
+  __builtin_memcpy(scales, raw, size_t(2 * blocks));
+  const u32 key_low = u32(key), key_high = u32(key >> 32);
+  for (i64 b = 0; b < blocks; ++b, counter += 64, out += 64, from += kUsualBlock, left += Residual ? kUsualBlock : 0) {
+    const float by = inverse[b], unit = step[b];
+    // the next batch comes nearer while this one is computed
+    for (int line = 0; line < 8; ++line) __builtin_prefetch(from + kUsualBatch * kUsualBlock + line * 16);
+    if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + kUsualBatch * kUsualBlock + line * 16, 1);
+    for (i64 j = 0; j < 64; ++j) {
+      const u32 word = random_word(counter + u32(j), key_low, key_high);
+      const float x = Residual ? to_float(from[j]) + left[j] : to_float(from[j]);
+      const float y = Residual ? to_float(from[j + 64]) + left[j + 64] : to_float(from[j + 64]);
+      const u32 first = u32(i32(x * by + levels * 0x1p16f)) + (word & 0xffffu);
+      const u32 second = u32(i32(y * by + levels * 0x1p16f)) + (word >> 16);
+      out[j] = u8((first >> 16) | ((second >> 12) & 0xf0u));
+      if (Residual) {
+        left[j] = x - float(i32(first >> 16) - 7) * unit;
+        left[j + 64] = y - float(i32(second >> 16) - 7) * unit;
+      }
+    }
+  }
+  return true;
+}
 
 template <class T, bool Residual>
 static void encode_segments(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
                             const Quantiser& q, u8* payload) {
-  alignas(64) float staged[kMaxBlock];
-  Grid grids[kBatch / 32];
-  constexpr bool direct = __is_same(T, float) && !Residual;  // the source can be read as it is
+  alignas(64) float v[kMaxBlock];
   const bool stochastic = q.rounding == Rounding::stochastic, shifted = q.scale == Scale::minmax;
-  const i64 batch = q.block < kBatch ? kBatch / q.block * q.block : q.block;
   u8* scales = payload;
   u8* const first_code = payload + payload_size(segments, count, q).scales;
   u8* out = first_code;
@@ -141,40 +185,32 @@ static void encode_segments(const T* src, float* residual, const Segment* segmen
     const Segment& seg = segments[s];
     const u64 key = stream_key(stream, seg.key);
     const int bits = int(seg.bits);
-    const bool usual = q.block == 128 && bits == 4 && q.scale == Scale::max && stochastic;
-    for (i64 start = 0; start < seg.numel; start += batch) {
-      const i64 size = seg.numel - start < batch ? seg.numel - start : batch;
-      const T* __restrict from = src + seg.offset + start;
-      float* left = Residual ? residual + seg.offset + start : nullptr;
-      const bool in_place = direct && size % 8 == 0;
-      const float* v = in_place ? reinterpret_cast<const float*>(from) : staged;
-      if (!in_place) {
-        for (i64 i = 0; i < size; ++i) staged[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
-        for (i64 i = size; i < (size + 7) / 8 * 8; ++i) staged[i] = 0.0f;
-      }
-      i64 block = 0;
-      for (i64 at = 0; at < size; at += q.block, ++block) {
-        const i64 n = size - at < q.block ? size - at : q.block;
-        u16 scale[2];
-        bool finite;
-        if (usual && n == 128) finite = find_scale(Scale::max, v + at, 128, scale);
-        else finite = find_scale(q.scale, v + at, n, scale);
-        __builtin_memcpy(scales, scale, shifted ? 4 : 2);
-        scales += shifted ? 4 : 2;
-        grids[block] = make_grid(q.scale, bits, finite, scale);
-      }
-      block = 0;
-      for (i64 at = 0; at < size; at += q.block, ++block) {
-        const i64 n = size - at < q.block ? size - at : q.block;
-        const u32 counter = u32((seg.first + start + at) / 2);
-        const Grid& g = grids[block];
-        if (usual && n == 128 && g.finite) {
-          quantise<true, Residual>(v + at, 64, true, false, g, key, counter, out, left + at);
-          out += 64;
-        } else {
-          out += encode_block<Residual>(v + at, n, g, stochastic, shifted, bits, key, counter, out, left + at);
+    const bool usual = q.block == kUsualBlock && bits == 4 && q.scale == Scale::max && stochastic;
+    i64 at = 0, fast_until = 0;
+    while (at < seg.numel) {
+      const T* from = src + seg.offset + at;
+      float* left = Residual ? residual + seg.offset + at : nullptr;
+      const u32 counter = u32((seg.first + at) / 2);
+      if (usual && at >= fast_until) {
+        const i64 whole = (seg.numel - at) / kUsualBlock, blocks = whole < kUsualBatch ? whole : kUsualBatch;
+        if (blocks && encode_usual<T, Residual>(from, left, blocks, key, counter, scales, out)) {
+          at += blocks * kUsualBlock;
+          scales += 2 * blocks;
+          out += 64 * blocks;
+          continue;
         }
+        fast_until = at + (blocks ? blocks : 1) * kUsualBlock;  // block by block up to here
       }
+      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
+      for (i64 i = 0; i < n; ++i) v[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+      for (i64 i = n; i < (n + 7) / 8 * 8; ++i) v[i] = 0.0f;
+      u16 scale[2];
+      const bool finite = find_scale(q.scale, v, n, scale);
+      __builtin_memcpy(scales, scale, shifted ? 4 : 2);
+      scales += shifted ? 4 : 2;
+      const Grid g = make_grid(q.scale, bits, finite, scale);
+      out += encode_block<Residual>(v, n, g, stochastic, shifted, bits, key, counter, out, left);
+      at += n;
     }
   }
   while (scales < first_code) *scales++ = 0;
@@ -191,6 +227,7 @@ GW_INLINE i64 decode_block(const u8* scales, const u8* in, T* __restrict to, i64
   const Grid g = make_grid(kind, bits, true, scale);
   unpack(in, packed, bits, codes);
   GW_SETTLE(codes);
+  if (N) for (int line = 0; line < N; line += 16) __builtin_prefetch(to + kAhead + line, 1);
   for (i64 i = 0; i < n; ++i) {
     const float value = code_value(codes[i], shifted, g);
     from_float(Add ? to_float(to[i]) + value : value, to[i]);

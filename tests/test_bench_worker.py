@@ -1,5 +1,6 @@
 """Two ranks on plain loopback: the worker, the launcher and the runner end to end, with very few steps."""
 
+import os
 import sys
 
 import msgspec
@@ -113,6 +114,7 @@ def test_a_method_that_fails_leaves_the_others_their_results(tmp_path):
         warmup_steps=0,
         turn_steps=1,
         collective_timeout_s=30.0,
+        runner=os.getpid(),
         result=str(tmp_path / "record.json"),
     )
     order.save(tmp_path / "order.json")

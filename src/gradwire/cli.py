@@ -55,10 +55,10 @@ def demo(
     console = Console()
     console.print(summary_table(summary))
     ddp, ours = summary.methods["ddp"], summary.methods["gradwire"]
+    interval = f"{summary.speedup_low:.2f} to {summary.speedup_high:.2f}"
     typer.echo(
-        f"gradwire: {summary.speedup:.2f} times as fast as plain DDP ({summary.speed}; 95 % interval "
-        f"{summary.speedup_low:.2f} to {summary.speedup_high:.2f}), {summary.bytes_ratio:.1f} times fewer bytes, loss {ours.final_loss:.3f} against "
-        f"{ddp.final_loss:.3f}."
+        f"gradwire: {summary.speedup:.2f} times as fast as plain DDP ({summary.speed}; 95 % interval {interval}), "
+        f"{summary.bytes_ratio:.1f} times fewer bytes, loss {ours.final_loss:.3f} against {ddp.final_loss:.3f}."
     )
     if summary.problem is not None:
         typer.echo(

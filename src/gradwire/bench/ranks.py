@@ -1,16 +1,20 @@
 """The ranks of a bench run, for everything that is not measured: meeting, agreeing, gathering, counting bytes."""
 
+import ctypes
 import os
+import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Ranks", "sent_by_interface"]
+__all__ = ["Ranks", "die_with", "sent_by_interface"]
 
 T = TypeVar("T")
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TIMEOUTS_TO_AGREE = 3
 """How many timeouts of a method's collective a rank waits for the others, who may have to sit out theirs first."""
 
@@ -54,6 +58,14 @@ class Ranks:
         """Leave the group."""
         if self.distributed:
             dist.destroy_process_group()
+
+
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies, however it dies: a rank alone would train on unseen."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(f"the runner (process {parent}) of this rank is gone")
 
 
 def sent_by_interface() -> int:

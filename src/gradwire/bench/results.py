@@ -30,6 +30,8 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     turn_steps: int
     """Steps a method takes before the next has its turn."""
     collective_timeout_s: float
+    runner: int
+    """The process id of who gave the order. When it dies, so do the ranks."""
     result: str
     """Where rank 0 writes the `WorkerRecord`."""
 

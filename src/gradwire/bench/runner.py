@@ -253,6 +253,7 @@ class _Runner:
                 warmup_steps=warmup_steps,
                 turn_steps=self.request.turn_steps,
                 collective_timeout_s=self.request.collective_timeout_s,
+                runner=os.getpid(),
                 result=str(result),
             )
             order.save(Path(folder, "order.json"))

@@ -24,7 +24,7 @@ import torch
 from gradwire.bench.events import StepEvent, print_event
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.methods import Method, build
-from gradwire.bench.ranks import Ranks, sent_by_interface
+from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.results import MethodRecord, WorkerOrder, WorkerRecord
 
 __all__ = ["main"]
@@ -139,6 +139,7 @@ class Contest:
 def main(order_path: str) -> None:
     """Carry out the order in the file."""
     order = WorkerOrder.load(order_path)
+    die_with(order.runner)
     torch.set_num_threads(1)
     job = make_job(order.job, order.seed)
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
