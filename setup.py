@@ -17,7 +17,16 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent.resolve()
 CSRC = HERE / "csrc"
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+]
 # -Wno-psabi: 64-byte vectors are only ever passed to functions that are inlined
 COMMON += ["-Wno-psabi"]
 LEVELS = {"baseline": []}
@@ -26,7 +35,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 class BuildKernels(build_ext):
-    """Compiles csrc/ with g++. Without a compiler or torch the package still installs; it then runs on its reference."""
+    """Compiles csrc/ with g++. Without compiler or torch it still installs, and runs on its reference."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -52,7 +61,9 @@ class BuildKernels(build_ext):
         defines = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in LEVELS]
         jobs[temp / "ops.o"] = [*defines, *includes, "-DTORCH_TARGET_VERSION=0x020a000000000000", str(CSRC / "ops.cpp")]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda job: self.compile([compiler, *COMMON, *job[1], "-c", "-o", str(job[0])]), jobs.items()))
+            list(
+                pool.map(lambda job: self.compile([compiler, *COMMON, *job[1], "-c", "-o", str(job[0])]), jobs.items())
+            )
         libs = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
         self.compile([compiler, "-shared", "-o", str(target), *map(str, jobs), *libs])
 

@@ -32,7 +32,7 @@ __all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench"]
 FEWEST_WARMUP_STEPS = 3
 """DDP lays its buckets out anew after its first step, and torch's PowerSGD hook begins with the third."""
 ALONE_WARMUP_STEPS = 10
-FAILURE_LINES = 12
+FAILURE_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,13 @@ class _Runner:
     ) -> WorkerRecord | str:
         """What the ranks recorded, or why they recorded nothing."""
         said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
+        last = "nothing"
 
         def on_line(rank: int, stream: str, line: str) -> None:
+            nonlocal last
             event = parse_event(line) if stream == "stdout" else None
             if event is not None:
+                last = f"step {event.step} of {event.method}"
                 self.watch.step(event)
             elif line.strip():
                 said.append(f"[{rank}] {line}")
@@ -259,7 +262,13 @@ class _Runner:
             order.save(Path(folder, "order.json"))
             argv = [sys.executable, "-u", "-m", "gradwire.bench.worker", str(Path(folder, "order.json"))]
             with self.watch.group(title, methods, steps + warmup_steps):
-                code = run(argv, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=self.request.group_timeout_s)
+                code = run(
+                    argv,
+                    env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+                    on_line=on_line,
+                    timeout=self.request.group_timeout_s,
+                )
             if code == 0 and result.exists():
                 return WorkerRecord.load(result)
-        return f"the ranks ended with exit code {code}. Their last words:\n" + "\n".join(said)
+        words = "\n".join(["", *said])
+        return f"the ranks ended with exit code {code}; what rank 0 finished last was {last}. Their last words:{words}"

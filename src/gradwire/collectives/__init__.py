@@ -5,4 +5,16 @@ from gradwire.collectives.link import Group, Link, SilentLink
 from gradwire.collectives.meter import Meter, Span
 from gradwire.collectives.schemes import AllGather, AllReduce, Piece, Scheme, TwoPhase
 
-__all__ = ["AllGather", "AllReduce", "Group", "Lane", "Link", "Meter", "Piece", "Scheme", "SilentLink", "Span", "TwoPhase"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Group",
+    "Lane",
+    "Link",
+    "Meter",
+    "Piece",
+    "Scheme",
+    "SilentLink",
+    "Span",
+    "TwoPhase",
+]

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gradwire.collectives.link import Link
 
@@ -19,7 +19,7 @@ class Lane:
 
     def __init__(self, name: str, link: Link) -> None:
         self.link = link
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # a daemon: a thread that waits for a dead rank must not keep the process alive
         self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
         self._thread.start()
@@ -28,7 +28,7 @@ class Lane:
     def submit(self, job: Callable[[Link], T]) -> "Future[T]":
         """Run job(link) on the lane's thread, after all jobs before it."""
         future: Future[T] = Future()
-        self._jobs.put((lambda: job(self.link), future))  # type: ignore[arg-type]
+        self._jobs.put((lambda: job(self.link), future))
         return future
 
     def stop(self) -> None:
@@ -36,7 +36,7 @@ class Lane:
         self._finalizer()
 
 
-def _work(jobs: "queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None]", link: Link) -> None:
+def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
     link.streams.enter_thread()
     while (item := jobs.get()) is not None:
         job, future = item
@@ -47,7 +47,7 @@ def _work(jobs: "queue.SimpleQueue[tuple[Callable[[], object], Future[object]] |
         del item, job, future
 
 
-def _stop(jobs: "queue.SimpleQueue[None]", thread: threading.Thread, link: Link) -> None:
+def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) -> None:
     jobs.put(None)
     thread.join(timeout=1.0)
     if thread.is_alive():

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,9 @@ class Group:
         dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
         return bytes(drawn.tolist()).hex()
 
-    def store(self, name: str) -> dist.Store:
+    def store(self, name: str) -> Any:
         """The rendezvous store under a name of ours."""
-        return dist.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
 
 
 class Link:
@@ -64,6 +64,7 @@ class Link:
         self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
         self.streams = streams_for(device)
         store = group.store(name)
+        self.backend: Any  # the backends share no typed base
         if device.type == "cuda" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -80,19 +81,22 @@ class Link:
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
         """Everybody's `sent`, all of one size, one after another in `received`."""
-        return self.backend._allgather_base(received, sent)
+        work: dist.Work = self.backend._allgather_base(received, sent)
+        return work
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Sum (or `op`) over ranks, in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return self.backend.allreduce([tensor], options)
+        work: dist.Work = self.backend.allreduce([tensor], options)
+        return work
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> dist.Work:
         """The root's values, in place. `root` is a rank of the group."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self.backend.broadcast([tensor], options)
+        work: dist.Work = self.backend.broadcast([tensor], options)
+        return work
 
     def abandon(self) -> None:
         """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""

@@ -51,7 +51,9 @@ class Piece:
 class Scheme(Protocol):
     """What the engine runs: phases by number, each ending in everything that follows its collective."""
 
-    phases: tuple[str, ...]
+    @property
+    def phases(self) -> tuple[str, ...]: ...
+
     wire_bytes: int
     """Bytes this rank sends."""
     residuals: list[torch.Tensor]

@@ -5,8 +5,8 @@ events: the host never waits between the first launch and the last. A mark is su
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import ContextManager, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -23,11 +23,11 @@ class Streams(Protocol):
         """Called once by the lane's thread."""
         ...
 
-    def encoding(self, after: Mark) -> ContextManager[None]:
+    def encoding(self, after: Mark) -> AbstractContextManager[None]:
         """Work inside is queued on the encode stream, after the mark. Collectives start when it is done."""
         ...
 
-    def decoding(self) -> ContextManager[None]:
+    def decoding(self) -> AbstractContextManager[None]:
         """Work inside is queued on the decode stream."""
         ...
 
@@ -46,10 +46,10 @@ class HostStreams:
     def enter_thread(self) -> None:
         pass
 
-    def encoding(self, after: Mark) -> ContextManager[None]:
+    def encoding(self, after: Mark) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def decoding(self) -> ContextManager[None]:
+    def decoding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def mark(self) -> Mark:

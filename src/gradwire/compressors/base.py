@@ -46,13 +46,24 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(
-        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+        self,
+        src: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
     ) -> None:
         """Write the payload (uint8, `payload_bytes` long) of src. A residual is added first and left what was lost."""
 
     @abstractmethod
     def decode(
-        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
     ) -> None:
         """Write what the payload holds to dst, or add it. `dtype` is the dtype of the gradient that was encoded.
 

@@ -20,12 +20,23 @@ class CastCompressor(Compressor):
         return segments.numel * self.wire.itemsize
 
     def encode(
-        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+        self,
+        src: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
     ) -> None:
         kernels_for(src.device.type).cast_encode(src, residual, self.wire, payload)
 
     def decode(
-        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).cast_decode(payload, self.wire, add, dst)

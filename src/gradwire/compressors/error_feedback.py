@@ -27,12 +27,23 @@ class ErrorFeedbackCompressor(Compressor):
         return self.inner.payload_bytes(segments, dtype)
 
     def encode(
-        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+        self,
+        src: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
     ) -> None:
         assert residual is not None
         self.inner.encode(src, residual, segments, context, payload)
 
     def decode(
-        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
     ) -> None:
         self.inner.decode(payload, segments, dtype, add, dst, context)

@@ -15,12 +15,23 @@ class IdentityCompressor(Compressor):
         return segments.numel * dtype.itemsize
 
     def encode(
-        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+        self,
+        src: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
     ) -> None:
         payload.copy_(src.view(torch.uint8))
 
     def decode(
-        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
     ) -> None:
         self.check(payload, segments, dtype)
         value = _as_dtype(payload, dtype)

@@ -26,14 +26,25 @@ class QSGDCompressor(Compressor):
         return sum(qsgd_bytes([(row.numel, row.bits) for row in segments.rows], self.block, self.scale))
 
     def encode(
-        self, src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, context: Context, payload: torch.Tensor
+        self,
+        src: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
     ) -> None:
         kernels_for(src.device.type).qsgd_encode(
             src, residual, segments, context.random, self.block, self.scale, self.rounding, payload
         )
 
     def decode(
-        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).qsgd_decode(payload, segments, self.block, self.scale, add, dst)

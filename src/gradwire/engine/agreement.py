@@ -73,6 +73,6 @@ def _broadcast_together(link: Link, tensors: list[torch.Tensor]) -> None:
         flat = torch.cat(raw)
         link.broadcast(flat).wait()
         if link.rank:
-            for tensor, part in zip(tensors, flat.split([r.numel() for r in raw]), strict=True):
+            for tensor, part in zip(tensors, torch.split(flat, [r.numel() for r in raw]), strict=True):
                 # cloned, since a part may begin where the dtype's alignment does not allow a view
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from gradwire.collectives import Lane, Link, Meter
@@ -90,7 +91,7 @@ class Executor:
         # new queues for every step: what a given-up step left in the old ones is not seen again
         self._arrivals = [queue.SimpleQueue() for _ in self.lanes]
         self._running = [
-            lane.submit(lambda link, tasks=tasks, arrivals=arrivals: self._run(link, tasks, arrivals))
+            lane.submit(partial(self._run, tasks, arrivals))
             for lane, tasks, arrivals in zip(self.lanes, self.tasks, self._arrivals, strict=True)
         ]
 
@@ -116,7 +117,7 @@ class Executor:
         return [meter for meter, _ in results]
 
     def _run(
-        self, link: Link, tasks: list[Task], arrivals: "queue.SimpleQueue[tuple[int, Mark]]"
+        self, tasks: list[Task], arrivals: "queue.SimpleQueue[tuple[int, Mark]]", link: Link
     ) -> tuple[Meter, Mark]:
         meter, marks = Meter(), {}
         for task in tasks:

@@ -3,8 +3,9 @@
 import contextlib
 import threading
 import time
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from gradwire.collectives import Group
 from gradwire.core.plan import Plan
@@ -23,9 +24,10 @@ class RollCall:
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._prefix = group, f"gradwire/{name}/failed"
-        self._store: dist.Store | None = None
+        self._store: Any = None
         with contextlib.suppress(Exception):
-            self._store = dist.distributed_c10d._get_default_store().clone()
+            store: Any = distributed_c10d._get_default_store()
+            self._store = store.clone()
 
     def missing(self, step: int, patience_s: float) -> list[int]:
         """Global ranks that did not sign within the patience; all others where the store is gone."""

@@ -5,6 +5,7 @@ Everything here is made once, before the first step, and is the same on every ra
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -73,26 +74,26 @@ def _build(
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
     _check(index, bucket, first, codec)
-    scheme = _scheme_of(index, bucket)
-    if scheme is AllReduce:
+    coded = _coded_scheme(index, bucket)
+    if coded is None:
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [AllReduce(flat, group.world_size)])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     bounds = cut(numels, codec.granularity, 0, flat.numel(), count)
     rows = _Rows(bucket, numels)
     contexts = [Context(random[encode]) for encode in range(random.shape[0])]
     chunks: list[Scheme] = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         shards = cut(numels, codec.granularity, start, end, group.world_size)
         piece = Piece(
             flat=flat[start:end],
             bounds=tuple(edge - start for edge in shards),
-            shards=[rows.between(a, b, flat.device) for a, b in zip(shards, shards[1:], strict=False)],
+            shards=[rows.between(a, b, flat.device) for a, b in pairwise(shards)],
             whole=rows.between(start, end, flat.device),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
             residual_dtype=getattr(torch, bucket.residual_dtype),
             contexts=contexts,
         )
-        chunks.append(scheme(codec, piece, group.rank, group.world_size))
+        chunks.append(coded(codec, piece, group.rank, group.world_size))
     return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
 
 
@@ -145,18 +146,18 @@ def _bits(spec: Spec) -> int:
     return inner.bits if isinstance(inner, QSGD) else 0
 
 
-def _scheme_of(index: int, bucket: Bucket) -> type[AllReduce] | type[AllGather] | type[TwoPhase]:
-    """Which scheme an option means. The device of a codec task must be the tensors' own."""
+def _coded_scheme(index: int, bucket: Bucket) -> type[AllGather] | type[TwoPhase] | None:
+    """Which scheme an option means; None is all-reduce, which codes nothing."""
     plain = isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
     tasks = tuple(task.partition(":")[0] for task in bucket.option)
     link_tasks = tuple(task for task in tasks if task not in ("comp", "decomp"))
-    coded = {
+    coded: dict[tuple[str, ...], type[AllGather] | type[TwoPhase]] = {
         ("comp", "allgather", "decomp"): AllGather,
         ("comp", "alltoall", "decomp", "comp", "allgather", "decomp"): TwoPhase,
     }
     if all(not task.endswith(":intra") for task in bucket.option):
         if plain and link_tasks == ("allreduce",) and tasks == link_tasks:
-            return AllReduce
+            return None
         if tasks in coded:
             return coded[tasks]
         if plain and tasks == link_tasks and tasks in (("allgather",), ("alltoall", "allgather")):
@@ -188,7 +189,9 @@ def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compres
 def _view(flat: torch.Tensor, at: int, parameter: torch.nn.Parameter) -> torch.Tensor:
     """The parameter's place, with the parameter's strides where these leave no holes (as channels_last does)."""
     part = flat[at : at + parameter.numel()]
-    strides = sorted((stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1)
+    strides = sorted(
+        (stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
+    )
     dense, expected = True, 1
     for stride, size in strides:
         dense, expected = dense and stride == expected, expected * size

@@ -54,7 +54,7 @@ def parallelize(
             "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
             'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
         )
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
         raise PlanError("this rank is not in the process_group it passed. Call parallelize only on the group's ranks.")
     group = Group.of(process_group)
     name = group.agree_on_name()
@@ -74,15 +74,11 @@ def parallelize(
         parameters, tensors, first_plan, policy = prepared
         device = next(iter(parameters.values())).device
         count = CPU_LANES if device.type == "cpu" else 1
-        lanes = [
-            Lane(f"gradwire-{name}-{i}", Link(group, f"{name}/{i}", device, timeout)) for i in range(count)
-        ]
+        lanes = [Lane(f"gradwire-{name}-{i}", Link(group, f"{name}/{i}", device, timeout)) for i in range(count)]
     except BaseException as error:
         control.stop()
         raise (problem if problem is not None else error) from None
-    handle = Handle(
-        model, parameters, tensors, first_plan, policy, group, lanes, control, RollCall(group, name)
-    )
+    handle = Handle(model, parameters, tensors, first_plan, policy, group, lanes, control, RollCall(group, name))
     _REGISTRY.add(model, parameters.values(), handle)
     return handle
 
@@ -93,9 +89,13 @@ Prepared = tuple[dict[str, torch.nn.Parameter], list[TensorInfo], Plan, Policy |
 def _prepare(model: torch.nn.Module, optimizer: Any, plan: Any) -> Prepared:
     """What this rank can know alone."""
     if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised.")
+        raise PlanError(
+            f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised."
+        )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise PlanError("model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module.")
+        raise PlanError(
+            "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module."
+        )
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
@@ -133,7 +133,9 @@ def _plan(plan: Any, tensors: list[TensorInfo]) -> tuple[Plan, Policy | None]:
     if isinstance(plan, Spec):
         plan = Uniform(plan)
     if not isinstance(plan, Policy):
-        raise PlanError(f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file.")
+        raise PlanError(
+            f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file."
+        )
     # before the first step the best guess is that gradients come in the reverse order of registration
     return plan.plan(tensors[::-1]), plan
 

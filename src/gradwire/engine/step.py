@@ -176,9 +176,7 @@ class Backward:
             exchange.result()
         except TaskFailed as error:
             raise self._fail(
-                communication_error(
-                    self.executor.plan, error.task, error.cause, self.step, self.group, self.roll_call
-                )
+                communication_error(self.executor.plan, error.task, error.cause, self.step, self.group, self.roll_call)
             ) from error.cause
         except RuntimeError as error:
             raise self._fail(

@@ -245,5 +245,3 @@ def _unpack(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
         codes |= (((part >> shifts) & ((1 << width) - 1)) << shift).reshape(packed.shape[0], m)
         at += size
     return codes[:, :n]
-
-
