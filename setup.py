@@ -83,7 +83,10 @@ class BuildKernels(build_ext):
     def copy_extensions_to_source(self) -> None:
         """For an editable install: setuptools would look for a Python extension's file name."""
         if self.built().exists():
-            shutil.copy2(self.built(), HERE / "src" / "gradwire" / "kernels" / "_kernels.so")
+            # a new file beside it and a rename: a process that runs the old kernels keeps them
+            target = HERE / "src" / "gradwire" / "kernels" / "_kernels.so"
+            shutil.copy2(self.built(), target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
 
 
 setup(

@@ -48,7 +48,7 @@ class Method(ABC):
     def step(self, batch: Batch) -> float:
         """One training step: forward, backward with the exchange, optimizer step. Returns this rank's loss."""
         loss = self.job.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()

@@ -102,9 +102,10 @@ class Executor:
             arrivals.put((bucket, mark))
 
     def give_up(self) -> None:
-        """Let the lanes go that wait for buckets."""
+        """Let the lanes go that wait for buckets, and forget the step."""
         for arrivals in self._arrivals:
             arrivals.put((-1, None))
+        self._running = []  # their errors hold the frames they passed
 
     def finish(self) -> list[Meter]:
         """Wait for the step's last task. Raises TaskFailed as soon as any lane fails."""

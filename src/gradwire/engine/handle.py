@@ -51,6 +51,8 @@ class Stats:
     """Bytes of the gradients themselves."""
     exposed_us: float
     """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
+    last_exposed_us: float
+    """The same of the last step alone."""
     codec_us: float
     """Median of the CPU time of encodes and decodes in a step, lanes added up."""
     buckets: tuple[BucketStats, ...]
@@ -115,6 +117,7 @@ class Handle:
             wire_bytes=sum(scheme.wire_bytes for b in buckets for scheme in b.chunks),
             gradient_bytes=sum(b.flat.numel() * b.flat.element_size() for b in buckets),
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
+            last_exposed_us=1e6 * reports[-1].exposed_s if reports else 0.0,
             codec_us=1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0,
             buckets=tuple(
                 BucketStats(b.bucket.tensors, b.flat.numel(), len(b.chunks), sum(s.wire_bytes for s in b.chunks))

@@ -62,6 +62,7 @@ class Backward:
         self._used = torch.zeros(len(parameters) + 2, dtype=torch.int64)
         self._running = False
         self._outer_task = -1
+        self._release: weakref.finalize[..., Backward] | None = None
         owner = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(owner, index))
@@ -74,11 +75,17 @@ class Backward:
         by_name = {slot.name: slot for buffers in executor.buckets for slot in buffers.slots}
         self.slots: list[Slot] = [by_name[name] for name in self.names]
         self._bucket_sizes = [len(buffers.slots) for buffers in executor.buckets]
+        if self._release is not None:
+            self._release.detach()
+        # a step that was left in the middle keeps lanes waiting for gradients: when nobody can bring them, they go
+        self._release = weakref.finalize(self, executor.give_up)
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks and let the lanes go."""
         for hook in self._hooks:
             hook.remove()
+        if self._release is not None:
+            self._release()
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
         """Called after a forward whose backward will synchronise: learn of the outermost backward before it begins."""
@@ -99,6 +106,7 @@ class Backward:
         self._used[index + 2] = 1
         if not self.synchronise:
             return
+        self._check_usable()
         if not self._running:
             if reentrant.inside():
                 raise StepStateError(
@@ -121,8 +129,7 @@ class Backward:
         self._fill(index, parameter)
 
     def _begin(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+        self._check_usable()
         self._running = True
         self._outer_task = torch._C._current_graph_task_id()
         self._filled: dict[int, None] = {}
@@ -220,9 +227,14 @@ class Backward:
             view.copy_(own)
 
     def _fail(self, error: GradwireError) -> GradwireError:
-        self.failure = error
+        # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
+        self.failure = type(error)(*error.args)
         self.executor.give_up()
         return error
+
+    def _check_usable(self) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
 
 
 def _scale_into(view: torch.Tensor, grad: torch.Tensor | None, factor: float, name: str) -> None:

@@ -55,7 +55,7 @@ class Policy(Document, frozen=True, kw_only=True):
     bucket_bytes: int = 2 * 2**20
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later
     ones. The default is a plain value, not a measurement; the planner's search replaces it."""
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = 2 * 2**20
     """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
     and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
 
@@ -133,7 +133,7 @@ def Uniform(
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
     bucket_bytes: int = 2 * 2**20,
-    chunk_bytes: int = 512 * 1024,
+    chunk_bytes: int = 2 * 2**20,
 ) -> Policy:
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
 

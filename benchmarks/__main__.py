@@ -1,0 +1,32 @@
+"""Run benchmarks: `python -m benchmarks [part [its options]]`; without a part, those of DEFAULT.
+
+A part is a module with `run(arguments) -> int`, the exit status.
+"""
+
+import importlib
+import sys
+
+PARTS = {
+    "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
+    "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
+    "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
+}
+DEFAULT = ("kernels",)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the part that is named first, or the default ones."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: python -m benchmarks [part [its options]]\n")
+        print("\n".join(f"  {part:<10}{what}" for part, what in PARTS.items()))
+        print(f"\nWithout a part: {', '.join(DEFAULT)}.")
+        return 0
+    if arguments and arguments[0] not in PARTS:
+        print(f"there is no benchmark {arguments[0]!r}; there are: {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    chosen = [(arguments[0], arguments[1:])] if arguments else [(part, []) for part in DEFAULT]
+    return max(importlib.import_module(f"benchmarks.{part}").run(options) for part, options in chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""How near to the wire one bucket gets: 32 MB of float32, 4 bits, 2 nodes, against wire_bytes * 8 / rate * 1514 / 1448.
+
+    python -m benchmarks exchange [--rate 500mbit] [--repeats 15]
+
+Needs network namespaces. The time is from the bucket being ready to its mean gradient being back, on the slower rank.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+
+from benchmarks.common import RESULTS, write
+from gradwire.testbed import Cluster, parse_rate, permission_problem
+
+MEGABYTES = 32
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, print and write benchmarks/results/exchange.json."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks exchange")
+    parser.add_argument("--rate", default="500mbit")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args(arguments)
+    if problem := permission_problem():
+        print(f"exchange: not measured, {problem}")
+        return 0
+    results: list[dict[str, object]] = []
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if stream == "stdout" and rank == 0:
+            results.append(json.loads(line))
+        elif stream == "stderr":
+            print(line, file=sys.stderr)
+
+    command = [sys.executable, "-u", "-m", "benchmarks.exchange", options.rate, str(options.repeats)]
+    with Cluster(2, 1, inter=options.rate) as cluster:
+        code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=on_line)
+    if code:
+        return code
+    result = results[-1]
+    print(
+        f"{MEGABYTES} MB bucket, 4 bits, {options.rate}: wire {result['wire_ms']:.1f} ms, taken {result['median_ms']:.1f} ms "
+        f"(min {result['min_ms']:.1f}, max {result['max_ms']:.1f}): {result['ratio']:.3f} times the wire time"
+    )
+    write(RESULTS / "exchange.json", result)
+    return 0
+
+
+def _rank(rate: str, repeats: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import gradwire as gw
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    numel = MEGABYTES * 2**20 // 4
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(numel))
+    gradient = torch.randn(numel)
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+    times = []
+    for _ in range(repeats + 2):
+        model.weight.grad = None
+        loss = model.weight @ gradient
+        dist.barrier()
+        loss.backward()
+        slowest = torch.tensor(handle.stats().last_exposed_us / 1e3)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(slowest.item())
+    wire_ms = handle.stats().wire_bytes * 8 / parse_rate(rate) * 1514 / 1448 * 1e3
+    times = times[2:]
+    if dist.get_rank() == 0:
+        median = statistics.median(times)
+        summary = {"rate": rate, "wire_ms": wire_ms, "median_ms": median, "min_ms": min(times), "max_ms": max(times)}
+        print(json.dumps(summary | {"ratio": median / wire_ms}))
+    handle.detach()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], int(sys.argv[2]))
