@@ -516,6 +516,7 @@ def test_wrong_sizes_and_dtypes_are_refused_in_words(case: str) -> None:
         call()
 
 
+@built
 def test_the_size_that_is_refused_one_off_is_right() -> None:
     encode(size=RIGHT)
     decode(torch.ones(300), whole(300, 4), RIGHT)

@@ -33,7 +33,9 @@ import torch.distributed as dist
 __all__ = ["Given", "Outcome", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "gradwire.engine", "numpy", "pytest", "hypothesis"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "gradwire.engine", "numpy", "pytest", "hypothesis"]
+)
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,15 @@ class World:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(job)
 
-    def collect(self, deadline_s: float = 60.0) -> list[Outcome]:
-        """What became of the job on every rank. Ranks that are silent at the deadline say where they are, and die."""
+    def collect(self, deadline_s: float = 60.0, needed: Iterable[int] | None = None) -> list[Outcome]:
+        """What became of the job on every rank (or at least on those that are needed).
+
+        Ranks that are silent at the deadline say where they are, and die.
+        """
         deadline = time.monotonic() + deadline_s
         outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < self.size:
+        awaited = set(range(self.size) if needed is None else needed)
+        while not awaited <= outcomes.keys():
             open_pipes = [self._pipes[rank] for rank in range(self.size) if rank not in outcomes]
             answered = connection.wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
             if not answered:
@@ -89,6 +95,8 @@ class World:
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(5)
                     outcomes[rank] = Outcome("died", f"exit code {self.processes[rank].exitcode}")
+                if outcomes[rank].kind != "returned" and needed is None:
+                    deadline = min(deadline, time.monotonic() + 15)  # the others may wait for this one
         return [outcomes.get(rank) or Outcome("silent", self._where(rank)) for rank in range(self.size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
@@ -184,7 +192,9 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, 
     except BaseException:
         return "raised", traceback.format_exc()
     gc.collect()
-    left = gradwire_threads()
+    deadline = time.monotonic() + 3  # a thread that waits for a rank that failed ends with its collective
+    while (left := gradwire_threads()) and time.monotonic() < deadline:
+        time.sleep(0.02)
     return ("raised", f"it left threads: {left}") if left else ("returned", value)
 
 
@@ -192,8 +202,12 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, 
 
 
 def gradwire_threads() -> list[str]:
-    """Names of the threads that gradwire has running in this process."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire")]
+    """Names of the threads that gradwire has running in this process.
+
+    Not the one that calls the roll after a failure: while the store's host is stopped it waits for it, a daemon.
+    """
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("gradwire") and name != "gradwire-roll-call"]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -1,0 +1,114 @@
+"""How a training script ends: by itself, by Ctrl-C, with and without tidying up. Real interpreters, since only these
+run what happens at exit."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+import gradwire as gw
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(300, 20)
+handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+ending, rank = sys.argv[1], dist.get_rank()
+for step in range(3):
+    model(torch.randn(4, 300)).sum().backward()
+if ending == "interrupt":
+    if rank == 1:
+        time.sleep(60)
+    print("waiting", flush=True)
+    model(torch.randn(4, 300)).sum().backward()
+if ending == "destroy":
+    dist.destroy_process_group()
+if ending == "detach":
+    handle.detach()
+    dist.destroy_process_group()
+if ending == "raise":
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("as ordered")
+    head = torch.nn.Linear(20, 1)
+    both = torch.nn.Sequential(model, head)
+    handle.detach()
+    handle = gw.parallelize(both, plan=gw.QSGD(bits=4))
+    head(Raises.apply(model(torch.randn(4, 300)))).sum().backward()
+print("done", flush=True)
+"""
+
+
+@contextmanager
+def two_ranks(folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The script as torchrun would start it; whatever is left at the end is killed."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), ending],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("ending", ["plain", "destroy", "detach"])
+def test_a_script_ends_by_itself(tmp_path: Path, ending: str) -> None:
+    with two_ranks(tmp_path, ending) as ranks:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "done\n"
+        started = time.monotonic()
+        for rank in ranks:
+            _, stderr = rank.communicate(timeout=30)
+            assert rank.returncode == 0, stderr
+            assert "Error" not in stderr
+        assert time.monotonic() - started < 8
+
+
+def test_an_exception_in_backward_ends_the_script(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, "raise") as ranks:
+        for rank in ranks:
+            _, stderr = rank.communicate(timeout=40)
+            assert rank.returncode == 1
+            assert "ValueError: as ordered" in stderr
+
+
+def test_ctrl_c_ends_a_rank_that_waits_in_backward(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, "interrupt") as (waiting, _):
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "waiting\n"
+        time.sleep(1)
+        waiting.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        _, stderr = waiting.communicate(timeout=30)
+        assert time.monotonic() - started < 10
+        assert "KeyboardInterrupt" in stderr
+        assert waiting.returncode in (1, -signal.SIGINT, 130)

@@ -1,0 +1,230 @@
+"""Ranks that die, stall, raise or count wrong: the others raise in time, in words, and nobody hangs."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, Outcome, World, Worlds, gradwire_threads
+
+import gradwire as gw
+
+TIMEOUT_S = 6.0
+"""Of the process group: within it the others raise."""
+MARGIN_S = 4.0
+"""For a machine that does other things too."""
+
+
+def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, unused: bool) -> tuple[str, str, float]:
+    """Train; the victim sends itself a signal. The others tell the error's type and words, and how long it took."""
+    rank = dist.get_rank()
+    model = Given([300, 2000, 5])
+    gw.parallelize(model, plan=plan)
+    for step in range(at_step + 1):
+        gradients = model.random_gradients(rank, step)
+        if step == at_step:
+            if rank == victim:
+                os.kill(os.getpid(), how)
+                time.sleep(60)
+            started = time.monotonic()
+            try:
+                model([None if unused and i else g for i, g in enumerate(gradients)]).backward()
+            except gw.GradwireError as error:
+                first = type(error).__name__, str(error), time.monotonic() - started
+                try:
+                    model(gradients).backward()
+                except gw.GradwireError as again:
+                    assert str(again) == first[1], f"the next backward says something else: {again}"
+                    return first
+                raise AssertionError("the next backward went on after a failure") from None
+        model(gradients).backward()
+    raise AssertionError("nobody noticed")
+
+
+COMPRESSED = gw.Uniform(gw.QSGD(bits=4), bucket_bytes=4000, chunk_bytes=2000)
+PLAIN = gw.Uniform(gw.Identity())
+# world size, plan, victim, signal, step
+FAULTS = {
+    "killed, 2 ranks": (2, COMPRESSED, 1, signal.SIGKILL, 3),
+    "killed host of the store, 3 ranks": (3, COMPRESSED, 0, signal.SIGKILL, 2),
+    "killed, 3 ranks, all-reduce": (3, PLAIN, 2, signal.SIGKILL, 2),
+    "stalled, 2 ranks, first step": (2, COMPRESSED, 1, signal.SIGSTOP, 0),
+    "stalled, 3 ranks": (3, COMPRESSED, 1, signal.SIGSTOP, 3),
+    "stalled host of the store, 3 ranks": (3, COMPRESSED, 0, signal.SIGSTOP, 2),
+    "stalled, 3 ranks, all-reduce": (3, PLAIN, 2, signal.SIGSTOP, 2),
+    "stalled, 2 ranks, all-gather": (2, gw.Uniform(gw.Cast(), scheme="allgather"), 0, signal.SIGSTOP, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[dict[str, list[Outcome]]]:
+    """All of them at once, since they mostly wait."""
+    running = {name: World(size, TIMEOUT_S) for name, (size, *_) in FAULTS.items()}
+    try:
+        for name, (_, *arguments) in FAULTS.items():
+            running[name].start(step_until_told, *arguments, False)
+        ends = {}
+        for name, world in running.items():
+            victim = FAULTS[name][2]
+            others = set(range(world.size)) - {victim}
+            ends[name] = world.collect(TIMEOUT_S + MARGIN_S + 20, needed=others)
+        yield ends
+    finally:
+        for world in running.values():
+            world.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
+    faults: dict[str, list[Outcome]], name: str
+) -> None:
+    size, plan, victim, how, step = FAULTS[name]
+    for rank, outcome in enumerate(faults[name]):
+        if rank == victim:
+            continue
+        assert outcome.kind == "returned", outcome.value
+        kind, words, seconds = outcome.value
+        assert kind == "CommunicationError"
+        assert seconds < TIMEOUT_S + MARGIN_S
+        assert f"step {step}: rank {rank} waited for bucket" in words
+        who = re.search(r"ranks? ([0-9, ]+) did not answer", words)
+        assert who is not None, words
+        blamed = [int(word) for word in who[1].split(", ")]
+        # with rank 0 the roll call is gone too: then whoever did not answer may be blamed beside it
+        assert victim in blamed if victim == 0 else blamed == [victim], words
+
+
+# ---- uneven scripts
+
+
+class Raises(torch.autograd.Function):
+    """Whose backward raises ValueError."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("as ordered")
+
+
+class Chain(torch.nn.Module):
+    """Two linear layers with a place between them for what a test wants to happen in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.between = torch.nn.Identity()
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(self.first(x))
+        return self.last(Raises.apply(hidden) if self.raises else hidden).sum()
+
+
+def raise_in_backward(plan: gw.Policy) -> list[str]:
+    """On all ranks alike. What the later backwards say, and which threads are left after detach."""
+    model = Chain()
+    handle = gw.parallelize(model, plan=plan)
+    model(torch.ones(2, 4)).backward()
+    model.raises = True
+    with pytest.raises(ValueError, match="as ordered"):
+        model(torch.ones(2, 4)).backward()
+    model.raises = False
+    told = []
+    for _ in range(2):
+        with pytest.raises(gw.StepStateError) as caught:
+            model(torch.ones(2, 4)).backward()
+        told.append(str(caught.value))
+    handle.detach()
+    return [*told, str(gradwire_threads())]
+
+
+@pytest.mark.parametrize("plan", [gw.Uniform(gw.QSGD(bits=4)), gw.Uniform(gw.QSGD(bits=4), bucket_bytes=1), PLAIN])
+def test_a_backward_after_one_that_raised_is_refused(worlds: Worlds, plan: gw.Policy) -> None:
+    for first, second, threads in worlds.run(2, raise_in_backward, plan):
+        assert "2 of 4 gradients came" in first
+        assert "an exception in it" in first
+        assert second == first
+        assert threads == "[]"
+
+
+def raise_before_the_first_gradient() -> bool:
+    """Nothing has begun: the step can be tried again."""
+    model = Given([3])
+    gw.parallelize(model, plan=gw.Identity())
+    with pytest.raises(ValueError, match="as ordered"):
+        Raises.apply(model([torch.ones(3)])).backward()
+    model([torch.ones(3)]).backward()
+    return torch.equal(model.p0.grad, torch.ones(3))
+
+
+def test_an_exception_before_the_first_gradient_spoils_nothing(worlds: Worlds) -> None:
+    assert worlds.run(2, raise_before_the_first_gradient) == [True, True]
+
+
+def raise_and_throw_away() -> None:
+    """The harness checks that no thread is left."""
+    model = Chain()
+    gw.parallelize(model, plan=gw.QSGD())
+    model.raises = True
+    with pytest.raises(ValueError, match="as ordered"):
+        model(torch.ones(2, 4)).backward()
+
+
+def test_a_model_given_up_in_the_middle_of_a_step_leaves_no_thread(worlds: Worlds) -> None:
+    worlds.run(2, raise_and_throw_away)
+
+
+def uneven(leave: bool) -> str:
+    """Rank 0 runs one backward more than rank 1, which leaves or goes on without gradwire."""
+    model = Given([300, 5])
+    handle = gw.parallelize(model, plan=gw.QSGD())
+    backwards = 3 if dist.get_rank() == 0 else 2
+    for step in range(backwards):
+        try:
+            model(model.random_gradients(step)).backward()
+        except gw.CommunicationError as error:
+            return str(error)
+    if leave:
+        handle.detach()
+    else:
+        time.sleep(TIMEOUT_S + 1)
+    return "all done"
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["left", "there"])
+def test_one_backward_too_many_raises(leave: bool) -> None:
+    world = World(2, TIMEOUT_S)
+    try:
+        world.start(uneven, leave)
+        first, second = world.collect(3 * TIMEOUT_S)
+    finally:
+        world.close()
+    assert second.value == "all done"
+    assert first.kind == "returned", first.value
+    assert "step 2: rank 0 waited for bucket 0" in first.value
+    assert "did not run the same number of backward passes" in first.value
+
+
+def different_steps() -> str:
+    """A rank that took up another state pairs its step with another one of its peer."""
+    model = Given([30])
+    handle = gw.parallelize(model, plan=gw.QSGD())
+    model(model.random_gradients()).backward()
+    if dist.get_rank() == 0:
+        handle.load_state_dict({"rank0/step": torch.tensor(7)})
+    with pytest.raises(gw.StepStateError) as caught:
+        model(model.random_gradients()).backward()
+    handle.detach()
+    return str(caught.value)
+
+
+def test_ranks_at_different_steps_are_told(worlds: Worlds) -> None:
+    for told in worlds.run(2, different_steps):
+        assert "1 to 7" in told

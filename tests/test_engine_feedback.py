@@ -1,0 +1,263 @@
+"""Error feedback loses nothing, a resumed run repeats the one that went on, and a NaN is never made finite."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, Worlds, digest
+
+import gradwire as gw
+
+SIZES = (1, 123, 4097, 300)
+SPECS = [
+    gw.ErrorFeedback(gw.QSGD(bits=2)),
+    gw.ErrorFeedback(gw.QSGD(bits=4, rounding="nearest", scale="minmax")),
+    gw.ErrorFeedback(gw.QSGD(bits=3, scale="l2")),
+    gw.ErrorFeedback(gw.Cast("bfloat16")),
+]
+
+
+class Shuffled(Given):
+    """Gradients become ready in another order than that of registration, so the plan is made again after step 1."""
+
+    def forward(self, gradients: Any) -> torch.Tensor:
+        parameters, gradients = list(self.parameters()), list(gradients)
+        chain = torch.zeros(())
+        for index in (2, 0, 3, 1):  # the last used is ready first
+            chain = (parameters[index] * gradients[index]).sum().float() + chain * 1.0
+        return chain
+
+
+def residual_sum(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What this rank has not sent yet. Gradients are divided before they are encoded, so residuals just add up."""
+    total = torch.zeros(1)
+    for key, value in state.items():
+        if key.endswith(f"/{name}") and "/residual/" in key:
+            total = total + value.double()
+    return total
+
+
+def telescope(spec: gw.Spec, scheme: str, dtype: torch.dtype, probe_codec: bool) -> tuple[list[float], bool]:
+    """How far, step by step, received gradients plus what is held back are from the true ones."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = Shuffled(SIZES, dtype)
+    handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000))
+    first_plan = handle.plan
+    true = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    received = {name: torch.zeros_like(t) for name, t in true.items()}
+    off = []
+    for step in range(6):
+        model.zero_grad()
+        model(model.random_gradients(rank, step)).backward()
+        if probe_codec:
+            handle.time_codec(repeats=1)
+        means = model.mean_of(lambda r, s=step: model.random_gradients(r, s), world_size)
+        for (name, parameter), mean in zip(model.named_parameters(), means, strict=True):
+            true[name] += mean
+            received[name] += parameter.grad.double()
+        state, worst = handle.state_dict(), 0.0
+        for name in true:
+            held = residual_sum(state, name).expand_as(true[name]).contiguous()
+            dist.all_reduce(held)
+            worst = max(worst, ((received[name] + held - true[name]).norm() / true[name].norm()).item())
+        off.append(worst)
+    return off, handle.plan != first_plan
+
+
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_lost_over_the_steps(worlds: Worlds, spec: gw.Spec, scheme: str, world_size: int) -> None:
+    for off, planned_again in worlds.run(world_size, telescope, spec, scheme, torch.float32, False):
+        assert planned_again, "the order of gradients is the guessed one: this measures less than it should"
+        assert max(off) < 1e-5
+
+
+def test_measuring_the_codec_takes_nothing_away(worlds: Worlds) -> None:
+    for off, _ in worlds.run(3, telescope, SPECS[0], "alltoall", torch.float32, True):
+        assert max(off) < 1e-5
+
+
+def test_nothing_is_lost_with_narrow_gradients(worlds: Worlds) -> None:
+    """But for rounding to bfloat16 what is received and what is divided."""
+    for off, _ in worlds.run(3, telescope, SPECS[0], "alltoall", torch.bfloat16, False):
+        assert max(off) < 0.01
+
+
+# ---- resuming
+
+
+def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool) -> tuple[str, str]:
+    """Six steps at once, and again in two halves with everything made anew in between."""
+    rank = dist.get_rank()
+    policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000)
+    digests = []
+    for pause in (None, at):
+        torch.manual_seed(rank)
+        model, plan = Shuffled(SIZES), policy
+        handle = gw.parallelize(model, plan=plan)
+        for step in range(6):
+            if step == pause:
+                weights, state = model.state_dict(), handle.state_dict()
+                plan = handle.plan if keep_plan else policy
+                handle.detach()
+                torch.manual_seed(100 + rank)
+                model = Shuffled(SIZES)
+                model.load_state_dict(weights)
+                handle = gw.parallelize(model, plan=plan)
+                handle.load_state_dict(state)
+            model.zero_grad()
+            model(model.random_gradients(rank, step)).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+        digests.append(digest([*model.parameters(), *(p.grad for p in model.parameters())]))
+    return digests[0], digests[1]
+
+
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), SPECS[0], SPECS[3]])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("keep_plan", [True, False], ids=["same plan", "same policy"])
+def test_a_resumed_run_repeats_the_uninterrupted_one(
+    worlds: Worlds, spec: gw.Spec, scheme: str, at: int, keep_plan: bool
+) -> None:
+    for at_once, in_two in worlds.run(3, resume, spec, scheme, at, keep_plan):
+        assert in_two == at_once
+
+
+def load_wrong_states() -> list[str]:
+    model = Given([3, 5])
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD()))
+    model([torch.ones(3), torch.ones(5)]).backward()
+    state = handle.state_dict()
+    prefix = f"rank{dist.get_rank()}"
+    told = []
+    without = {key: value for key, value in state.items() if not key.endswith("residual/0/p0")}
+    longer = state | {f"{prefix}/residual/0/p0": torch.zeros(4)}
+    unknown = state | {f"{prefix}/residual/0/p9": torch.zeros(4)}
+    for wrong in ({}, without, longer, unknown):
+        with pytest.raises(ValueError) as caught:
+            handle.load_state_dict(wrong)
+        told.append(str(caught.value))
+    others = {key.replace(prefix, "rank9"): value for key, value in state.items()}
+    handle.load_state_dict(state | others)
+    return told
+
+
+def test_states_that_do_not_fit_are_refused_by_name(worlds: Worlds) -> None:
+    for empty, without, longer, unknown in worlds.run(2, load_wrong_states):
+        assert "step" in empty
+        assert "residual/0/p0" in without
+        assert "4 elements" in longer and "3" in longer
+        assert "residual/0/p9" in unknown
+
+
+# ---- what is not finite
+
+LOSSY = [
+    *(
+        gw.QSGD(bits=b, scale=s, rounding=r)
+        for b in (2, 4, 8)
+        for s in ("max", "minmax", "l2")
+        for r in ("stochastic", "nearest")
+    ),
+    gw.Cast("float16"),
+    gw.Cast("bfloat16"),
+]
+NUMEL = 300
+
+
+def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]]:
+    """One element of rank 0's gradient of every tensor is `value` in step 1 of 3."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    specs = [*LOSSY, *(gw.ErrorFeedback(spec) for spec in LOSSY), gw.Identity()]
+    model = torch.nn.ModuleList([Given([NUMEL], dtype) for _ in specs])
+    rules = [(f"{index}.*", spec) for index, spec in enumerate(specs)]
+    handle = gw.parallelize(model, plan=gw.Policy(default=gw.Identity(), rules=rules, scheme=scheme))
+    made_finite, spread, residuals = [], [], []
+    for step in range(3):
+        model.zero_grad()
+        losses = []
+        for index, part in enumerate(model):
+            (gradient,) = part.random_gradients(rank, step, index)
+            if step == 1 and rank == 0:
+                gradient[index % NUMEL] = value
+            losses.append(part([gradient]))
+        torch.stack(losses).sum().backward()
+        for index, (spec, part) in enumerate(zip(specs, model, strict=True)):
+            finite = part.p0.grad.isfinite()
+            if step == 1 and finite[index % NUMEL]:
+                made_finite.append(repr(spec))
+            if step != 1 and not finite.all():
+                spread.append(repr(spec))
+    for key, residual in handle.state_dict().items():
+        if not residual.isfinite().all():
+            residuals.append(key)
+    return {
+        "made finite": made_finite,
+        "in other steps": spread,
+        "residuals": residuals,
+        "bits": [digest(model.parameters())],
+    }
+
+
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_so_on_all_ranks(
+    worlds: Worlds, scheme: str, value: float, dtype: torch.dtype
+) -> None:
+    results = worlds.run(2, poison, scheme, value, dtype)
+    for found in results:
+        assert found["made finite"] == found["in other steps"] == found["residuals"] == []
+
+
+def scale_losses(spec: gw.Spec, scheme: str) -> tuple[list[int], str, bool]:
+    """Which steps a loss scaler skipped. Rank 1's gradients overflow at some scale, rank 0's never."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(300, 4)
+    gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    skipped = []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 300) * (20.0 if rank else 0.001)).sum()
+        if step == 8 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            skipped.append(step)
+    return skipped, digest(model.parameters()), all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("spec", "overflows"),
+    [
+        (gw.Cast("float16"), True),
+        (gw.ErrorFeedback(gw.Cast("float16")), True),
+        (gw.QSGD(bits=4), False),
+        (gw.ErrorFeedback(gw.QSGD(bits=4)), False),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+def test_a_loss_scaler_skips_the_same_steps_on_all_ranks(
+    worlds: Worlds, spec: gw.Spec, overflows: bool, scheme: str
+) -> None:
+    results = worlds.run(2, scale_losses, spec, scheme)
+    assert results[0] == results[1]
+    skipped, _, finite = results[0]
+    assert 8 in skipped
+    assert (0 in skipped) == overflows
+    assert len(skipped) < 12
+    assert finite
