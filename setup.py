@@ -23,7 +23,7 @@ COMMON = [
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
-    "-fno-math-errno",
+    "-fno-math-errno", "-fno-trapping-math",
     "-Wall",
     "-Wextra",
 ]

@@ -1,8 +1,10 @@
 // QSGD, block by block: load, bound, quantise, pack. Included inside a level's namespace.
 // The meaning is src/gradwire/kernels/reference.py; this file only has to give the same bytes.
 
-// Below this a block's range counts as zero: the reciprocal would overflow.
+// Below kTiny a block's range counts as zero: the reciprocal would overflow. From kHuge on its values count as not
+// finite: the range or the rounded scale would overflow.
 constexpr float kTiny = 0x1p-120f;
+constexpr u32 kHuge = 0x7e800000u;  // bits of 2^126
 
 // How a block's values map to codes. Codes are found in fixed point with 16 fractional bits:
 //   code = (int((x - base) * inverse + origin) + u) >> 16, u uniform in 0..65535 (or 32768 to round to nearest)
@@ -30,7 +32,7 @@ GW_INLINE Grid make_grid(Scale kind, int bits, bool finite, const u16* scale) {
   return g;
 }
 
-// The scale of n values. A block that holds a NaN or an Inf gets
+// The scale of n values. A block that holds a NaN or an Inf (or a value of 2^126 or more) gets
 // a NaN scale: it decodes to NaN throughout, so nothing non-finite ever becomes a finite number.
 GW_INLINE bool find_scale(Scale kind, const float* __restrict v, i64 n, u16* scale) {
   i32 largest = 0;
@@ -38,7 +40,7 @@ GW_INLINE bool find_scale(Scale kind, const float* __restrict v, i64 n, u16* sca
     const i32 magnitude = i32(bits_of(v[i]) & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;
   }
-  const bool finite = u32(largest) < kInfBits;
+  const bool finite = u32(largest) < kHuge;
   if (!finite) {
     scale[0] = 0x7fc0u;
     if (kind == Scale::minmax) scale[1] = 0x7fc0u;
@@ -77,24 +79,42 @@ GW_INLINE float code_value(i32 code, bool shifted, const Grid& g) {
   return shifted ? x + g.base : x;
 }
 
-// 2 * half values to codes, one to a byte; with Residual also what the codes lost.
+// `count` pairs of values (x[l], y[l]) to codes, one to a byte, and what they lost. All share a random group.
 template <bool Residual>
-GW_INLINE void quantise(const float* __restrict v, i64 half, bool stochastic, bool shifted, const Grid& g, u64 key,
-                        u32 counter, u8* __restrict codes, float* __restrict lost) {
+GW_INLINE void quantise_run(const float* __restrict x, const float* __restrict y, i64 count, bool stochastic, bool shifted,
+                            const Grid& grid, u64 key, u32 counter, u8* __restrict first, u8* __restrict second,
+                            float* __restrict first_lost, float* __restrict second_lost) {
+  const Grid g = grid;
   const u32 key_low = u32(key), key_high = u32(key >> 32);
   const u32 mask = stochastic ? 0xffffu : 0u, rest = stochastic ? 0u : 0x8000u;
-  for (i64 j = 0; j < half; ++j) {
-    const u32 word = random_word(counter + u32(j), key_low, key_high);
-    const float x = v[j], y = v[j + half];
-    const i32 first = (i32((shifted ? x - g.base : x) * g.inverse + g.origin) + i32((word & mask) | rest)) >> 16;
-    const i32 second = (i32((shifted ? y - g.base : y) * g.inverse + g.origin) + i32(((word >> 16) & mask) | rest)) >> 16;
-    codes[j] = u8(first);
-    codes[j + half] = u8(second);
+  const u32 group = counter / 16 % 4, base = counter - 16 * group;
+  const u32 multiply = kMultiply[group], add = kAdd[group], fold = group ? 0xffffffffu : 0u;
+  const float from = shifted ? g.base : 0.0f;  // x - 0 is x
+  for (i64 l = 0; l < count; ++l) {
+    const u32 linear = random_hash(base + u32(l), key_low, key_high) * multiply + add;
+    const u32 word = linear ^ ((linear >> 16) & fold);
+    const i32 a = (i32((x[l] - from) * g.inverse + g.origin) + i32((word & mask) | rest)) >> 16;
+    const i32 b = (i32((y[l] - from) * g.inverse + g.origin) + i32(((word >> 16) & mask) | rest)) >> 16;
+    first[l] = u8(a);
+    second[l] = u8(b);
     if (Residual) {
-      lost[j] = x - code_value(first, shifted, g);
-      lost[j + half] = y - code_value(second, shifted, g);
+      first_lost[l] = x[l] - code_value(a, shifted, g);
+      second_lost[l] = y[l] - code_value(b, shifted, g);
     }
   }
+}
+
+// 2 * half values to codes; with Residual also what the codes lost. The counter is a multiple of 16.
+template <bool Residual>
+GW_INLINE void quantise(const float* v, i64 half, bool stochastic, bool shifted, const Grid& g, u64 key, u32 counter,
+                        u8* codes, float* lost) {
+  i64 j = 0;
+  for (; j + 16 <= half; j += 16)
+    quantise_run<Residual>(v + j, v + j + half, 16, stochastic, shifted, g, key, counter + u32(j), codes + j,
+                           codes + j + half, lost + j, lost + j + half);
+  if (j < half)
+    quantise_run<Residual>(v + j, v + j + half, half - j, stochastic, shifted, g, key, counter + u32(j), codes + j,
+                           codes + j + half, lost + j, lost + j + half);
 }
 
 // A block of n values (v is padded with zeros to a multiple of 8); returns the bytes written. A block that could not be
@@ -149,7 +169,7 @@ static bool encode_usual(const T* __restrict from, float* __restrict left, i64 b
     inverse[b] = bound >= kTiny ? levels * (0x1p16f * kShort) / bound : 0.0f;
     step[b] = bound / levels;
   }
-  if (u32(most) >= kInfBits) return false;
+  if (u32(most) >= kHuge) return false;
   __builtin_memcpy(scales, raw, size_t(2 * blocks));
   const u32 key_low = u32(key), key_high = u32(key >> 32);
   for (i64 b = 0; b < blocks; ++b, counter += 64, out += 64, from += kUsualBlock, left += Residual ? kUsualBlock : 0) {
@@ -157,18 +177,25 @@ static bool encode_usual(const T* __restrict from, float* __restrict left, i64 b
     // the next batch comes nearer while this one is computed
     for (int line = 0; line < 8; ++line) __builtin_prefetch(from + kUsualBatch * kUsualBlock + line * 16);
     if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + kUsualBatch * kUsualBlock + line * 16, 1);
-    for (i64 j = 0; j < 64; ++j) {
-      const u32 word = random_word(counter + u32(j), key_low, key_high);
-      const float x = Residual ? to_float(from[j]) + left[j] : to_float(from[j]);
-      const float y = Residual ? to_float(from[j + 64]) + left[j + 64] : to_float(from[j + 64]);
-      const u32 first = u32(i32(x * by + levels * 0x1p16f)) + (word & 0xffffu);
-      const u32 second = u32(i32(y * by + levels * 0x1p16f)) + (word >> 16);
-      out[j] = u8((first >> 16) | ((second >> 12) & 0xf0u));
-      if (Residual) {
-        left[j] = x - float(i32(first >> 16) - 7) * unit;
-        left[j + 64] = y - float(i32(second >> 16) - 7) * unit;
+    alignas(64) u32 both[64];
+    for (int l = 0; l < 16; ++l) {
+      const u32 hash = random_hash(counter + u32(l), key_low, key_high);
+      for (int group = 0; group < 4; ++group) {
+        const u32 word = random_fold(hash, group);
+        const int j = 16 * group + l;
+        const float x = Residual ? to_float(from[j]) + left[j] : to_float(from[j]);
+        const float y = Residual ? to_float(from[j + 64]) + left[j + 64] : to_float(from[j + 64]);
+        const u32 first = u32(i32(x * by + levels * 0x1p16f)) + (word & 0xffffu);
+        const u32 second = u32(i32(y * by + levels * 0x1p16f)) + (word >> 16);
+        both[j] = (first >> 16) | ((second >> 12) & 0xf0u);
+        if (Residual) {
+          left[j] = x - float(i32(first >> 16) - 7) * unit;
+          left[j + 64] = y - float(i32(second >> 16) - 7) * unit;
+        }
       }
     }
+    GW_SETTLE(both);
+    for (int j = 0; j < 64; ++j) out[j] = u8(both[j]);
   }
   return true;
 }

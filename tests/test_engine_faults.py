@@ -19,10 +19,12 @@ MARGIN_S = 4.0
 """For a machine that does other things too."""
 
 
-def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, unused: bool) -> tuple[str, str, float]:
+def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, buffers: bool) -> tuple[str, str, float]:
     """Train; the victim sends itself a signal. The others tell the error's type and words, and how long it took."""
     rank = dist.get_rank()
     model = Given([300, 2000, 5])
+    if buffers:
+        model.register_buffer("statistics", torch.zeros(3))
     gw.parallelize(model, plan=plan)
     for step in range(at_step + 1):
         gradients = model.random_gradients(rank, step)
@@ -32,7 +34,7 @@ def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, unused
                 time.sleep(60)
             started = time.monotonic()
             try:
-                model([None if unused and i else g for i, g in enumerate(gradients)]).backward()
+                model(gradients).backward()
             except gw.GradwireError as error:
                 first = type(error).__name__, str(error), time.monotonic() - started
                 try:
@@ -55,6 +57,7 @@ FAULTS = {
     "stalled, 2 ranks, first step": (2, COMPRESSED, 1, signal.SIGSTOP, 0),
     "stalled, 3 ranks": (3, COMPRESSED, 1, signal.SIGSTOP, 3),
     "stalled host of the store, 3 ranks": (3, COMPRESSED, 0, signal.SIGSTOP, 2),
+    "stalled before it sends its buffers": (2, COMPRESSED, 0, signal.SIGSTOP, 1),
     "stalled, 3 ranks, all-reduce": (3, PLAIN, 2, signal.SIGSTOP, 2),
     "stalled, 2 ranks, all-gather": (2, gw.Uniform(gw.Cast(), scheme="allgather"), 0, signal.SIGSTOP, 1),
 }
@@ -66,7 +69,7 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
     running = {name: World(size, TIMEOUT_S) for name, (size, *_) in FAULTS.items()}
     try:
         for name, (_, *arguments) in FAULTS.items():
-            running[name].start(step_until_told, *arguments, False)
+            running[name].start(step_until_told, *arguments, "buffers" in name)
         ends = {}
         for name, world in running.items():
             victim = FAULTS[name][2]
@@ -82,7 +85,7 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
 def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
     faults: dict[str, list[Outcome]], name: str
 ) -> None:
-    size, plan, victim, how, step = FAULTS[name]
+    _, _, victim, _, step = FAULTS[name]
     for rank, outcome in enumerate(faults[name]):
         if rank == victim:
             continue
@@ -90,7 +93,8 @@ def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
         kind, words, seconds = outcome.value
         assert kind == "CommunicationError"
         assert seconds < TIMEOUT_S + MARGIN_S
-        assert f"step {step}: rank {rank} waited for bucket" in words
+        what = "rank 0's buffers before forward" if "buffers" in name else "bucket"
+        assert f"step {step}: rank {rank} waited for {what}" in words
         who = re.search(r"ranks? ([0-9, ]+) did not answer", words)
         assert who is not None, words
         blamed = [int(word) for word in who[1].split(", ")]
@@ -114,12 +118,12 @@ class Raises(torch.autograd.Function):
 
 
 class Chain(torch.nn.Module):
-    """Two linear layers with a place between them for what a test wants to happen in backward."""
+    """Two linear layers, and on wish an exception between them in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool = False) -> None:
         super().__init__()
         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-        self.between = torch.nn.Identity()
+        self.between = torch.nn.BatchNorm1d(4, affine=False) if buffers else torch.nn.Identity()
         self.raises = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,11 +131,12 @@ class Chain(torch.nn.Module):
         return self.last(Raises.apply(hidden) if self.raises else hidden).sum()
 
 
-def raise_in_backward(plan: gw.Policy) -> list[str]:
-    """On all ranks alike. What the later backwards say, and which threads are left after detach."""
-    model = Chain()
+def raise_in_backward(plan: gw.Policy, buffers: bool, forward_before: bool) -> list[str]:
+    """On all ranks alike. What the later steps say, and which threads are left after detach."""
+    model = Chain(buffers)
     handle = gw.parallelize(model, plan=plan)
     model(torch.ones(2, 4)).backward()
+    waiting = [model(torch.ones(2, 4)) for _ in range(2)] if forward_before else []
     model.raises = True
     with pytest.raises(ValueError, match="as ordered"):
         model(torch.ones(2, 4)).backward()
@@ -139,15 +144,22 @@ def raise_in_backward(plan: gw.Policy) -> list[str]:
     told = []
     for _ in range(2):
         with pytest.raises(gw.StepStateError) as caught:
-            model(torch.ones(2, 4)).backward()
+            (waiting.pop() if waiting else model(torch.ones(2, 4))).backward()
         told.append(str(caught.value))
     handle.detach()
     return [*told, str(gradwire_threads())]
 
 
 @pytest.mark.parametrize("plan", [gw.Uniform(gw.QSGD(bits=4)), gw.Uniform(gw.QSGD(bits=4), bucket_bytes=1), PLAIN])
-def test_a_backward_after_one_that_raised_is_refused(worlds: Worlds, plan: gw.Policy) -> None:
-    for first, second, threads in worlds.run(2, raise_in_backward, plan):
+@pytest.mark.parametrize(
+    ("buffers", "forward_before"),  # not both: buffers that change between two forwards are refused by torch itself
+    [(False, False), (True, False), (False, True)],
+    ids=["plain", "buffers", "forward before"],
+)
+def test_a_step_after_one_that_raised_is_refused(
+    worlds: Worlds, plan: gw.Policy, buffers: bool, forward_before: bool
+) -> None:
+    for first, second, threads in worlds.run(2, raise_in_backward, plan, buffers, forward_before):
         assert "2 of 4 gradients came" in first
         assert "an exception in it" in first
         assert second == first
@@ -218,7 +230,7 @@ def different_steps() -> str:
     handle = gw.parallelize(model, plan=gw.QSGD())
     model(model.random_gradients()).backward()
     if dist.get_rank() == 0:
-        handle.load_state_dict({"rank0/step": torch.tensor(7)})
+        handle.load_state_dict(handle.state_dict() | {"rank0/step": torch.tensor(7)})
     with pytest.raises(gw.StepStateError) as caught:
         model(model.random_gradients()).backward()
     handle.detach()

@@ -81,9 +81,9 @@ def test_measuring_the_codec_takes_nothing_away(worlds: Worlds) -> None:
 
 
 def test_nothing_is_lost_with_narrow_gradients(worlds: Worlds) -> None:
-    """But for rounding to bfloat16 what is received and what is divided."""
+    """But for rounding to bfloat16 what is received and what is divided; a tensor has one element, and 8 bits of it."""
     for off, _ in worlds.run(3, telescope, SPECS[0], "alltoall", torch.bfloat16, False):
-        assert max(off) < 0.01
+        assert max(off) < 0.03
 
 
 # ---- resuming
@@ -149,7 +149,7 @@ def load_wrong_states() -> list[str]:
 
 def test_states_that_do_not_fit_are_refused_by_name(worlds: Worlds) -> None:
     for empty, without, longer, unknown in worlds.run(2, load_wrong_states):
-        assert "step" in empty
+        assert "holds nothing" in empty
         assert "residual/0/p0" in without
         assert "4 elements" in longer and "3" in longer
         assert "residual/0/p9" in unknown

@@ -92,14 +92,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*[TransformerBlock(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.apply(self._initialise)
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        # torch's own initialisation elsewhere: with 0.02 throughout, 300 steps never leave the plateau at 2.9
+        nn.init.normal_(self.position.weight, std=0.1)
 
     def forward(self, characters: Tensor) -> Tensor:
         positions = torch.arange(characters.shape[1], device=characters.device)

@@ -135,18 +135,17 @@ class TwoPhase:
         bounds = piece.bounds
         self.parts = [piece.flat[bounds[j] : bounds[j + 1]] for j in range(world_size)]
         sizes = [codec.payload_bytes(segments, piece.flat.dtype) for segments in piece.shards]
+        self.total = torch.empty_like(self.parts[rank], dtype=piece.reduce_dtype)
+        sum_sizes = [codec.payload_bytes(segments, self.total.dtype) for segments in piece.shards]
         # to everybody another shard; from everybody the own shard; then the sums, of everybody's shard
         self.to_owners = _payloads(piece, [0 if j == rank else sizes[j] for j in range(world_size)])
         self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
-        self.sums = _payloads(piece, sizes)
-        self.total = torch.empty_like(self.parts[rank], dtype=piece.reduce_dtype)
+        self.sums = _payloads(piece, sum_sizes)
         self.residuals = [_residual(piece.flat, piece), _residual(self.total, piece)] if codec.feeds_back else []
         self.sent_residuals: list[torch.Tensor | None] = [None] * world_size
         if self.residuals:
             self.sent_residuals = [self.residuals[0][bounds[j] : bounds[j + 1]] for j in range(world_size)]
-        self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sizes[rank]
-        self.fold_own = False
-        """Set when residuals came from another layout: what the own shard carries joins the own part, once."""
+        self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int) -> None:
@@ -167,7 +166,6 @@ class TwoPhase:
                 for j, part in enumerate(self.parts):
                     if j != self.rank:
                         codec.encode(part, self.sent_residuals[j], piece.shards[j], context, self.to_owners[j])
-                self._fold(mine)
             self.reduce.send(self.to_owners)
         with link.streams.decoding():
             for source in range(self.world_size):
@@ -185,7 +183,7 @@ class TwoPhase:
             self.summed = link.streams.mark()
 
     def _gather(self, link: Link, meter: Meter) -> None:
-        piece, codec, context, dtype = self.piece, self.codec, self.piece.contexts[1], self.piece.flat.dtype
+        piece, codec, context, dtype = self.piece, self.codec, self.piece.contexts[1], self.total.dtype
         own = self.sums[self.rank]
         with link.streams.encoding(self.summed):
             with meter.codec():
@@ -201,13 +199,6 @@ class TwoPhase:
                     codec.decode(self.sums[j], piece.shards[j], dtype, False, part, context)
             with meter.wire():
                 self.gather.finish()
-
-    def _fold(self, mine: torch.Tensor) -> None:
-        carried = self.sent_residuals[self.rank]
-        if self.fold_own and carried is not None:
-            mine.add_(carried)
-            carried.zero_()
-            self.fold_own = False
 
 
 def _residual(like: torch.Tensor, piece: Piece) -> torch.Tensor:

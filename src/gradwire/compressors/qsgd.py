@@ -1,6 +1,7 @@
 """QSGD: uniform quantisation with one scale per block (notes D4, D6, D7; CGX section 3).
 
-Law: unbiased with stochastic rounding; contractive with nearest. A block with a NaN or an Inf decodes to NaN
+Law: unbiased with stochastic rounding; with nearest each value is off by at most half a level, which makes max and l2
+scales contractive (minmax only from 4 bits on: zero is not one of its levels). A block with a NaN or an Inf decodes to NaN
 throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had.
 """
 

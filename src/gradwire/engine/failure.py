@@ -12,7 +12,7 @@ from gradwire.core.plan import Plan
 from gradwire.engine.executor import Task
 from gradwire.errors import CommunicationError
 
-__all__ = ["RollCall", "communication_error"]
+__all__ = ["RollCall", "communication_error", "in_words"]
 
 
 class RollCall:
@@ -53,21 +53,22 @@ class RollCall:
         return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in present]
 
 
+def in_words(plan: Plan, task: Task) -> str:
+    """The task of a plan that was waited for."""
+    bucket = plan.buckets[task.bucket]
+    names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
+    return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+
+
 def communication_error(
-    plan: Plan, task: Task | None, cause: BaseException, step: int, group: Group, roll_call: RollCall
+    what: str, cause: BaseException, step: int, group: Group, roll_call: RollCall
 ) -> CommunicationError:
-    """What to raise when a task of the plan (or, without one, the control exchange) failed."""
+    """What to raise when what was waited for failed."""
     waited = roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
     if waited:
         who = f"rank{'s' if len(waited) > 1 else ''} {', '.join(map(str, waited))} did not answer"
     else:
         who = f"all of ranks {', '.join(map(str, group.global_ranks))} are alive, so the link between them failed"
-    if task is None:
-        what = "the control exchange at the end of backward"
-    else:
-        bucket = plan.buckets[task.bucket]
-        names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
-        what = f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
     return CommunicationError(
         f"step {step}: rank {group.global_ranks[group.rank]} waited for {what}: {who}. A rank died, stalled, or did not "
         f"run the same number of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "

@@ -3,7 +3,7 @@
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from gradwire.engine.failure import RollCall
 from gradwire.engine.layout import BucketBuffers, build_buckets
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.step import Backward, StepReport
+from gradwire.errors import StepStateError
 from gradwire.planner.policy import Policy
 
 __all__ = ["BucketStats", "Handle", "Stats"]
@@ -77,18 +78,25 @@ class Handle:
         roll_call: RollCall,
     ) -> None:
         self._parameters, self._tensors, self._policy = parameters, tensors, policy
+        self._owned = {id(parameter) for parameter in parameters.values()}
         self._group, self._lanes, self._control = group, lanes, control
         self._reports: deque[StepReport] = deque(maxlen=100)
         self._buffers_due = True
         self._backward = Backward(parameters, group, control, roll_call)
         itself = weakref.ref(self)
-        self._backward.on_finished = lambda report: _alive(itself)._finished(report)
+        self._backward.on_finished = lambda report: _act(itself, lambda handle: handle._finished(report))
         self._model = weakref.ref(model)
+        # of a policy's plan: the guess that gradients come in the reverse order of registration
+        self._order = list(range(len(tensors)))[::-1]
         self._install(plan)
-        self._broadcast([*model.parameters(), *model.buffers()])
+        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
         self._module_hooks = [
-            model.register_forward_pre_hook(lambda module, inputs: _alive(itself)._before_forward(module)),
-            model.register_forward_hook(lambda module, inputs, output: _alive(itself)._after_forward(output)),
+            model.register_forward_pre_hook(
+                lambda module, inputs: _act(itself, lambda handle: handle._before_forward(module))
+            ),
+            model.register_forward_hook(
+                lambda module, inputs, output: _act(itself, lambda handle: handle._after_forward(module, output))
+            ),
         ]
 
     # ---- what the user calls
@@ -143,25 +151,43 @@ class Handle:
         return statistics.median(seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's step and residuals, keys `rank{r}/...`, safe for torch.distributed.checkpoint."""
+        """This rank's step, plan and residuals, keys `rank{r}/...`, safe for torch.distributed.checkpoint.
+
+        Of the plan it holds what a policy makes it from again, and its digest.
+        """
         prefix = f"rank{self._group.rank}"
-        state = {f"{prefix}/step": torch.tensor(self._backward.step)}
+        state = {
+            f"{prefix}/step": torch.tensor(self._backward.step),
+            f"{prefix}/order": torch.tensor(self._order),
+            f"{prefix}/plan": torch.tensor(list(bytes.fromhex(self._plan.digest())), dtype=torch.uint8),
+        }
         return state | {f"{prefix}/{key}": value for key, value in self._residuals.state().items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up where `state_dict` was made, with the same plan and world size. Other ranks' keys are left alone.
+        """Take up where `state_dict` was made, with the same plan or policy and world size. Between steps, on every
+        rank. Other ranks' keys are left alone.
 
-        Raises ValueError naming a key that is missing or does not fit.
+        Raises ValueError naming what is missing or does not fit.
         """
         prefix = f"rank{self._group.rank}/"
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if "step" not in own:
+        if missing := {"step", "order", "plan"} - own.keys():
             raise ValueError(
-                f"the state has no {prefix}step: it holds {', '.join(sorted(state)[:3]) or 'nothing'}. It was saved by "
-                "other ranks or is not a gradwire state. Pass what this rank's handle.state_dict() returned."
+                f"the state has no {prefix}{min(missing)}: it holds {', '.join(sorted(state)[:3]) or 'nothing'}. It was "
+                "saved by other ranks or is not a gradwire state. Pass what this rank's handle.state_dict() returned."
             )
-        self._residuals.load({key: value for key, value in own.items() if key != "step"})
-        self._backward.step = int(own["step"])
+        order = own.pop("order").tolist()
+        if self._policy is not None and sorted(order) == sorted(self._order):
+            self._plan_for(self._policy, order)
+        saved, current = bytes(own.pop("plan").tolist()).hex(), self._plan.digest()
+        if saved != current:
+            raise ValueError(
+                f"the state was saved under plan {saved[:16]}, and this handle runs plan {current[:16]}: shards and "
+                "residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
+            )
+        step = int(own.pop("step"))
+        self._residuals.load(own)
+        self._backward.step = step
 
     def flush(self) -> None:
         """Wait until nothing is under way. In the `backward` schedule nothing ever is between steps."""
@@ -198,14 +224,22 @@ class Handle:
         """Buckets by the order in which rank 0's gradients came; what never came goes last."""
         came = self._backward.ready_order
         order = torch.tensor([*came, *(i for i in range(len(self._tensors)) if i not in set(came))])
-        self._control.submit(lambda link: link.broadcast(order).wait()).result()
-        plan = policy.plan([self._tensors[index] for index in order.tolist()])
+        try:
+            self._control.submit(lambda link: link.broadcast(order).wait()).result()
+        except RuntimeError as error:
+            raise self._backward.broken("the order in which rank 0's gradients came", error) from error
+        self._plan_for(policy, order.tolist())
+
+    def _plan_for(self, policy: Policy, order: list[int]) -> None:
+        """Run the policy's plan for gradients that come in this order."""
+        self._order = order
+        plan = policy.plan([self._tensors[index] for index in order])
         if plan != self._plan:
             carried = self._residuals.carried()
             self._install(plan)
             self._residuals.take_over(carried)
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: list[torch.Tensor], what: str) -> None:
         """Rank 0's values everywhere."""
         streams = self._lanes[0].link.streams
         ready = streams.mark()
@@ -215,18 +249,35 @@ class Handle:
                 broadcast_bytes(link, tensors)
                 return link.streams.mark()
 
-        streams.wait(self._lanes[0].submit(job).result())
+        try:
+            streams.wait(self._lanes[0].submit(job).result())
+        except RuntimeError as error:
+            raise self._backward.broken(what, error) from error
 
     def _before_forward(self, module: torch.nn.Module) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        # a deep copy carries the hooks along, but is nobody's
+        if module is not self._model() or not (module.training and torch.is_grad_enabled()):
             return
+        if not self._backward.may_send():
+            return
+        self._check_parameters(module)
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if buffers and self._buffers_due:
-            self._broadcast(buffers)
+            self._broadcast(buffers, "rank 0's buffers before forward")
         self._buffers_due = self._backward.synchronise
 
-    def _after_forward(self, output: Any) -> None:
-        if self._backward.synchronise and torch.is_grad_enabled():
+    def _check_parameters(self, module: torch.nn.Module) -> None:
+        if all(id(p) in self._owned for p in module.parameters() if p.requires_grad):
+            return
+        names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in self._owned]
+        raise StepStateError(
+            f"{names[0]!r} was not a trainable parameter of the model when it was parallelized (and {len(names) - 1} "
+            "more): its gradient would stay this rank's own. load_state_dict(assign=True), thawing and added layers make "
+            "such. Call the handle's detach() and parallelize again after them."
+        )
+
+    def _after_forward(self, module: torch.nn.Module, output: Any) -> None:
+        if module is self._model() and self._backward.synchronise and torch.is_grad_enabled():
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             self._backward.expect_graph(leaves)
 
@@ -253,10 +304,11 @@ class Registry:
 _REGISTRY = Registry()
 
 
-def _alive(reference: "weakref.ref[Handle]") -> Handle:
+def _act(reference: "weakref.ref[Handle]", act: Callable[[Handle], None]) -> None:
+    """For hooks: they hold the handle weakly, and without it do nothing."""
     handle = reference()
-    assert handle is not None
-    return handle
+    if handle is not None:
+        act(handle)
 
 
 def _seed(spec: Spec) -> int:

@@ -66,6 +66,7 @@ def parallelize(
     except Exception as error:
         prepared, problem = None, error
     facts = _facts(prepared, problem)
+    lanes: list[Lane] = []
     try:
         control.submit(lambda link: agree(link, facts, group.global_ranks)).result()
         if problem is not None:
@@ -73,12 +74,14 @@ def parallelize(
         assert prepared is not None
         parameters, tensors, first_plan, policy = prepared
         device = next(iter(parameters.values())).device
-        count = CPU_LANES if device.type == "cpu" else 1
-        lanes = [Lane(f"gradwire-{name}-{i}", Link(group, f"{name}/{i}", device, timeout)) for i in range(count)]
+        for index in range(CPU_LANES if device.type == "cpu" else 1):
+            lanes.append(Lane(f"gradwire-{name}-{index}", Link(group, f"{name}/{index}", device, timeout)))
+        roll_call = RollCall(group, name)
+        handle = Handle(model, parameters, tensors, first_plan, policy, group, lanes, control, roll_call)
     except BaseException as error:
-        control.stop()
+        for lane in [*lanes, control]:
+            lane.stop()
         raise (problem if problem is not None else error) from None
-    handle = Handle(model, parameters, tensors, first_plan, policy, group, lanes, control, RollCall(group, name))
     _REGISTRY.add(model, parameters.values(), handle)
     return handle
 

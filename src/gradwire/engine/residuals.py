@@ -67,14 +67,14 @@ class Residuals:
         return carried
 
     def take_over(self, carried: Mapping[str, torch.Tensor]) -> None:
-        """Begin with what another set of buckets left."""
-        for encode, name, first, _, run in self._runs():
-            if encode == 0 and name in carried:
+        """Begin with what another set of buckets left. Of the own shard the second encode takes it: the first has none."""
+        for _, name, first, _, run in self._runs():
+            if name in carried:
                 run.copy_(carried[name][first : first + run.numel()])
         for buffers in self._buckets:
             for chunk in buffers.chunks:
-                if isinstance(chunk, TwoPhase):
-                    chunk.fold_own = True
+                if isinstance(chunk, TwoPhase) and (own := chunk.sent_residuals[self._rank]) is not None:
+                    own.zero_()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

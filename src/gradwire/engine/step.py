@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from gradwire.collectives import Group, Lane, Meter
 from gradwire.engine import reentrant
 from gradwire.engine.executor import Executor, TaskFailed
-from gradwire.engine.failure import RollCall, communication_error
+from gradwire.engine.failure import RollCall, communication_error, in_words
 from gradwire.engine.layout import Slot
 from gradwire.errors import GradwireError, StepStateError
 
@@ -138,14 +138,28 @@ class Backward:
         self.executor.start()
         Variable._execution_engine.queue_callback(self._close)
 
+    def may_send(self) -> bool:
+        """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
+
+        Raises if the last backward failed or was left.
+        """
+        self._check_usable()
+        inside = torch._C._current_graph_task_id() != -1
+        if self._running and not inside:
+            raise self._was_left("a new forward begins")
+        return not inside
+
     def _refuse_second_backward(self, index: int) -> None:
         if reentrant.inside():
             return  # inside the backward we know; each parameter's gradient is still counted once
-        raise self._fail(
+        raise self._was_left(f"gradient {self.names[index]!r} belongs to a new backward")
+
+    def _was_left(self, what_now: str) -> GradwireError:
+        return self._fail(
             StepStateError(
-                f"gradient {self.names[index]!r} belongs to a new backward, but step {self.step} of the last one is not "
-                f"finished: {len(self._filled)} of {len(self.names)} gradients came, then the backward was left (an "
-                "exception in it?). Other ranks wait for the rest. Restart, or catch the error before backward begins."
+                f"{what_now}, but step {self.step} of the last backward is not finished: {len(self._filled)} of "
+                f"{len(self.names)} gradients came, then it was left (an exception in it?). Other ranks wait for the "
+                "rest. Restart, or catch the error before backward begins."
             )
         )
 
@@ -153,9 +167,21 @@ class Backward:
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
         slot = self.slots[index]
         self._filled[index] = None
-        _scale_into(slot.view, parameter.grad, 1.0 / self.group.world_size, self.names[index])
+        self._scale_into(slot, parameter.grad)
         parameter.grad = slot.view
         self._count(slot)
+
+    def _scale_into(self, slot: Slot, grad: torch.Tensor | None) -> None:
+        """The slot takes this rank's share of the mean; its memory may be the gradient's."""
+        assert grad is not None
+        if grad.is_sparse:
+            raise self._fail(
+                StepStateError(
+                    f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., "
+                    "sparse=False)."
+                )
+            )
+        torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
 
     def _count(self, slot: Slot) -> None:
         self._left[slot.bucket] -= 1
@@ -182,13 +208,9 @@ class Backward:
             meters = self.executor.finish()
             exchange.result()
         except TaskFailed as error:
-            raise self._fail(
-                communication_error(self.executor.plan, error.task, error.cause, self.step, self.group, self.roll_call)
-            ) from error.cause
+            raise self.broken(in_words(self.executor.plan, error.task), error.cause) from error.cause
         except RuntimeError as error:
-            raise self._fail(
-                communication_error(self.executor.plan, None, error, self.step, self.group, self.roll_call)
-            ) from error
+            raise self.broken("the control exchange at the end of backward", error) from error
         exposed = time.perf_counter() - start
         counts = used.tolist()
         if counts[0] != -counts[1]:
@@ -213,7 +235,7 @@ class Backward:
         if own is None:
             slot.view.zero_()
         else:
-            _scale_into(slot.view, own, 1.0 / self.group.world_size, self.names[index])
+            self._scale_into(slot, own)
         self._count(slot)
         return own
 
@@ -226,6 +248,10 @@ class Backward:
         elif parameter.grad is view and own is not None:
             view.copy_(own)
 
+    def broken(self, what: str, cause: Exception) -> GradwireError:
+        """The error to raise when an exchange of this handle failed; from then on every step raises it."""
+        return self._fail(communication_error(what, cause, self.step, self.group, self.roll_call))
+
     def _fail(self, error: GradwireError) -> GradwireError:
         # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
         self.failure = type(error)(*error.args)
@@ -235,16 +261,6 @@ class Backward:
     def _check_usable(self) -> None:
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
-
-
-def _scale_into(view: torch.Tensor, grad: torch.Tensor | None, factor: float, name: str) -> None:
-    """view = grad * factor, also when they are the same memory."""
-    assert grad is not None
-    if grad.is_sparse:
-        raise StepStateError(
-            f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
-        )
-    torch.mul(grad.detach(), factor, out=view)
 
 
 def _hook(owner: "weakref.ref[Backward]", index: int) -> Callable[[Any], None]:

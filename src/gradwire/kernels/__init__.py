@@ -23,7 +23,7 @@ def kernels_for(device_type: str) -> ModuleType:
         return cpu
     warnings.warn(
         f"gradwire runs its plain-torch reference kernels on {device_type}: {why}. Results are the same; encoding and "
-        "decoding take about fifty times as long, so compression may cost more than it saves. Install g++ and run "
+        "decoding take about 300 times as long, so compression may cost more than it saves. Install g++ and run "
         "`pip install --no-build-isolation --force-reinstall --no-deps gradwire`, or plan=gw.Uniform(gw.Identity()).",
         stacklevel=2,
     )

@@ -42,6 +42,8 @@ def levels() -> tuple[str, ...]:
 @contextmanager
 def use_level(level: str) -> Iterator[None]:
     """Run everything inside at one SIMD level (the whole process: for tests and benchmarks)."""
+    if level not in levels():
+        raise ValueError(f"SIMD level {level!r} does not run here: use one of {', '.join(levels())}.")
     torch.ops.gradwire.set_level(levels().index(level))
     try:
         yield

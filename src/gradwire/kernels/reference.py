@@ -8,8 +8,8 @@ holding codes j, j+S, j+2S, .. with S = m*w/8. A code is found in fixed point wi
     code = (int((x - base) * inverse + origin) + u) >> 16        u uniform in 0..65535; 32768 rounds to nearest
     value = base + (code - zero) * step
 
-A block that holds a NaN or an Inf has a NaN scale and decodes to NaN throughout: nothing non-finite becomes finite.
-Works on any device and is correct everywhere; about fifty times slower than the C++ kernels.
+A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale and decodes to NaN throughout: nothing non-finite becomes finite.
+Works on any device and is correct everywhere; hundreds of times slower than the C++ kernels.
 """
 
 import torch
@@ -20,9 +20,12 @@ from gradwire.kernels.segments import Segments
 __all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
 
 TINY = 2.0**-120  # below this a block's range counts as zero: the reciprocal would overflow
+HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
 SHORT = torch.tensor(1.0 - 2.0**-22).item()  # keeps the largest value from rounding past the largest code
 LARGEST_BF16 = 0x7F7F
 _M32 = 0xFFFFFFFF
+_MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
+_ADD = (0, 0x9E3779B9, 0x3C6EF372, 0xDAA66D2B)
 _M64 = 0xFFFFFFFFFFFFFFFF
 
 
@@ -129,6 +132,15 @@ def _stream_key(words: list[int], tensor: int) -> int:
 
 
 def _random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
+    """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
+    group = counter // 16 % 4
+    hashed = _random_hash(counter - 16 * group, key)
+    x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & _M32
+    x = (x + torch.tensor(_ADD, device=hashed.device)[group]) & _M32
+    return torch.where(group == 0, x, x ^ (x >> 16))
+
+
+def _random_hash(counter: torch.Tensor, key: int) -> torch.Tensor:
     x = (counter & _M32) ^ (key & _M32)
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _M32
@@ -148,7 +160,7 @@ def _bf16_up(magnitude_bits: torch.Tensor) -> torch.Tensor:
 
 def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Raw bfloat16 scales of the rows of v as int16 of shape (rows, 1 or 2), and which rows are finite, (rows, 1)."""
-    finite = v.isfinite().all(dim=1, keepdim=True)
+    finite = (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
     safe = torch.where(finite, v, 0.0)
     if scale == "minmax":
         low, high = safe.amin(dim=1), safe.amax(dim=1)

@@ -1,0 +1,227 @@
+"""A handle's life: made, kept or not, made twice, detached, on one rank, on a part of the ranks, from every kind of plan."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worlds import Given, Worlds, digest, gradwire_threads, seeded
+
+import gradwire as gw
+
+
+def mean_is_exact(model: Given, step: int, ranks: tuple[int, ...]) -> bool:
+    """One step with integers, whose mean over 1, 2 or 4 ranks is exact."""
+
+    def integers(rank: int) -> list[torch.Tensor]:
+        return [torch.randint(-9, 9, p.shape, generator=seeded(rank, step)).float() for p in model.parameters()]
+
+    model.zero_grad()
+    model(integers(dist.get_rank())).backward()
+    means = model.mean_of(lambda index: integers(ranks[index]), len(ranks))
+    return all(torch.equal(p.grad.double(), mean) for p, mean in zip(model.parameters(), means, strict=True))
+
+
+# ---- plans
+
+
+def train(plan: Any, steps: int = 4) -> tuple[str, gw.Plan]:
+    torch.manual_seed(dist.get_rank())
+    model = Given([300, 1, 2000, 40])
+    handle = gw.parallelize(model, plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(model.random_gradients(dist.get_rank(), step)).backward()
+        optimizer.step()
+    return digest(model.parameters()), handle.plan
+
+
+def every_kind_of_plan(folder: str) -> list[bool]:
+    policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=3)), bucket_bytes=1000, chunk_bytes=500)
+    want, plan = train(policy)
+    path = Path(folder) / f"plan{dist.get_rank()}.json"
+    plan.save(path)
+    return [train(kind) == (want, plan) for kind in (plan, path, str(path))]
+
+
+def test_a_plan_and_its_file_do_what_the_policy_does(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, every_kind_of_plan, str(tmp_path)) == [[True] * 3] * 2
+
+
+def a_spec_alone() -> bool:
+    return train(gw.QSGD(bits=4))[0] == train(gw.Uniform(gw.QSGD(bits=4)))[0]
+
+
+def test_a_spec_is_the_uniform_policy(worlds: Worlds) -> None:
+    assert worlds.run(2, a_spec_alone) == [True, True]
+
+
+# ---- lives
+
+
+def thrown_away() -> list[bool]:
+    model = Given([5, 300])
+    gw.parallelize(model, plan=gw.Identity())
+    return [mean_is_exact(model, step, (0, 1)) for step in range(3)]
+
+
+def test_a_handle_that_is_not_kept_still_synchronises(worlds: Worlds) -> None:
+    assert worlds.run(2, thrown_away) == [[True] * 3] * 2
+
+
+def made_twice() -> str:
+    model = Given([5])
+    handle = gw.parallelize(model, plan=gw.Identity())
+    with pytest.raises(gw.StepStateError) as caught:
+        gw.parallelize(model, plan=gw.QSGD())
+    with pytest.raises(gw.StepStateError):
+        gw.parallelize(nn.Sequential(model, nn.Linear(1, 1)), plan=gw.QSGD())
+    assert mean_is_exact(model, 0, (0, 1)), "the first handle does not work any more"
+    handle.detach()
+    gw.parallelize(model, plan=gw.Identity())
+    assert mean_is_exact(model, 1, (0, 1))
+    return str(caught.value)
+
+
+def test_a_second_parallelize_raises_until_detach(worlds: Worlds) -> None:
+    for told in worlds.run(2, made_twice):
+        assert "'p0' belongs to a model that is parallelized already" in told
+        assert "detach()" in told
+
+
+def detached() -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    keys = list(model.state_dict())
+    handle = gw.parallelize(model, plan=gw.QSGD())
+    same_keys = list(model.state_dict()) == keys
+    model(torch.randn(4, 3)).sum().backward()
+    handle.detach()
+    threads = gradwire_threads()
+    handle.detach()
+    model.zero_grad()
+    if rank == 0:  # the other rank does nothing: it would hang if anything were sent
+        model(torch.randn(4, 3)).square().sum().backward()
+    left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    left += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    return {"threads": threads, "hooks": left, "same keys": same_keys, "grad": model[0].weight.grad is not None}
+
+
+def test_a_detached_model_is_an_ordinary_one(worlds: Worlds) -> None:
+    for rank, found in enumerate(worlds.run(2, detached)):
+        assert found == {"threads": [], "hooks": 0, "same keys": True, "grad": rank == 0}
+
+
+def several_models() -> bool:
+    """Two handles in one process, in turns and in one backward."""
+    first, second = Given([5, 300]), Given([7])
+    gw.parallelize(first, plan=gw.Identity())
+    gw.parallelize(second, plan=gw.Uniform(gw.Identity(), scheme="alltoall"))
+    right = [mean_is_exact(model, step, (0, 1)) for step in range(3) for model in (first, second)]
+    rank = dist.get_rank()
+    for model in (first, second):
+        model.zero_grad()
+    (first([torch.ones(5) * rank, torch.ones(300)]) + second([torch.ones(7) * rank])).backward()
+    return all(right) and first.p0.grad.eq(0.5).all().item() and second.p0.grad.eq(0.5).all().item()
+
+
+def test_several_models(worlds: Worlds) -> None:
+    assert worlds.run(2, several_models) == [True, True]
+
+
+def copied() -> tuple[bool, bool]:
+    """A copy is nobody's: its backward sends nothing, with the original there or gone."""
+    model = nn.Linear(3, 1)
+    gw.parallelize(model, plan=gw.Identity())
+    twin = copy.deepcopy(model)
+    alone = []
+    for _ in range(2):
+        twin.zero_grad()
+        twin(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+        alone.append(bool(twin.weight.grad.eq(dist.get_rank()).all()))
+        model = None
+    return alone[0], alone[1]
+
+
+def test_a_deep_copy_is_an_ordinary_model(worlds: Worlds) -> None:
+    assert worlds.run(2, copied) == [(True, True)] * 2
+
+
+# ---- ranks
+
+
+def alone() -> list[bool]:
+    right = []
+    for plan in (gw.Uniform(gw.Identity()), gw.Uniform(gw.Identity(), scheme="alltoall"), gw.Uniform(gw.Cast())):
+        model = Given([1, 300])
+        gw.parallelize(model, plan=plan)
+        right += [mean_is_exact(model, step, (0,)) for step in range(3)]
+    return right
+
+
+def test_a_world_of_one(worlds: Worlds) -> None:
+    assert worlds.run(1, alone) == [[True] * 9]
+
+
+def some_of_the_ranks() -> str | list[bool]:
+    group = dist.new_group([0, 2])
+    model = Given([5, 300])
+    try:
+        gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"), process_group=group)
+    except gw.PlanError as error:
+        return str(error)
+    return [mean_is_exact(model, step, (0, 2)) for step in range(3)]
+
+
+def test_a_sub_group(worlds: Worlds) -> None:
+    first, outsider, second = worlds.run(3, some_of_the_ranks)
+    assert first == second == [True] * 3
+    assert "not in the process_group" in outsider
+
+
+# ---- what is refused
+
+
+def sparse() -> list[str]:
+    """In backward, on all ranks; and the next backward too, since ranks may have sent different things."""
+    model = nn.Embedding(10, 3, sparse=True)
+    gw.parallelize(model, plan=gw.Identity())
+    told = []
+    for _ in range(2):
+        with pytest.raises(gw.StepStateError) as caught:
+            model(torch.tensor([1, 2])).sum().backward()
+        told.append(str(caught.value))
+    return told
+
+
+def test_sparse_gradients_are_refused(worlds: Worlds) -> None:
+    for first, second in worlds.run(2, sparse):
+        assert "'weight' is sparse" in first
+        assert "sparse=False" in first
+        assert second == first
+
+
+def replaced(how: str) -> str:
+    """New parameters have no hooks: without a word they would just not be synchronised."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].requires_grad_(False)
+    gw.parallelize(model, plan=gw.Identity())
+    model(torch.ones(1, 3)).sum().backward()
+    if how == "assigned":
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    else:
+        model[1].requires_grad_(True)
+    with pytest.raises(gw.StepStateError) as caught:
+        model(torch.ones(1, 3)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "name"), [("assigned", "0.weight"), ("thawed", "1.weight")])
+def test_parameters_that_came_later_are_refused(worlds: Worlds, how: str, name: str) -> None:
+    for told in worlds.run(2, replaced, how):
+        assert repr(name) in told
+        assert "detach()" in told
