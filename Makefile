@@ -11,16 +11,16 @@ test: .venv/.ready
 	$(PY) -m pytest
 
 check: .venv/.ready
-	$(PY) -m ruff check src tests benchmarks setup.py
-	$(PY) -m ruff format --check src tests benchmarks setup.py
+	$(PY) -m ruff check src tests benchmarks examples setup.py
+	$(PY) -m ruff format --check src tests benchmarks examples setup.py
 	$(PY) -m mypy
 
 bench: .venv/.ready
 	$(PY) -m benchmarks
 
 fmt: .venv/.ready
-	$(PY) -m ruff check --fix src tests benchmarks setup.py
-	$(PY) -m ruff format src tests benchmarks setup.py
+	$(PY) -m ruff check --fix src tests benchmarks examples setup.py
+	$(PY) -m ruff format src tests benchmarks examples setup.py
 
 # torch alone first and spelled exactly as pinned, so that nothing pulls another build of it
 .venv/.torch: constraints.txt

@@ -9,9 +9,10 @@ import sys
 PARTS = {
     "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
+    "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
 }
-DEFAULT = ("kernels",)
+DEFAULT = ("kernels", "exchange")
 
 
 def main(arguments: list[str]) -> int:
