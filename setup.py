@@ -23,7 +23,8 @@ COMMON = [
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
-    "-fno-math-errno", "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fno-trapping-math",
     "-Wall",
     "-Wextra",
 ]

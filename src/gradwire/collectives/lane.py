@@ -52,3 +52,5 @@ def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) 
     thread.join(timeout=1.0)
     if thread.is_alive():
         link.abandon()
+    else:
+        link.close()

@@ -98,6 +98,11 @@ class Link:
         work: dist.Work = self.backend.broadcast([tensor], options)
         return work
 
+    def close(self) -> None:
+        """Free the backend while the interpreter is whole: gloo's threads drop the tensors of a collective some time after
+        it is done, and one that does so during interpreter exit aborts the process."""
+        del self.backend
+
     def abandon(self) -> None:
         """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))

@@ -8,8 +8,8 @@ holding codes j, j+S, j+2S, .. with S = m*w/8. A code is found in fixed point wi
     code = (int((x - base) * inverse + origin) + u) >> 16        u uniform in 0..65535; 32768 rounds to nearest
     value = base + (code - zero) * step
 
-A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale and decodes to NaN throughout: nothing non-finite becomes finite.
-Works on any device and is correct everywhere; hundreds of times slower than the C++ kernels.
+A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale and decodes to NaN throughout: nothing
+non-finite becomes finite. Works on any device and is correct everywhere; hundreds of times slower than the C++ kernels.
 """
 
 import torch
