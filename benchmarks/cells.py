@@ -37,6 +37,7 @@ def run(arguments: list[str]) -> int:
             worst = max(worst, subprocess.run([*command, "--json", str(result)]).returncode)
             if result.exists():
                 run = json.loads(result.read_text())
+                run.pop("made", None)  # it names this machine's paths
                 for cell in run["cells"]:
                     cell.pop("loss", None)
                     cell.pop("step_us", None)

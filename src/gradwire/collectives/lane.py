@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from gradwire.collectives.link import Link
+from gradwire.collectives.slices import ask_for_short_slices
 
 __all__ = ["Lane"]
 
@@ -38,6 +39,7 @@ class Lane:
 
 def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
     link.streams.enter_thread()
+    ask_for_short_slices()
     while (item := jobs.get()) is not None:
         job, future = item
         try:

@@ -9,7 +9,7 @@
 ((0, 'allreduce'), (1, 'alltoall'), (1, 'allgather'))
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -52,10 +52,14 @@ class Policy(Document, frozen=True, kw_only=True):
     """A schedule or its bare word."""
     scheme: str | None = None
     """One of SCHEMES for all buckets; None is allreduce for Identity and alltoall for the rest."""
-    bucket_bytes: int = 2 * 2**20
+    bucket_bytes: int = 4 * 2**20
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later
     ones. The default is a plain value, not a measurement; the planner's search replaces it."""
-    chunk_bytes: int = 2 * 2**20
+    tail_bytes: int = 256 * 1024
+    """Towards the end of backward, when less is still to come than a bucket holds already, it closes early, down to so
+    many bytes: nothing hides the exchange of the last bucket, so it should be small. Smaller: a shorter tail, more
+    launches; `bucket_bytes` or more: all buckets alike."""
+    chunk_bytes: int = 4 * 2**20
     """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
     and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
 
@@ -67,6 +71,7 @@ class Policy(Document, frozen=True, kw_only=True):
         if self.scheme is not None:
             word("scheme", self.scheme, SCHEMES)
         whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
+        whole("tail_bytes", self.tail_bytes, "bytes of gradient that end an early bucket", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
 
     def __repr__(self) -> str:
@@ -90,7 +95,7 @@ class Policy(Document, frozen=True, kw_only=True):
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         specs = self._assign(tensors)
-        buckets = tuple(self._bucket(members, specs) for members in _fuse(tensors, specs, self.bucket_bytes))
+        buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs))
         launch = tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
         return Plan(fingerprint=fingerprint(tensors), schedule=self.schedule, buckets=buckets, launch=launch)
 
@@ -103,6 +108,24 @@ class Policy(Document, frozen=True, kw_only=True):
                 raise PlanError(_useless(pattern, spec, matched, [tensor.name for tensor in tensors]))
             specs.update(dict.fromkeys(fresh, spec))
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
+
+    def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec]) -> list[list[TensorInfo]]:
+        """Buckets in the order in which they become ready (close-after rule, notes D17, with a tapered tail)."""
+        filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
+        filled: dict[tuple[str, str, str], int] = {}
+        closed: list[list[tuple[int, TensorInfo]]] = []
+        to_come = sum(tensor.nbytes for tensor in tensors)
+        for position, tensor in enumerate(tensors):
+            to_come -= tensor.nbytes
+            key = (tensor.dtype, tensor.device, specs[tensor.name].family)
+            filling.setdefault(key, []).append((position, tensor))
+            filled[key] = filled.get(key, 0) + tensor.nbytes
+            if filled[key] >= min(self.bucket_bytes, max(to_come, self.tail_bytes)):
+                closed.append(filling.pop(key))
+                filled.pop(key)
+        closed.extend(filling.values())
+        closed.sort(key=lambda bucket: bucket[-1][0])
+        return [[tensor for _, tensor in bucket] for bucket in closed]
 
     def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
         own = {tensor.name: specs[tensor.name] for tensor in members}
@@ -132,15 +155,23 @@ def Uniform(
     spec: Spec,
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
-    bucket_bytes: int = 2 * 2**20,
-    chunk_bytes: int = 2 * 2**20,
+    bucket_bytes: int = 4 * 2**20,
+    tail_bytes: int = 256 * 1024,
+    chunk_bytes: int = 4 * 2**20,
 ) -> Policy:
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
 
     >>> Uniform(Identity())
     Policy(default=Identity())
     """
-    return Policy(default=spec, schedule=schedule, scheme=scheme, bucket_bytes=bucket_bytes, chunk_bytes=chunk_bytes)
+    return Policy(
+        default=spec,
+        schedule=schedule,
+        scheme=scheme,
+        bucket_bytes=bucket_bytes,
+        tail_bytes=tail_bytes,
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
@@ -148,23 +179,6 @@ def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
         raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
     text(f"rules[{index}][0]", rule[0], "a pattern of tensor names")
     return rule[0], as_spec(f"rules[{index}][1]", rule[1])
-
-
-def _fuse(tensors: Sequence[TensorInfo], specs: dict[str, Spec], bucket_bytes: int) -> Iterable[list[TensorInfo]]:
-    """Buckets in the order in which they become ready (close-after rule, notes D17)."""
-    filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
-    filled: dict[tuple[str, str, str], int] = {}
-    closed: list[list[tuple[int, TensorInfo]]] = []
-    for position, tensor in enumerate(tensors):
-        key = (tensor.dtype, tensor.device, specs[tensor.name].family)
-        filling.setdefault(key, []).append((position, tensor))
-        filled[key] = filled.get(key, 0) + tensor.nbytes
-        if filled[key] >= bucket_bytes:
-            closed.append(filling.pop(key))
-            del filled[key]
-    closed.extend(filling.values())
-    closed.sort(key=lambda bucket: bucket[-1][0])
-    return [[tensor for _, tensor in bucket] for bucket in closed]
 
 
 def _option(scheme: str, device: str, plain: bool) -> tuple[str, ...]:
