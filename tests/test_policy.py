@@ -70,6 +70,14 @@ def test_a_bucket_closes_with_the_tensor_that_reaches_the_threshold() -> None:
     assert [bucket.numel for bucket in plan.buckets] == [10, 99, 1]
 
 
+def test_buckets_are_smaller_at_both_ends_of_backward() -> None:
+    tensors = [tensor(str(position), 1) for position in range(32)]
+    policy = Uniform(QSGD(), bucket_bytes=32, edge_bytes=4)
+    assert [bucket.numel for bucket in policy.plan(tensors).buckets] == [1, 1, 2, 4, 8, 8, 4, 2, 1, 1]
+    alike = Uniform(QSGD(), bucket_bytes=32, edge_bytes=32)
+    assert [bucket.numel for bucket in alike.plan(tensors).buckets] == [8, 8, 8, 8]
+
+
 def test_buckets_come_in_order_of_readiness_with_their_tasks_together() -> None:
     tensors = [
         tensor("a.weight", 5),

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from gradwire.collectives.link import Link
-from gradwire.collectives.slices import ask_for_short_slices
+from gradwire.collectives.slices import short_slices
 
 __all__ = ["Lane"]
 
@@ -23,7 +23,8 @@ class Lane:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # a daemon: a thread that waits for a dead rank must not keep the process alive
         self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
-        self._thread.start()
+        with short_slices():
+            self._thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link)
 
     def submit(self, job: Callable[[Link], T]) -> "Future[T]":
@@ -39,7 +40,6 @@ class Lane:
 
 def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
     link.streams.enter_thread()
-    ask_for_short_slices()
     while (item := jobs.get()) is not None:
         job, future = item
         try:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
 __all__ = ["Exchange", "Group", "Link", "SilentLink"]
@@ -70,7 +71,8 @@ class Link:
             options._timeout = timeout
             self.backend = dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
         else:
-            self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
+            with short_slices():
+                self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "Exchange":
         """Announce an exchange: `received[j]` is where rank j's part goes. Call `Exchange.send` when the own parts are

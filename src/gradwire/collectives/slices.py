@@ -1,26 +1,43 @@
-"""Short scheduler slices for lane threads.
+"""Short scheduler slices for the threads that communicate.
 
-On a machine whose cores all compute, a lane that wakes up waits for the compute thread's slice to end, and gloo's own thread
-spins while a lane is descheduled inside a send. A thread may ask Linux (6.12 and later) for shorter slices of its own, which
-are scheduled sooner for the same share of the processor; no privilege is needed and other threads are left alone.
+On a machine whose cores all compute, a thread that wakes up waits for the compute thread's slice to end, and gloo's own
+thread spins while another one is descheduled inside a send. A thread may ask Linux (6.12 and later) for shorter slices,
+which are scheduled sooner for the same share of the processor. No privilege is needed. Threads inherit the request from
+the one that starts them, which is how it reaches gloo's.
 """
 
 import ctypes
+import os
 import platform
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["ask_for_short_slices"]
+__all__ = ["short_slices"]
 
 SLICE_NS = 100_000  # the shortest that Linux grants
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
-def ask_for_short_slices() -> bool:
-    """Ask for the calling thread. Returns whether the kernel took the request; older ones ignore or refuse it."""
+@contextmanager
+def short_slices() -> Iterator[bool]:
+    """Threads started inside get short slices; the calling thread has its own again afterwards. Gives whether the kernel
+    took the request; older ones ignore or refuse it, and so does one for a thread with a real-time policy.
+    """
+    taken = _ask(SLICE_NS)
+    try:
+        yield taken
+    finally:
+        if taken:
+            _ask(0)
+
+
+def _ask(slice_ns: int) -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None:
+    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period
-    attributes = struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, SLICE_NS, 0, 0)
+    attributes = struct.pack("IIQiIQQQ", 48, 0, 0, niceness, 0, slice_ns, 0, 0)
     return bool(ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0)

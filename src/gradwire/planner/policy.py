@@ -55,10 +55,10 @@ class Policy(Document, frozen=True, kw_only=True):
     bucket_bytes: int = 4 * 2**20
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later
     ones. The default is a plain value, not a measurement; the planner's search replaces it."""
-    tail_bytes: int = 256 * 1024
-    """Towards the end of backward, when less is still to come than a bucket holds already, it closes early, down to so
-    many bytes: nothing hides the exchange of the last bucket, so it should be small. Smaller: a shorter tail, more
-    launches; `bucket_bytes` or more: all buckets alike."""
+    edge_bytes: int = 256 * 1024
+    """At both ends of backward buckets are smaller, down to so many bytes: the first so that the link starts early, the
+    last since nothing hides its exchange. In between a bucket closes when it holds as much as was closed before it or is
+    still to come, whichever is less, at the latest at `bucket_bytes`. `bucket_bytes` or more: all buckets alike."""
     chunk_bytes: int = 4 * 2**20
     """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
     and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
@@ -71,7 +71,7 @@ class Policy(Document, frozen=True, kw_only=True):
         if self.scheme is not None:
             word("scheme", self.scheme, SCHEMES)
         whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
-        whole("tail_bytes", self.tail_bytes, "bytes of gradient that end an early bucket", low=1)
+        whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
 
     def __repr__(self) -> str:
@@ -110,17 +110,18 @@ class Policy(Document, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec]) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready (close-after rule, notes D17, with a tapered tail)."""
+        """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends)."""
         filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
         filled: dict[tuple[str, str, str], int] = {}
         closed: list[list[tuple[int, TensorInfo]]] = []
-        to_come = sum(tensor.nbytes for tensor in tensors)
+        sent, to_come = 0, sum(tensor.nbytes for tensor in tensors)
         for position, tensor in enumerate(tensors):
             to_come -= tensor.nbytes
             key = (tensor.dtype, tensor.device, specs[tensor.name].family)
             filling.setdefault(key, []).append((position, tensor))
             filled[key] = filled.get(key, 0) + tensor.nbytes
-            if filled[key] >= min(self.bucket_bytes, max(to_come, self.tail_bytes)):
+            if filled[key] >= min(self.bucket_bytes, max(min(sent, to_come), self.edge_bytes)):
+                sent += filled[key]
                 closed.append(filling.pop(key))
                 filled.pop(key)
         closed.extend(filling.values())
@@ -156,7 +157,7 @@ def Uniform(
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
     bucket_bytes: int = 4 * 2**20,
-    tail_bytes: int = 256 * 1024,
+    edge_bytes: int = 256 * 1024,
     chunk_bytes: int = 4 * 2**20,
 ) -> Policy:
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
@@ -169,7 +170,7 @@ def Uniform(
         schedule=schedule,
         scheme=scheme,
         bucket_bytes=bucket_bytes,
-        tail_bytes=tail_bytes,
+        edge_bytes=edge_bytes,
         chunk_bytes=chunk_bytes,
     )
 

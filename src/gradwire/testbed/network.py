@@ -14,11 +14,13 @@ from gradwire.testbed.namespaces import run_tool
 
 INTERFACE = "eth0"
 
-# A token bucket lets through what has gathered in it while the link was idle, so it holds little more than one packet,
-# and packets are 16 KiB instead of the kernel's 64: a message is 20 KiB cheaper than on a wire, never more. A larger
-# bucket makes middling messages almost free, a smaller one costs goodput from 2 Gb/s on.
-_SEGMENT_BYTES = 16 * 1024
-_SMALLEST_BURST_BYTES = 20 * 1024
+# A token bucket lets through what has gathered in it while the link was idle, so it holds little more than one packet: a
+# message after a pause is up to a bucket cheaper than on a wire, never more. Each packet costs the emulation some 20 us of
+# the processors that the ranks compute on, so packets are as large as the link carries in a millisecond, within limits.
+_PACKET_SECONDS = 0.001
+_SMALLEST_PACKET_BYTES = 16 * 1024
+_LARGEST_PACKET_BYTES = 64 * 1024  # the kernel's own limit
+_HEADER_BYTES = 4 * 1024  # of the segments that a packet stands for, and some slack
 _BURST_SECONDS = 0.0001  # what a late timer may make up for, at high rates
 _LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
 _QUEUE_BYTES = 32 * 1024 * 1024  # more than senders keep in flight, so that many senders to one node lose nothing
@@ -54,12 +56,12 @@ def build(hub: str, nodes: list[str]) -> None:
     for index, node in enumerate(nodes):
         lines += [
             f"link add port{index} type veth peer name {INTERFACE} netns {node}",
-            f"link set port{index} gso_max_size {_SEGMENT_BYTES} addrgenmode none master bridge0 up",
+            f"link set port{index} addrgenmode none master bridge0 up",
         ]
     run_tool(["ip", "-n", hub, "-batch", "-"], lines)
     for index, node in enumerate(nodes):
         lines = [
-            f"link set {INTERFACE} gso_max_size {_SEGMENT_BYTES} addrgenmode none up",
+            f"link set {INTERFACE} addrgenmode none up",
             f"address add {address_of(index)}/16 dev {INTERFACE}",
             "link set lo up",
         ]
@@ -69,11 +71,16 @@ def build(hub: str, nodes: list[str]) -> None:
 def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> None:
     """Limit every node's link in both directions; None takes a limit away. Packets under way are kept."""
     rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
-    burst = max(_SMALLEST_BURST_BYTES, int(rate / 8 * _BURST_SECONDS))
-    ports = [f"qdisc replace dev port{index} {_bucket(rate, burst)}" for index in range(len(nodes))]
-    run_tool(["tc", "-n", hub, "-batch", "-"], ports)
+    packet = min(max(int(rate / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
+    bucket = _bucket(rate, max(packet + _HEADER_BYTES, int(rate / 8 * _BURST_SECONDS)))
+    run_tool(
+        ["tc", "-n", hub, "-batch", "-"], [f"qdisc replace dev port{index} {bucket}" for index in range(len(nodes))]
+    )
     for node in nodes:
-        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *_bucket(rate, burst).split()])
+        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *bucket.split()])
+        # connections that are open learn the new size when they look up their route again
+        lines = [f"link set {INTERFACE} gso_max_size {packet}", "route flush cache"]
+        run_tool(["ip", "-n", node, "-batch", "-"], lines)
 
 
 def limit_intra(nodes: list[str], bits_per_second: float) -> None:
