@@ -66,7 +66,7 @@ class WorkerRecord(Document, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times of the slowest rank of each step."""
+    """Step times, of each step the mean over ranks."""
 
     median_us: float
     minimum_us: float
@@ -115,7 +115,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speedup: Interval | None = None
     """Against ddp in the same run; above 1 is faster."""
     step_us: list[float] = []
-    """Each step of the slowest rank, warm-up first."""
+    """Each step, the mean over ranks, warm-up first."""
     loss: list[float] = []
     """Each step's mean over the ranks, warm-up first. The floor's ranks learn apart from each other."""
 

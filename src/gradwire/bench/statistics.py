@@ -16,9 +16,9 @@ FRAME_PAYLOAD_BYTES = 1448
 RESAMPLES = 2000
 
 
-def step_times(slowest_us: Sequence[float]) -> StepTimes:
+def step_times(times_us: Sequence[float]) -> StepTimes:
     """Median, minimum and spread. Needs at least one step."""
-    times = np.asarray(slowest_us, dtype=np.float64)
+    times = np.asarray(times_us, dtype=np.float64)
     low, high = np.percentile(times, [10, 90])
     return StepTimes(
         median_us=float(np.median(times)),
@@ -56,7 +56,7 @@ def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: 
 def alone_from(record: WorkerRecord) -> Alone:
     """T_1, from a record of the floor with one rank."""
     method = record.methods[0]
-    times = step_times(_slowest(method)[record.warmup_steps :]) if method.failure is None else None
+    times = step_times(_over_ranks(method)[record.warmup_steps :]) if method.failure is None else None
     return Alone(job=record.job, parameters=record.parameters, failure=method.failure, step=times)
 
 
@@ -65,7 +65,7 @@ def cells_from(
 ) -> list[Cell]:
     """The cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
-    counted = {name: _slowest(method)[record.warmup_steps :] for name, method in good.items()}
+    counted = {name: _over_ranks(method)[record.warmup_steps :] for name, method in good.items()}
     compute_us = float(np.median(counted["floor"])) if "floor" in counted else None
     cells = []
     for method in record.methods:
@@ -98,7 +98,7 @@ def cells_from(
                 scaling_factor=scaling,
                 scaling_factor_stdev=scaling_stdev,
                 speedup=_against_ddp(counted, method.method),
-                step_us=_slowest(method),
+                step_us=_over_ranks(method),
                 loss=[float(loss) for loss in np.mean(method.loss, axis=0)],
             )
         )
@@ -111,9 +111,11 @@ def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interva
     return median_ratio(counted["ddp"], counted[method]) if "ddp" in counted else None
 
 
-def _slowest(method: MethodRecord) -> list[float]:
-    """Each step's time on the rank that took longest."""
-    return [float(us) for us in np.max(method.wall_us, axis=0)]
+def _over_ranks(method: MethodRecord) -> list[float]:
+    """Each step's time, the mean over ranks. Ranks end a step one after another: the one that is early in one step is
+    late in the next, so the longest times add up to more than what has passed; the means do not.
+    """
+    return [float(us) for us in np.mean(method.wall_us, axis=0)]
 
 
 def _mean_of_counted(by_rank: list[list[int]], warmup_steps: int) -> float:

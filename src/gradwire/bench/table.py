@@ -33,7 +33,7 @@ FULL_WIDTH = 170
 
 
 def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
-    """One table per job. Times are milliseconds of the slowest rank's step; bytes are per rank and step."""
+    """One table per job. Times are milliseconds of a step, the mean over ranks; bytes are per rank and step."""
     names = _fitting(width)
     for job in dict.fromkeys(cell.job for cell in run.cells):
         table = Table(title=_title(run, job), title_justify="left")
