@@ -142,6 +142,21 @@ def test_ranks_get_torchruns_variables(clean: None, script: Script, monkeypatch:
 
 
 @pytest.mark.network
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_nodes_have_processors_of_their_own(clean: None, script: Script, nodes: int) -> None:
+    usable = os.sched_getaffinity(0)
+    with Cluster(nodes, 2) as cluster:
+        code, lines = gather(cluster, script("import os; print(*sorted(os.sched_getaffinity(0)))"))
+    assert code == 0
+    given = {rank: [int(word) for word in line.split()] for rank, _, line in lines}
+    share = max(1, len(usable) // nodes)
+    assert all(len(processors) == share and usable >= set(processors) for processors in given.values())
+    assert given[0] == given[1]  # of one node
+    if len(usable) >= nodes:
+        assert len({processor for processors in given.values() for processor in processors}) == share * nodes
+
+
+@pytest.mark.network
 def test_output_is_whole_and_prefixed(clean: None, script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     argv = script(r"""
         import os, sys

@@ -28,8 +28,9 @@ class Cluster:
     """`nodes` network namespaces on a bridge, with `ranks_per_node` ranks in each; a context manager.
 
     inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra that of the
-    loopback inside a node; None means unlimited. Entering removes what dead clusters left on this machine and makes
-    the namespaces; leaving kills what still runs in them and removes them, whatever happened in between.
+    loopback inside a node; None means unlimited. Every node has an equal share of the processors that this process may
+    use. Entering removes what dead clusters left on this machine and makes the namespaces; leaving kills what still
+    runs in them and removes them, whatever happened in between.
 
     >>> with Cluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
@@ -157,6 +158,7 @@ class Cluster:
                     namespace=self._nodes[rank // self.ranks_per_node],
                     host=f"node{rank // self.ranks_per_node}",
                     hosts_file=hosts_file,
+                    processors=self._processors_of(rank // self.ranks_per_node),
                     argv=argv,
                     environment=environment | self._variables(rank, port, environment),
                 )
@@ -188,6 +190,13 @@ class Cluster:
             "NCCL_SOCKET_IFNAME": network.INTERFACE,
             namespaces.OWNER_VARIABLE: namespaces.this_owner(),
         }
+
+    def _processors_of(self, node: int) -> list[int]:
+        """A node has processors of its own: an equal share, or one, which it has with others where there are too few."""
+        usable = sorted(os.sched_getaffinity(0))
+        share = max(1, len(usable) // self.nodes)
+        first = node * share % len(usable)
+        return usable[first : first + share]
 
     def _limit_inter(self, bits_per_second: float | None) -> None:
         if bits_per_second is None and not self._limited:

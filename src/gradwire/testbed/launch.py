@@ -1,7 +1,8 @@
-"""Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROGRAM...`.
+"""Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROCESSORS ...`.
 
-SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts. A program of its own because
-code between fork and exec is not safe in a process with threads, as training drivers are.
+SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts, PROCESSORS the numbers of its
+processors with commas; the program and its arguments follow. A program of its own because code between fork and exec is
+not safe in a process with threads, as training drivers are.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ def _name_node(name: str, hosts: str) -> None:
 
 def main() -> None:
     """Ask for SIGKILL at the supervisor's death, check that it has not died before the asking, and exec."""
-    supervisor, name, hosts, *argv = sys.argv[1:]
+    supervisor, name, hosts, processors, *argv = sys.argv[1:]
     _call("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(supervisor):
         sys.exit("gradwire: the supervisor died before its rank began")
@@ -50,6 +51,7 @@ def main() -> None:
         _name_node(name, hosts)
     except OSError as error:  # a convenience: addresses work without it
         print(f"gradwire: {name} keeps this machine's name and hosts file: {error.strerror}", file=sys.stderr)
+    os.sched_setaffinity(0, map(int, processors.split(",")))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -36,6 +36,7 @@ class RankCommand:
     namespace: str
     host: str
     hosts_file: str
+    processors: list[int]
     argv: list[str]
     environment: dict[str, str]
 
@@ -98,6 +99,7 @@ class Supervisor:
 
     def _start(self, command: RankCommand) -> None:
         launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), command.host, command.hosts_file]
+        launch.append(",".join(map(str, command.processors)))
         try:
             process = subprocess.Popen(
                 [_find_ip(), "netns", "exec", command.namespace, *launch, *command.argv],
