@@ -59,7 +59,7 @@ class Policy(Document, frozen=True, kw_only=True):
     """At both ends of backward buckets are smaller, down to so many bytes: the first so that the link starts early, the
     last since nothing hides its exchange. In between a bucket closes when it holds as much as was closed before it or is
     still to come, whichever is less, at the latest at `bucket_bytes`. `bucket_bytes` or more: all buckets alike."""
-    chunk_bytes: int = 4 * 2**20
+    chunk_bytes: int = 8 * 2**20
     """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
     and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
 
@@ -158,7 +158,7 @@ def Uniform(
     scheme: str | None = None,
     bucket_bytes: int = 4 * 2**20,
     edge_bytes: int = 256 * 1024,
-    chunk_bytes: int = 4 * 2**20,
+    chunk_bytes: int = 8 * 2**20,
 ) -> Policy:
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
 
