@@ -5,6 +5,7 @@ own; `csrc/ops.cpp` registers the torch ops through libtorch's stable ABI and ch
 -ffp-contract=off and the absence of -ffast-math are part of the meaning: every level gives the same bytes.
 """
 
+import os
 import platform
 import shutil
 import subprocess
@@ -55,11 +56,12 @@ class BuildKernels(build_ext):
         root = Path(torch.__file__).parent
         includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
 
+        levels = {level: flags for level, flags in LEVELS.items() if self.takes(compiler, flags)}
         jobs = {
             temp / f"kernels-{level}.o": [*flags, f"-DGRADWIRE_LEVEL={level}", str(CSRC / "kernels.cpp")]
-            for level, flags in LEVELS.items()
+            for level, flags in levels.items()
         }
-        defines = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in LEVELS]
+        defines = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in levels]
         jobs[temp / "ops.o"] = [*defines, *includes, "-DTORCH_TARGET_VERSION=0x020a000000000000", str(CSRC / "ops.cpp")]
         with ThreadPoolExecutor() as pool:
             list(
@@ -74,6 +76,14 @@ class BuildKernels(build_ext):
         sys.stderr.write(done.stderr)
         if done.returncode:
             raise RuntimeError(f"compiling the kernels failed ({' '.join(command)})")
+
+    def takes(self, compiler: str, flags: list[str]) -> bool:
+        """Whether the compiler knows these flags: those of the newer levels came with g++ 11."""
+        empty = [compiler, *flags, "-E", "-x", "c++", "-o", os.devnull, os.devnull]
+        if subprocess.run(empty, capture_output=True).returncode == 0:
+            return True
+        self.warn(f"{compiler} does not know {' '.join(flags)}: the kernels for it are left out, others are slower")
+        return False
 
     def built(self) -> Path:
         return Path(self.build_lib) / "gradwire" / "kernels" / "_kernels.so"

@@ -1,8 +1,9 @@
 """Does the same model get learned? The transformer, 300 steps, DDP beside 4-bit QSGD, mean loss of steps 281 to 300.
 
 Two ranks on plain loopback; the methods take turns step by step, so one run holds both. The claim: with QSGD the mean over
-the seeds is at most 1 % above DDP's. The control: the same with kernels whose scale is deliberately halved (compiled from
-a changed copy of the sources), which must fail that bound, or the test could not see a broken codec.
+the seeds is at most 1 % above DDP's. The control: the same with kernels whose scale is deliberately halved where it is found
+(compiled from a changed copy of the sources; codes of what is above the halved scale overflow their bits), which must fail
+that bound, or the test could not see a broken codec.
 
     python -m benchmarks learning [--seeds 3] [--steps 300]
 """

@@ -9,6 +9,7 @@ from gradwire.bench.names import check_method, parse_policy, split_names
 from gradwire.bench.runner import BenchRequest
 from gradwire.core import QSGD, Cast, ErrorFeedback, Identity
 from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
+from gradwire.planner.policy import Policy
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,14 @@ def test_policy_text(text, spec):
     policy = parse_policy(text)
     assert policy.default == spec
     assert not policy.rules
+
+
+def test_policy_with_rules_as_text_and_as_a_file(tmp_path):
+    policy = Policy(default=QSGD(bits=4), rules=[("*.bias", Identity())], scheme="allgather", chunk_bytes=2**20)
+    assert parse_policy(policy.to_json(None).strip()) == policy
+    path = tmp_path / "policy.json"
+    policy.save(path)
+    assert parse_policy(str(path)) == policy
 
 
 def test_policy_may_be_a_plan_file(tmp_path):

@@ -178,7 +178,7 @@ DELETE = object()
 TENSOR = ("tensors", 0)
 BUCKET = ("buckets", 0)
 WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
-    (Profile, ("version",), 2, ["profile: version is 2", "reads version 1", "gradwire profile"]),
+    (Profile, ("version",), 2, ["profile: version is 2", "reads version 1", "gradwire.core.Profile"]),
     (Profile, ("version",), True, ["version is True"]),
     (Profile, ("version",), DELETE, ["version is missing", '"version": 1']),
     (Profile, ("colour",), 1, ["colour is not a field", "value is 1", "fields are version, model"]),

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,13 @@ MARGIN_S = 4.0
 """For a machine that does other things too."""
 
 
-def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, buffers: bool) -> tuple[str, str, float]:
-    """Train; the victim sends itself a signal. The others tell the error's type and words, and how long it took."""
+def step_until_told(
+    plan: gw.Policy, victim: int, how: int, at_step: int, busy_s: list[float], buffers: bool
+) -> tuple[str, str, float]:
+    """Train; the victim sends itself a signal. The others tell the error's type and words, and how long it took.
+
+    `busy_s` is how long each rank computes before that step.
+    """
     rank = dist.get_rank()
     model = Given([300, 2000, 5])
     if buffers:
@@ -32,6 +38,7 @@ def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, buffer
             if rank == victim:
                 os.kill(os.getpid(), how)
                 time.sleep(60)
+            time.sleep(busy_s[rank])
             started = time.monotonic()
             try:
                 model(gradients).backward()
@@ -49,8 +56,8 @@ def step_until_told(plan: gw.Policy, victim: int, how: int, at_step: int, buffer
 
 COMPRESSED = gw.Uniform(gw.QSGD(bits=4), bucket_bytes=4000, chunk_bytes=2000)
 PLAIN = gw.Uniform(gw.Identity())
-# world size, plan, victim, signal, step
-FAULTS = {
+# world size, plan, victim, signal, step, seconds of each rank before that step
+FAULTS: dict[str, tuple[Any, ...]] = {
     "killed, 2 ranks": (2, COMPRESSED, 1, signal.SIGKILL, 3),
     "killed host of the store, 3 ranks": (3, COMPRESSED, 0, signal.SIGKILL, 2),
     "killed, 3 ranks, all-reduce": (3, PLAIN, 2, signal.SIGKILL, 2),
@@ -60,6 +67,8 @@ FAULTS = {
     "stalled before it sends its buffers": (2, COMPRESSED, 0, signal.SIGSTOP, 1),
     "stalled, 3 ranks, all-reduce": (3, PLAIN, 2, signal.SIGSTOP, 2),
     "stalled, 2 ranks, all-gather": (2, gw.Uniform(gw.Cast(), scheme="allgather"), 0, signal.SIGSTOP, 1),
+    "killed long before, 3 ranks": (3, COMPRESSED, 2, signal.SIGKILL, 2, [0.5, 0.5, 0]),
+    "killed, another busy": (3, COMPRESSED, 2, signal.SIGKILL, 2, [0, 2.0, 0]),
 }
 
 
@@ -69,7 +78,8 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
     running = {name: World(size, TIMEOUT_S) for name, (size, *_) in FAULTS.items()}
     try:
         for name, (_, *arguments) in FAULTS.items():
-            running[name].start(step_until_told, *arguments, "buffers" in name)
+            busy_s = arguments[4] if len(arguments) > 4 else [0.0] * running[name].size
+            running[name].start(step_until_told, *arguments[:4], busy_s, "buffers" in name)
         ends = {}
         for name, world in running.items():
             victim = FAULTS[name][2]
@@ -85,7 +95,7 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
 def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
     faults: dict[str, list[Outcome]], name: str
 ) -> None:
-    _, _, victim, _, step = FAULTS[name]
+    _, _, victim, _, step, *_ = FAULTS[name]
     for rank, outcome in enumerate(faults[name]):
         if rank == victim:
             continue
@@ -222,6 +232,33 @@ def test_one_backward_too_many_raises(leave: bool) -> None:
     assert first.kind == "returned", first.value
     assert "step 2: rank 0 waited for bucket 0" in first.value
     assert "did not run the same number of backward passes" in first.value
+
+
+def codec_fails() -> tuple[str, str]:
+    """On rank 1 an encode raises; rank 0 waits for its part."""
+    model = Given([300, 5])
+    handle = gw.parallelize(model, plan=gw.QSGD())
+    model(model.random_gradients(0)).backward()
+    if dist.get_rank() == 1:
+        scheme = handle._executor.buckets[0].chunks[0]
+        scheme.codec.encode = lambda *arguments: torch.zeros(2) + torch.zeros(3)
+    with pytest.raises(gw.GradwireError) as caught:
+        model(model.random_gradients(1)).backward()
+    handle.detach()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_fault_of_our_own_is_not_blamed_on_the_network() -> None:
+    world = World(2, 3.0)
+    try:
+        (other, waited), (kind, words) = world.run(codec_fails)
+    finally:
+        world.close()
+    assert kind == "StepStateError"
+    assert "rank 1 could not do its part of bucket 0" in words
+    assert "size of tensor a" in words
+    assert other == "CommunicationError"
+    assert "rank 0 waited for bucket 0" in waited
 
 
 def different_steps() -> str:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from worlds import Given, Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
+from gradwire.core.tensors import TensorInfo
 
 
 def mean_is_exact(model: Given, step: int, ranks: tuple[int, ...]) -> bool:
@@ -171,15 +173,16 @@ def some_of_the_ranks() -> str | list[bool]:
     group = dist.new_group([0, 2])
     model = Given([5, 300])
     try:
-        gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"), process_group=group)
+        handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"), process_group=group)
     except gw.PlanError as error:
         return str(error)
-    return [mean_is_exact(model, step, (0, 2)) for step in range(3)]
+    own = {key.split("/")[0] for key in handle.state_dict()}
+    return [mean_is_exact(model, step, (0, 2)) for step in range(3)] + [own == {f"rank{dist.get_rank()}"}]
 
 
 def test_a_sub_group(worlds: Worlds) -> None:
     first, outsider, second = worlds.run(3, some_of_the_ranks)
-    assert first == second == [True] * 3
+    assert first == second == [True] * 4
     assert "not in the process_group" in outsider
 
 
@@ -211,7 +214,9 @@ def replaced(how: str) -> str:
     model[1].requires_grad_(False)
     gw.parallelize(model, plan=gw.Identity())
     model(torch.ones(1, 3)).sum().backward()
-    if how == "assigned":
+    if how == "assigned in eval":
+        model.eval()
+    if how.startswith("assigned"):
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     else:
         model[1].requires_grad_(True)
@@ -220,8 +225,40 @@ def replaced(how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "name"), [("assigned", "0.weight"), ("thawed", "1.weight")])
+@pytest.mark.parametrize(
+    ("how", "name"), [("assigned", "0.weight"), ("assigned in eval", "0.weight"), ("thawed", "1.weight")]
+)
 def test_parameters_that_came_later_are_refused(worlds: Worlds, how: str, name: str) -> None:
     for told in worlds.run(2, replaced, how):
         assert repr(name) in told
         assert "detach()" in told
+
+
+BFLOAT16 = TensorInfo("weight", (300,), "bfloat16", "cpu")
+
+
+def plans_of_another_version() -> list[str]:
+    """Of one bucket of bfloat16, and what is not executed in each."""
+    told = []
+    (bucket,) = gw.Uniform(gw.QSGD()).plan([BFLOAT16]).buckets
+    exact = gw.Uniform(gw.Identity()).plan([BFLOAT16])
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+    for plan in (
+        replace(gw.Uniform(gw.QSGD()).plan([BFLOAT16]), schedule=gw.Pipelined()),
+        replace(gw.Uniform(gw.QSGD()).plan([BFLOAT16]), buckets=(replace(bucket, reduce_dtype="bfloat16"),)),
+        replace(exact, buckets=(replace(exact.buckets[0], reduce_dtype="float32"),)),
+        replace(exact, buckets=(replace(exact.buckets[0], residual_dtype="bfloat16"),)),
+    ):
+        with pytest.raises(gw.PlanError) as caught:
+            gw.parallelize(model, plan=plan)
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_a_plan_asks_for_is_done_or_refused(worlds: Worlds) -> None:
+    for schedule, coded, summed, residual in worlds.run(1, plans_of_another_version):
+        assert "schedule is Pipelined" in schedule
+        assert "reduce_dtype 'bfloat16'" in coded
+        assert "reduce_dtype 'float32'" in summed
+        assert "residual_dtype 'bfloat16'" in residual

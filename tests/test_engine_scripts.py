@@ -373,6 +373,23 @@ def test_activation_checkpointing(worlds: Worlds, reentrant: bool, tied: bool) -
         assert ours == plain
 
 
+def resumed_with_checkpoints() -> int:
+    """The first backward of a handle that goes on from step 1, in a model whose first gradient is an inner one's."""
+    model = Checkpointed(reentrant=True, tied=True)
+    handle = gw.parallelize(model, plan=gw.Identity())
+    model(torch.ones(2, 6)).sum().backward()
+    state = handle.state_dict()
+    handle.detach()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    handle.load_state_dict(state)
+    model(torch.ones(2, 6)).sum().backward()
+    return handle.stats().steps
+
+
+def test_reentrant_checkpointing_in_a_resumed_run(worlds: Worlds) -> None:
+    assert worlds.run(2, resumed_with_checkpoints) == [2, 2]
+
+
 def parts_without_the_whole() -> tuple[str, int, bool]:
     """The root is never called, so gradwire sees no forward; the first gradient comes from an inner backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

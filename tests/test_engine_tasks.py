@@ -65,6 +65,12 @@ def test_skew_puts_a_gather_behind_the_reduce_of_the_next_piece() -> None:
     assert [(task.chunk, task.phase) for task in tasks] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
 
 
+def test_skew_never_lets_a_bucket_wait_for_the_next_one() -> None:
+    launch = [(0, "alltoall"), (0, "allgather"), (1, "alltoall"), (1, "allgather")]
+    (tasks,) = task_lists(launch, chunks=[1, 1], lanes=1, skew=True)
+    assert [(task.bucket, task.phase) for task in tasks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
 def test_two_lanes_share_the_pieces() -> None:
     first, second = task_lists([(0, "alltoall"), (0, "allgather")], chunks=[4], lanes=2, skew=False)
     assert [task.chunk for task in first] == [0, 0, 2, 2]

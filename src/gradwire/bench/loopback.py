@@ -6,6 +6,7 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from typing import IO, Self
 
 from gradwire.errors import TestbedError
 
-__all__ = ["LineCallback", "Loopback"]
+__all__ = ["LOOPBACK", "LineCallback", "Loopback"]
 
 LineCallback = Callable[[int, str, str], None]
 """rank, stream ("stdout" or "stderr"), line without its newline."""
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 TIMED_OUT = 124
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 10.0
@@ -81,7 +83,7 @@ class Loopback:
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
         }
 
 

@@ -51,7 +51,8 @@ def check_method(name: str) -> str:
 
 
 def parse_policy(text: str) -> Policy | str:
-    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, or a plan file's path.
+    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, a policy for its JSON
+    text or file, or a plan file's path.
 
     >>> parse_policy("qsgd4")
     Policy(default=QSGD(bits=4, block=128))
@@ -67,15 +68,24 @@ def parse_policy(text: str) -> Policy | str:
         return Uniform(ErrorFeedback(quantiser) if match["feedback"] else quantiser)
     if text.startswith("{"):
         try:
-            return Uniform(spec_from_dict(json.loads(text)))
+            read = json.loads(text)
         except json.JSONDecodeError as error:
-            raise FormatError(f"the spec {text!r} is not JSON: {error}.") from error
+            raise FormatError(f"{text!r} is not JSON: {error}.") from error
+        return Policy.from_dict(read) if "default" in read else Uniform(spec_from_dict(read))
     if Path(text).is_file():
-        return text
+        return Policy.load(text) if _is_policy(Path(text)) else text
     raise FormatError(
-        f"{text!r} is no policy, and no plan file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef "
-        '(with error feedback), a JSON spec such as {"id":"qsgd","bits":4}, or the path of a plan file.'
+        f"{text!r} is no policy, and no file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
+        'error feedback), a spec such as {"id":"qsgd","bits":4}, a policy such as {"default":{"id":"qsgd","bits":4},'
+        '"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
     )
+
+
+def _is_policy(path: Path) -> bool:
+    try:
+        return "default" in json.loads(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False  # whoever reads it as a plan says what is wrong with it
 
 
 def split_names(text: str) -> list[str]:

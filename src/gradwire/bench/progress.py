@@ -46,7 +46,7 @@ class ProgressView:
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as self._progress:
-            self._progress.add_task(f"[bold]{title}", total=None, now="starting the ranks", start=False)
+            self._title = self._progress.add_task(f"[bold]{title}", total=None, now="starting the ranks", start=False)
             self._tasks = {
                 name: self._progress.add_task(f"  {name}", total=steps, now="", start=False) for name in methods
             }
@@ -62,6 +62,7 @@ class ProgressView:
             return
         task = self._tasks[event.method]
         if event.step == 0:
+            self._progress.update(self._title, now="")
             self._progress.start_task(task)
         now = f"{event.us / 1e3:.0f} ms a step, loss {event.loss:.2f}"
         self._progress.update(task, completed=event.step + 1, now=now)

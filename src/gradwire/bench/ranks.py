@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch.distributed as dist
+
+from gradwire.bench.loopback import LOOPBACK
 
 __all__ = ["Ranks", "die_with", "sent_by_interface"]
 
@@ -70,9 +72,8 @@ def die_with(parent: int) -> None:
 
 def sent_by_interface() -> int:
     """Bytes that the interface gloo uses has sent, for all ranks that share it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            return int(numbers.split()[8])
-    raise RuntimeError(f"there is no interface {interface!r} (GLOO_SOCKET_IFNAME) in /proc/self/net/dev")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)
+    if interface not in counters:
+        raise RuntimeError(f"there is no interface {interface!r} (GLOO_SOCKET_IFNAME), only {', '.join(counters)}")
+    return int(counters[interface].bytes_sent)

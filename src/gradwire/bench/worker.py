@@ -14,6 +14,7 @@ A method that fails on any rank is left out from then on, and its message is the
 
 import contextlib
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -114,6 +115,10 @@ class Contest:
             sent_before = sent
             if self.ranks.rank == 0:
                 print_event(StepEvent(contestant.name, step, contestant.wall_us[-1], loss))
+        first = len(contestant.loss) - steps
+        for step, loss in enumerate(contestant.loss[first:], first):
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {step} is {loss}: training diverged, its times say nothing")
 
     def _finish(self, contestant: Contestant) -> None:
         method = contestant.method
@@ -129,6 +134,8 @@ class Contest:
         """Every method's record, of all ranks."""
         records = []
         for mine in self.contestants:
+            if mine.failure is not None:
+                mine.loss = []  # it may hold what is no number
             fields = ("wall_us", "cpu_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
             by_rank = self.ranks.gather({field: getattr(mine, field) for field in fields})
             gathered = {field: [rank[field] for rank in by_rank] for field in fields}

@@ -1,8 +1,8 @@
 """Schemes over torch.distributed, the links they run on, and the lanes that submit to links."""
 
 from gradwire.collectives.lane import Lane
-from gradwire.collectives.link import Group, Link, SilentLink
-from gradwire.collectives.meter import Meter, Span
+from gradwire.collectives.link import Group, Link, LinkError, SilentLink
+from gradwire.collectives.meter import Meter
 from gradwire.collectives.schemes import AllGather, AllReduce, Piece, Scheme, TwoPhase
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "Group",
     "Lane",
     "Link",
+    "LinkError",
     "Meter",
     "Piece",
     "Scheme",
     "SilentLink",
-    "Span",
     "TwoPhase",
 ]

@@ -7,7 +7,8 @@ so ranks that belong to different sub-groups can be cross-wired or wait for each
 
 import ctypes
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,7 +20,24 @@ from torch.distributed import distributed_c10d
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
-__all__ = ["Exchange", "Group", "Link", "SilentLink"]
+__all__ = ["Exchange", "Group", "Link", "LinkError", "SilentLink"]
+
+
+class LinkError(Exception):
+    """A transfer failed, as the cause tells. `peer` is the rank within the group it was with, None if it was with all."""
+
+    def __init__(self, peer: int | None, cause: Exception) -> None:
+        super().__init__(str(cause).strip() or type(cause).__name__)
+        self.peer = peer
+
+
+@contextmanager
+def transfer(peer: int | None = None) -> Iterator[None]:
+    """Around calls of a backend: what they raise becomes a LinkError."""
+    try:
+        yield
+    except Exception as error:
+        raise LinkError(peer, error) from error
 
 
 @dataclass(frozen=True)
@@ -111,14 +129,15 @@ class Link:
 
 
 class Exchange(Protocol):
-    """Every rank sends a part to every other. Parts of no bytes are not sent."""
+    """Every rank sends a part to every other. Parts of no bytes are not sent. Its calls raise LinkError."""
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         """Send `sent[j]` to rank j; the own part is not used."""
         ...
 
     def wait(self, source: int) -> None:
-        """Until rank `source`'s part has arrived."""
+        """Until rank `source`'s part has arrived; on CUDA the current stream waits. The own part is there at once on CPU,
+        on CUDA when all that was queued before the exchange is done."""
         ...
 
     def finish(self) -> None:
@@ -131,25 +150,30 @@ class _Posted:
 
     def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
         self.link, self.tag = link, tag
-        self.receives = {
-            source: link.backend.recv([part], source, tag)
-            for source, part in enumerate(received)
-            if source != link.rank and part.numel()
-        }
-        self.sends: list[dist.Work] = []
+        self.receives: dict[int, dist.Work] = {}
+        self.sends: dict[int, dist.Work] = {}
+        for source, part in enumerate(received):
+            if source != link.rank and part.numel():
+                with transfer(source):
+                    self.receives[source] = link.backend.recv([part], source, tag)
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         # begin with the next rank, so that not all send to rank 0 first
-        order = [(self.link.rank + step) % self.link.world_size for step in range(1, self.link.world_size)]
-        self.sends = [self.link.backend.send([sent[to]], to, self.tag) for to in order if sent[to].numel()]
+        for step in range(1, self.link.world_size):
+            to = (self.link.rank + step) % self.link.world_size
+            if sent[to].numel():
+                with transfer(to):
+                    self.sends[to] = self.link.backend.send([sent[to]], to, self.tag)
 
     def wait(self, source: int) -> None:
         if source in self.receives:
-            self.receives[source].wait(self.link.timeout)
+            with transfer(source):
+                self.receives[source].wait(self.link.timeout)
 
     def finish(self) -> None:
-        for send in self.sends:
-            send.wait(self.link.timeout)
+        for to, send in self.sends.items():
+            with transfer(to):
+                send.wait(self.link.timeout)
 
 
 class _Grouped:
@@ -164,11 +188,13 @@ class _Grouped:
         none = self.received[own][:0]
         outputs = [none if j == own else part for j, part in enumerate(self.received)]
         inputs = [none if j == own else part for j, part in enumerate(sent)]
-        self.work = self.link.backend.alltoall(outputs, inputs)
+        with transfer():
+            self.work = self.link.backend.alltoall(outputs, inputs)
 
     def wait(self, source: int) -> None:
         assert self.work is not None
-        self.work.wait()
+        with transfer():
+            self.work.wait()
 
     def finish(self) -> None:
         pass

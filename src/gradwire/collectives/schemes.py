@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.collectives.link import Exchange, Link
+from gradwire.collectives.link import Exchange, Link, transfer
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.streams import Mark
 
@@ -51,9 +51,6 @@ class Piece:
 class Scheme(Protocol):
     """What the engine runs: phases by number, each ending in everything that follows its collective."""
 
-    @property
-    def phases(self) -> tuple[str, ...]: ...
-
     wire_bytes: int
     """Bytes this rank sends."""
     residuals: list[torch.Tensor]
@@ -64,14 +61,20 @@ class Scheme(Protocol):
         ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        """Do one phase. `ready` marks the moment from which the flat buffer holds the gradient."""
+        """Do one phase. `ready` marks the moment from which the flat buffer holds the gradient.
+
+        Raises LinkError where a transfer failed.
+        """
+        ...
+
+    def take_back(self, start: int, end: int) -> None:
+        """The sum in these elements of the run is not used: where there are residuals it is sent again in the next step.
+        Every rank calls it; one of them keeps the sum."""
         ...
 
 
 class AllReduce:
     """Summed on the wire by the backend, in the tensor's dtype; nothing is encoded."""
-
-    phases = ("allreduce",)
 
     def __init__(self, flat: torch.Tensor, world_size: int) -> None:
         self.flat = flat
@@ -82,16 +85,17 @@ class AllReduce:
         pass
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        with link.streams.encoding(ready):
+        with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
-        with link.streams.decoding(), meter.wire():
+        with link.streams.decoding(), transfer():
             work.wait()
+
+    def take_back(self, start: int, end: int) -> None:
+        pass
 
 
 class AllGather:
     """Each rank encodes once and gets everybody's payload: one encode's error, world_size - 1 payloads sent."""
-
-    phases = ("allgather",)
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank = codec, piece, rank
@@ -107,28 +111,29 @@ class AllGather:
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         flat, piece, context = self.piece.flat, self.piece, self.piece.contexts[0]
-        with link.streams.encoding(ready):
+        residual = self.residuals[0] if self.residuals else None
+        with link.streams.encoding(ready) as stream:
             with meter.codec():
-                self.codec.encode(flat, self.residuals[0] if self.residuals else None, piece.whole, context, self.sent)
+                self.codec.encode(flat, residual, piece.whole, context.on(stream), self.sent)
             self.exchange.send([self.sent] * len(self.payloads))
-        with link.streams.decoding():
+        with link.streams.decoding() as stream:
             for source, payload in enumerate(self.payloads):
-                with meter.wire():
-                    self.exchange.wait(source)
+                self.exchange.wait(source)
                 with meter.codec():
-                    self.codec.decode(payload, piece.whole, flat.dtype, source > 0, self.total, context)
+                    self.codec.decode(payload, piece.whole, flat.dtype, source > 0, self.total, context.on(stream))
             if self.total is not flat:
                 flat.copy_(self.total)
-            with meter.wire():
-                self.exchange.finish()
+            self.exchange.finish()
+
+    def take_back(self, start: int, end: int) -> None:
+        if self.residuals and self.rank == 0:
+            self.residuals[0][start:end] += self.piece.flat[start:end]
 
 
 class TwoPhase:
     """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
     owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3, D34).
     """
-
-    phases = ("alltoall", "allgather")
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
@@ -161,44 +166,47 @@ class TwoPhase:
     def _reduce(self, link: Link, meter: Meter, ready: Mark) -> None:
         piece, codec, context = self.piece, self.codec, self.piece.contexts[0]
         mine, segments, dtype = self.parts[self.rank], piece.shards[self.rank], piece.flat.dtype
-        with link.streams.encoding(ready):
+        with link.streams.encoding(ready) as stream:
             with meter.codec():
                 for j, part in enumerate(self.parts):
                     if j != self.rank:
-                        codec.encode(part, self.sent_residuals[j], piece.shards[j], context, self.to_owners[j])
+                        residual, payload = self.sent_residuals[j], self.to_owners[j]
+                        codec.encode(part, residual, piece.shards[j], context.on(stream), payload)
             self.reduce.send(self.to_owners)
-        with link.streams.decoding():
+        with link.streams.decoding() as stream:
             for source in range(self.world_size):
-                with meter.wire():
-                    self.reduce.wait(source)
+                self.reduce.wait(source)
                 with meter.codec():
                     if source != self.rank:
-                        codec.decode(self.for_sum[source], segments, dtype, source > 0, self.total, context)
+                        payload = self.for_sum[source]
+                        codec.decode(payload, segments, dtype, source > 0, self.total, context.on(stream))
                     elif source:
                         self.total.add_(mine)
                     else:
                         self.total.copy_(mine)
-            with meter.wire():
-                self.reduce.finish()
+            self.reduce.finish()
             self.summed = link.streams.mark()
 
     def _gather(self, link: Link, meter: Meter) -> None:
         piece, codec, context, dtype = self.piece, self.codec, self.piece.contexts[1], self.total.dtype
         own = self.sums[self.rank]
-        with link.streams.encoding(self.summed):
+        residual = self.residuals[1] if self.residuals else None
+        with link.streams.encoding(self.summed) as stream:
             with meter.codec():
-                residual = self.residuals[1] if self.residuals else None
-                codec.encode(self.total, residual, piece.shards[self.rank], context, own)
+                codec.encode(self.total, residual, piece.shards[self.rank], context.on(stream), own)
             self.gather.send([own] * self.world_size)
-        with link.streams.decoding():
+        with link.streams.decoding() as stream:
             for j, part in enumerate(self.parts):
-                if j != self.rank:
-                    with meter.wire():
-                        self.gather.wait(j)
+                self.gather.wait(j)
                 with meter.codec():
-                    codec.decode(self.sums[j], piece.shards[j], dtype, False, part, context)
-            with meter.wire():
-                self.gather.finish()
+                    codec.decode(self.sums[j], piece.shards[j], dtype, False, part, context.on(stream))
+            self.gather.finish()
+
+    def take_back(self, start: int, end: int) -> None:
+        own, stop = self.piece.bounds[self.rank], self.piece.bounds[self.rank + 1]
+        low, high = max(start, own), min(end, stop)
+        if self.residuals and low < high:
+            self.residuals[1][low - own : high - own] += self.piece.flat[low:high]
 
 
 def _residual(like: torch.Tensor, piece: Piece) -> torch.Tensor:

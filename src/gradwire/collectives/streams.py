@@ -23,11 +23,11 @@ class Streams(Protocol):
         """Called once by the lane's thread."""
         ...
 
-    def encoding(self, after: Mark) -> AbstractContextManager[None]:
+    def encoding(self, after: Mark) -> AbstractContextManager[torch.Stream | None]:
         """Work inside is queued on the encode stream, after the mark. Collectives start when it is done."""
         ...
 
-    def decoding(self) -> AbstractContextManager[None]:
+    def decoding(self) -> AbstractContextManager[torch.Stream | None]:
         """Work inside is queued on the decode stream."""
         ...
 
@@ -46,10 +46,10 @@ class HostStreams:
     def enter_thread(self) -> None:
         pass
 
-    def encoding(self, after: Mark) -> AbstractContextManager[None]:
+    def encoding(self, after: Mark) -> AbstractContextManager[torch.Stream | None]:
         return nullcontext()
 
-    def decoding(self) -> AbstractContextManager[None]:
+    def decoding(self) -> AbstractContextManager[torch.Stream | None]:
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -70,16 +70,16 @@ class DeviceStreams:
         torch.accelerator.set_device_index(self.device.index or 0)
 
     @contextmanager
-    def encoding(self, after: Mark) -> Iterator[None]:
+    def encoding(self, after: Mark) -> Iterator[torch.Stream | None]:
         if after is not None:
             self._encode.wait_event(after)
         with self._encode:
-            yield
+            yield self._encode
 
     @contextmanager
-    def decoding(self) -> Iterator[None]:
+    def decoding(self) -> Iterator[torch.Stream | None]:
         with self._decode:
-            yield
+            yield self._decode
 
     def mark(self) -> Mark:
         event = torch.Event(self.device)

@@ -1,7 +1,7 @@
 """What a compressor is: encode and decode as functions of (tensor, state, context), nothing else."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +18,16 @@ class Context:
 
     random: int64 tensor of (seed, step, encode number, rank) on the tensor's device; it keys the random stream, so that
     a resumed run repeats it and ranks differ. A tensor, since a host number would be frozen by graph capture.
-    stream: the device stream the work is queued on; None on CPU, where it is done when the call returns.
+    stream: the device stream the work is queued on, torch's current one too; None on CPU, where work is done when the
+    call returns.
     """
 
     random: torch.Tensor
     stream: torch.Stream | None = None
+
+    def on(self, stream: torch.Stream | None) -> "Context":
+        """The same for work on this stream."""
+        return self if stream is self.stream else replace(self, stream=stream)
 
 
 class Compressor(ABC):

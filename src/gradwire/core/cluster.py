@@ -34,7 +34,7 @@ class Cluster(Document, frozen=True, kw_only=True):
     """
 
     what: ClassVar[str] = "cluster"
-    remedy: ClassVar[str] = "Write it again from the fields in the documentation of formats."
+    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
     omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
 
     version: int = 1

@@ -52,7 +52,7 @@ class Costs(Document, frozen=True, kw_only=True):
     """Codec times, at most one entry for each spec and device."""
 
     what: ClassVar[str] = "costs"
-    remedy: ClassVar[str] = "Measure the codecs again with `gradwire profile`."
+    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Costs."
     omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
 
     version: int = 1

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_fit"]
 
-_CURE = "Re-run `gradwire profile` and `gradwire plan`, or pass plan='auto'."
+_CURE = (
+    "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
+)
 
 
 def check_fit(plan: "Plan", tensors: Sequence[TensorInfo]) -> None:

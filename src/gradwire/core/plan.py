@@ -132,7 +132,7 @@ class Plan(Document, frozen=True, kw_only=True):
     """
 
     what: ClassVar[str] = "plan"
-    remedy: ClassVar[str] = "Make it again with `gradwire plan`, or pass plan='auto'."
+    remedy: ClassVar[str] = "Save it again from `handle.plan`, or pass a policy instead."
     omit_at_default: ClassVar[tuple[str, ...]] = ("prediction",)
 
     version: int = 1

@@ -58,7 +58,7 @@ class Profile(Document, frozen=True, kw_only=True):
     """
 
     what: ClassVar[str] = "profile"
-    remedy: ClassVar[str] = "Make it again with `gradwire profile`."
+    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Profile."
     omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
 
     version: int = 1

@@ -8,13 +8,14 @@ A step of the executor:
 
 Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so two lanes keep the wire busy
 while one encodes. On CUDA nothing blocks, one lane submits everything, and the gather of a piece is put behind the
-reduce of the next, so that the codec of one runs while the other is on the wire.
+reduce of the bucket's next, so that the codec of one runs while the other is on the wire.
 """
 
 import queue
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -37,7 +38,7 @@ class Task:
 
 
 class TaskFailed(Exception):
-    """A collective failed; carries where."""
+    """Something failed on a lane; carries where."""
 
     def __init__(self, task: Task, cause: Exception) -> None:
         super().__init__(f"{task}: {cause}")
@@ -52,7 +53,7 @@ def task_lists(launch: Sequence[tuple[int, str]], chunks: Sequence[int], lanes: 
     """The tasks of each lane. `chunks[b]` is the number of pieces of bucket b.
 
     Launches of one bucket that follow each other run piece by piece; with skew the last phase of a piece comes after
-    the first phase of the next.
+    the first phase of the bucket's next.
 
     >>> task_lists([(0, "alltoall"), (0, "allgather")], chunks=[2], lanes=1, skew=False)[0][1]
     Task(bucket=0, chunk=0, phase=1)
@@ -65,7 +66,7 @@ def task_lists(launch: Sequence[tuple[int, str]], chunks: Sequence[int], lanes: 
         order += [Task(bucket, chunk, phase) for chunk in range(chunks[bucket]) for phase in phases]
     if skew:
         for at in range(len(order) - 1):
-            if order[at].phase > 0 and order[at + 1].phase == 0:
+            if order[at].phase > 0 and order[at + 1].phase == 0 and order[at].bucket == order[at + 1].bucket:
                 order[at], order[at + 1] = order[at + 1], order[at]
     lists: list[list[Task]] = [[] for _ in range(lanes)]
     lane_of: dict[tuple[int, int], int] = {}
@@ -123,17 +124,23 @@ class Executor:
         meter, marks = Meter(), {}
         for task in tasks:
             if task.phase == 0:
-                self.buckets[task.bucket].chunks[task.chunk].post(link, self._tags[task.bucket, task.chunk])
+                with _telling(task):
+                    self.buckets[task.bucket].chunks[task.chunk].post(link, self._tags[task.bucket, task.chunk])
         for task in tasks:
             while task.bucket not in marks:
                 bucket, mark = arrivals.get()
                 if bucket < 0:
                     raise Abandoned
                 marks[bucket] = mark
-            meter.at = (task.bucket, task.chunk)
-            try:
+            with _telling(task):
                 self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, marks[task.bucket])
-            except Exception as error:
-                raise TaskFailed(task, error) from error
         with link.streams.decoding():
             return meter, link.streams.mark()
+
+
+@contextmanager
+def _telling(task: Task) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise TaskFailed(task, error) from error

@@ -3,16 +3,17 @@
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from gradwire.collectives import Group
+from gradwire.collectives import Group, LinkError
 from gradwire.core.plan import Plan
 from gradwire.engine.executor import Task
-from gradwire.errors import CommunicationError
+from gradwire.errors import CommunicationError, GradwireError, StepStateError
 
-__all__ = ["RollCall", "communication_error", "in_words"]
+__all__ = ["RollCall", "communication_error", "in_words", "local_error"]
 
 
 class RollCall:
@@ -64,13 +65,33 @@ def communication_error(
     what: str, cause: BaseException, step: int, group: Group, roll_call: RollCall
 ) -> CommunicationError:
     """What to raise when what was waited for failed."""
-    waited = roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
-    if waited:
-        who = f"rank{'s' if len(waited) > 1 else ''} {', '.join(map(str, waited))} did not answer"
+    silent = roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
+    peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
+    others = [rank for rank in silent if rank != peer]
+    if peer in silent:
+        who = f"rank {peer} did not answer"
+        if others:
+            who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
+    elif silent:
+        who = f"{_ranks(silent)} did not answer"
     else:
-        who = f"all of ranks {', '.join(map(str, group.global_ranks))} are alive, so the link between them failed"
+        who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
     return CommunicationError(
         f"step {step}: rank {group.global_ranks[group.rank]} waited for {what}: {who}. A rank died, stalled, or did not "
         f"run the same number of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
         f"(The backend said: {str(cause).strip() or type(cause).__name__})"
     )
+
+
+def local_error(what: str, cause: BaseException, step: int, group: Group) -> GradwireError:
+    """What to raise when this rank could not do its own part."""
+    kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
+    return kind(
+        f"step {step}: rank {group.global_ranks[group.rank]} could not do its part of {what}: {type(cause).__name__}: "
+        f"{cause}. The network is not at fault. Other ranks wait for this part until their timeout or this rank's end; "
+        "restart all from a checkpoint."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

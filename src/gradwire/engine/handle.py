@@ -52,8 +52,6 @@ class Stats:
     """Bytes of the gradients themselves."""
     exposed_us: float
     """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
-    last_exposed_us: float
-    """The same of the last step alone."""
     codec_us: float
     """Median of the CPU time of encodes and decodes in a step, lanes added up."""
     buckets: tuple[BucketStats, ...]
@@ -125,7 +123,6 @@ class Handle:
             wire_bytes=sum(scheme.wire_bytes for b in buckets for scheme in b.chunks),
             gradient_bytes=sum(b.flat.numel() * b.flat.element_size() for b in buckets),
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
-            last_exposed_us=1e6 * reports[-1].exposed_s if reports else 0.0,
             codec_us=1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0,
             buckets=tuple(
                 BucketStats(b.bucket.tensors, b.flat.numel(), len(b.chunks), sum(s.wire_bytes for s in b.chunks))
@@ -155,7 +152,7 @@ class Handle:
 
         Of the plan it holds what a policy makes it from again, and its digest.
         """
-        prefix = f"rank{self._group.rank}"
+        prefix = f"rank{self._group.global_ranks[self._group.rank]}"
         state = {
             f"{prefix}/step": torch.tensor(self._backward.step),
             f"{prefix}/order": torch.tensor(self._order),
@@ -169,7 +166,7 @@ class Handle:
 
         Raises ValueError naming what is missing or does not fit.
         """
-        prefix = f"rank{self._group.rank}/"
+        prefix = f"rank{self._group.global_ranks[self._group.rank]}/"
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if missing := {"step", "order", "plan"} - own.keys():
             raise ValueError(
@@ -256,11 +253,11 @@ class Handle:
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         # a deep copy carries the hooks along, but is nobody's
-        if module is not self._model() or not (module.training and torch.is_grad_enabled()):
-            return
-        if not self._backward.may_send():
+        if module is not self._model() or not torch.is_grad_enabled() or not self._backward.may_send():
             return
         self._check_parameters(module)
+        if not module.training:
+            return  # an evaluation may run on one rank only
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if buffers and self._buffers_due:
             self._broadcast(buffers, "rank 0's buffers before forward")

@@ -44,6 +44,13 @@ class BucketBuffers:
     """Elements at which the chunks begin and end."""
     chunks: list[Scheme]
 
+    def take_back(self, slot: Slot) -> None:
+        """The sum of this gradient is not used by any rank: what it holds of residuals stays unsent."""
+        for (start, end), chunk in zip(pairwise(self.bounds), self.chunks, strict=True):
+            low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+            if low < high:
+                chunk.take_back(low - start, high - start)
+
 
 def build_buckets(
     plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor
@@ -73,8 +80,8 @@ def _build(
         slots.append(Slot(name, index, at, _view(flat, at, member)))
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
-    _check(index, bucket, first, codec)
     coded = _coded_scheme(index, bucket)
+    _check(index, bucket, first, codec, all_reduce=coded is None)
     if coded is None:
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [AllReduce(flat, group.world_size)])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
@@ -169,7 +176,7 @@ def _coded_scheme(index: int, bucket: Bucket) -> type[AllGather] | type[TwoPhase
     )
 
 
-def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compressor) -> None:
+def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compressor, all_reduce: bool) -> None:
     where = "cpu" if first.device.type == "cpu" else "gpu"
     for task in bucket.option:
         if task in ("comp:gpu", "comp:cpu", "decomp:gpu", "decomp:cpu") and not task.endswith(where):
@@ -181,6 +188,16 @@ def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compres
         raise PlanError(
             f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "
             "float32, bfloat16 and float16: add a rule with gw.Identity() for this tensor."
+        )
+    own, plain = str(first.dtype).removeprefix("torch."), isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
+    if all_reduce or (plain and own == "float64"):
+        possible, why = [own], "all-reduce adds in the tensor's own dtype, and exact sums keep float64"
+    else:
+        possible, why = ["float32", *([own] if plain else [])], "decoded values are added in float32"
+    if bucket.reduce_dtype not in possible:
+        raise PlanError(
+            f"bucket {index} of {own} tensors has reduce_dtype {bucket.reduce_dtype!r}, but {why}. Write "
+            f"{' or '.join(dict.fromkeys(possible))}."
         )
     if bucket.residual_dtype != "float32":
         raise PlanError(f"bucket {index} has residual_dtype {bucket.residual_dtype!r}; this version keeps float32.")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradwire._version import __version__
 from gradwire.collectives import Group, Lane, Link
 from gradwire.core.plan import Plan
+from gradwire.core.schedules import Backward
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.agreement import agree
@@ -132,6 +133,11 @@ def _plan(plan: Any, tensors: list[TensorInfo]) -> tuple[Plan, Policy | None]:
     if isinstance(plan, (str, os.PathLike)):
         plan = Plan.load(Path(plan))
     if isinstance(plan, Plan):
+        if not isinstance(plan.schedule, Backward):
+            raise PlanError(
+                f"the plan's schedule is {plan.schedule!r}: this version executes the backward schedule, and reads and "
+                "writes the others. Use schedule='backward'."
+            )
         return plan, None
     if isinstance(plan, Spec):
         plan = Uniform(plan)

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from gradwire.collectives import Group, Lane, Meter
+from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
 from gradwire.engine.executor import Executor, TaskFailed
-from gradwire.engine.failure import RollCall, communication_error, in_words
+from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
 from gradwire.engine.layout import Slot
 from gradwire.errors import GradwireError, StepStateError
 
@@ -61,6 +61,8 @@ class Backward:
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._used = torch.zeros(len(parameters) + 2, dtype=torch.int64)
         self._running = False
+        self._seen = False
+        """Whether a backward was finished: what its graph is like is known then."""
         self._outer_task = -1
         self._release: weakref.finalize[..., Backward] | None = None
         owner = weakref.ref(self)
@@ -89,8 +91,8 @@ class Backward:
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
         """Called after a forward whose backward will synchronise: learn of the outermost backward before it begins."""
-        if not self.deferred and self.step == 0 and reentrant.in_graph(outputs):
-            self.deferred = True
+        if not self._seen and not self.deferred:
+            self.deferred = reentrant.in_graph(outputs)
         if self.deferred:
             for output in outputs:
                 output.register_hook(self._outermost)
@@ -208,7 +210,10 @@ class Backward:
             meters = self.executor.finish()
             exchange.result()
         except TaskFailed as error:
-            raise self.broken(in_words(self.executor.plan, error.task), error.cause) from error.cause
+            what = in_words(self.executor.plan, error.task)
+            if isinstance(error.cause, LinkError):
+                raise self.broken(what, error.cause) from error.cause
+            raise self._fail(local_error(what, error.cause, self.step, self.group)) from error.cause
         except RuntimeError as error:
             raise self.broken("the control exchange at the end of backward", error) from error
         exposed = time.perf_counter() - start
@@ -223,7 +228,7 @@ class Backward:
         for index, own in kept.items():
             self._settle(index, own, used_anywhere=bool(counts[index + 2]))
         self._used.zero_()
-        self._running = False
+        self._running, self._seen = False, True
         self.step += 1
         self.on_finished(StepReport(meters, exposed))
 
@@ -240,7 +245,10 @@ class Backward:
         return own
 
     def _settle(self, index: int, own: torch.Tensor | None, used_anywhere: bool) -> None:
-        parameter, view = self._parameters[index](), self.slots[index].view
+        parameter, slot = self._parameters[index](), self.slots[index]
+        view = slot.view
+        if not used_anywhere:
+            self.executor.buckets[slot.bucket].take_back(slot)
         if parameter is None:
             return
         if used_anywhere:

@@ -130,8 +130,11 @@ def kill_inside(names: Iterable[str]) -> list[int]:
 def kill_marked_orphans() -> list[int]:
     """SIGKILL processes that ranks of a dead owner left behind; their environment names the owner."""
     marker = f"{OWNER_VARIABLE}=".encode()
+    ours = os.stat("/proc/self/ns/pid").st_ino
 
     def is_orphan(pid: int) -> bool:
+        if os.stat(f"/proc/{pid}/ns/pid").st_ino != ours:
+            return False  # in a container: its owner's id is not one of ours
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(marker):
                 match = _OWNER.fullmatch(entry[len(marker) :].decode(errors="replace"))
