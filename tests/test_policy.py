@@ -52,6 +52,16 @@ def test_schemes(spec: core.Spec, scheme: str | None, option: tuple[str, ...]) -
     assert bucket.reduce_dtype == "float32"
 
 
+def test_buckets_grow_with_the_ranks_they_are_cut_for() -> None:
+    tensors = [tensor(f"layers.{i}", 2**18) for i in range(64)]  # of 1 MiB
+
+    def largest(ranks: int, **fields: int) -> int:
+        return max(len(bucket.tensors) for bucket in Uniform(QSGD(), **fields).plan(tensors, ranks).buckets)
+
+    assert [largest(ranks) for ranks in (1, 2, 3, 4, 8, 16)] == [2, 2, 3, 4, 8, 8]
+    assert largest(8, bucket_bytes=3 * 2**20) == 3
+
+
 def test_an_identity_sum_never_loses_bits() -> None:
     for dtype, expected in [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")]:
         (bucket,) = Uniform(Identity(), scheme="alltoall").plan([tensor("a", 10, dtype)]).buckets

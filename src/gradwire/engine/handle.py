@@ -230,7 +230,7 @@ class Handle:
     def _plan_for(self, policy: Policy, order: list[int]) -> None:
         """Run the policy's plan for gradients that come in this order."""
         self._order = order
-        plan = policy.plan([self._tensors[index] for index in order])
+        plan = policy.plan([self._tensors[index] for index in order], self._group.world_size)
         if plan != self._plan:
             carried = self._residuals.carried()
             self._install(plan)

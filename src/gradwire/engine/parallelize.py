@@ -63,7 +63,7 @@ def parallelize(
     timeout = timedelta(seconds=0.85 * group.timeout.total_seconds())
     control = Lane(f"gradwire-{name}-control", Link(group, f"{name}/control", torch.device("cpu"), timeout))
     try:
-        prepared, problem = _prepare(model, optimizer, plan), None
+        prepared, problem = _prepare(model, optimizer, plan, group.world_size), None
     except Exception as error:
         prepared, problem = None, error
     facts = _facts(prepared, problem)
@@ -90,7 +90,7 @@ def parallelize(
 Prepared = tuple[dict[str, torch.nn.Parameter], list[TensorInfo], Plan, Policy | None]
 
 
-def _prepare(model: torch.nn.Module, optimizer: Any, plan: Any) -> Prepared:
+def _prepare(model: torch.nn.Module, optimizer: Any, plan: Any, ranks: int) -> Prepared:
     """What this rank can know alone."""
     if not isinstance(model, torch.nn.Module):
         raise PlanError(
@@ -119,12 +119,12 @@ def _prepare(model: torch.nn.Module, optimizer: Any, plan: Any) -> Prepared:
         raise PlanError(f"the model's parameters lie on {', '.join(devices)}; a handle works on one device.")
     _check_optimizers(optimizer, parameters)
     tensors = [_info(name, parameter) for name, parameter in parameters.items()]
-    made, policy = _plan(plan, tensors)
+    made, policy = _plan(plan, tensors, ranks)
     made.check_against(tensors)
     return parameters, tensors, made, policy
 
 
-def _plan(plan: Any, tensors: list[TensorInfo]) -> tuple[Plan, Policy | None]:
+def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Policy | None]:
     if isinstance(plan, str) and plan == "auto":
         raise PlanError(
             "plan is 'auto', and this version does not plan by itself yet. Pass plan=gw.QSGD(bits=4) for eight times fewer "
@@ -146,7 +146,7 @@ def _plan(plan: Any, tensors: list[TensorInfo]) -> tuple[Plan, Policy | None]:
             f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file."
         )
     # before the first step the best guess is that gradients come in the reverse order of registration
-    return plan.plan(tensors[::-1]), plan
+    return plan.plan(tensors[::-1], ranks), plan
 
 
 def _check_optimizers(optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> None:

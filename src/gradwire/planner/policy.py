@@ -42,7 +42,7 @@ class Policy(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "scheme")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "scheme", "bucket_bytes")
 
     default: SpecField
     """Spec of the tensors that no rule matches."""
@@ -52,9 +52,10 @@ class Policy(Document, frozen=True, kw_only=True):
     """A schedule or its bare word."""
     scheme: str | None = None
     """One of SCHEMES for all buckets; None is allreduce for Identity and alltoall for the rest."""
-    bucket_bytes: int = 4 * 2**20
-    """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later
-    ones. The default is a plain value, not a measurement; the planner's search replaces it."""
+    bucket_bytes: int | None = None
+    """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later ones.
+    None: 1 MiB for each rank, 2 to 8 MiB, since a rank sends a bucket in as many messages as there are ranks and each has
+    a price. Plain values; the planner's search replaces them."""
     edge_bytes: int = 256 * 1024
     """At both ends of backward buckets are smaller, down to so many bytes: the first so that the link starts early, the
     last since nothing hides its exchange. In between a bucket closes when it holds as much as was closed before it or is
@@ -70,15 +71,16 @@ class Policy(Document, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         if self.scheme is not None:
             word("scheme", self.scheme, SCHEMES)
-        whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
+        if self.bucket_bytes is not None:
+            whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
         whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
 
     def __repr__(self) -> str:
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
-    def plan(self, tensors: Sequence[TensorInfo]) -> Plan:
-        """The plan for tensors in gradient-ready order, first ready first.
+    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2) -> Plan:
+        """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
 
         Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. The
         launch order is the order in which buckets become ready, both link tasks of a bucket one after the other.
@@ -95,7 +97,7 @@ class Policy(Document, frozen=True, kw_only=True):
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         specs = self._assign(tensors)
-        buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs))
+        buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
         launch = tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
         return Plan(fingerprint=fingerprint(tensors), schedule=self.schedule, buckets=buckets, launch=launch)
 
@@ -109,8 +111,9 @@ class Policy(Document, frozen=True, kw_only=True):
             specs.update(dict.fromkeys(fresh, spec))
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
-    def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec]) -> list[list[TensorInfo]]:
+    def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
         """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends)."""
+        full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
         filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
         filled: dict[tuple[str, str, str], int] = {}
         closed: list[list[tuple[int, TensorInfo]]] = []
@@ -120,7 +123,7 @@ class Policy(Document, frozen=True, kw_only=True):
             key = (tensor.dtype, tensor.device, specs[tensor.name].family)
             filling.setdefault(key, []).append((position, tensor))
             filled[key] = filled.get(key, 0) + tensor.nbytes
-            if filled[key] >= min(self.bucket_bytes, max(min(sent, to_come), self.edge_bytes)):
+            if filled[key] >= min(full, max(min(sent, to_come), self.edge_bytes)):
                 sent += filled[key]
                 closed.append(filling.pop(key))
                 filled.pop(key)
@@ -156,7 +159,7 @@ def Uniform(
     spec: Spec,
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
-    bucket_bytes: int = 4 * 2**20,
+    bucket_bytes: int | None = None,
     edge_bytes: int = 256 * 1024,
     chunk_bytes: int = 8 * 2**20,
 ) -> Policy:
