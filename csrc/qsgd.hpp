@@ -139,65 +139,81 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
 
 // The usual case, whole blocks of 128 by their maximum in 4 bits with stochastic rounding, at the speed of memory. The
 // scales of a batch come first, in one vector: a block's own scale is a long chain of dependent instructions. Values are
-// computed twice rather than kept. Returns false, having written nothing, if a block is not finite.
+// computed twice rather than kept: the maxima of the next batch are found between the blocks of this one, so that their
+// way from memory hides behind arithmetic. Returns how many blocks it wrote: all, or those before a batch that holds
+// something not finite.
 constexpr i64 kAhead = 1024;  // elements that decoding prefetches ahead
 constexpr i64 kUsualBlock = 128, kUsualBatch = 16;
 
 template <class T, bool Residual>
-static bool encode_usual(const T* __restrict from, float* __restrict left, i64 blocks, u64 key, u32 counter,
-                         u8* __restrict scales, u8* __restrict out) {
+GW_INLINE i32 largest_of_block(const T* __restrict from, const float* __restrict left) {
+  i32 most = 0;
+  for (i64 i = 0; i < kUsualBlock; ++i) {
+    const float v = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+    const i32 magnitude = i32(bits_of(v) & 0x7fffffffu);
+    most = magnitude > most ? magnitude : most;
+  }
+  return most;
+}
+
+template <class T, bool Residual>
+static i64 encode_usual(const T* __restrict from, float* __restrict left, i64 blocks, u64 key, u32 counter,
+                        u8* __restrict scales, u8* __restrict out) {
   constexpr float levels = 7.0f;
+  constexpr i64 next_batch = Residual ? kUsualBatch * kUsualBlock : 0;
   alignas(64) i32 largest[kUsualBatch] = {};
   alignas(64) u16 raw[kUsualBatch];
   alignas(64) float inverse[kUsualBatch], step[kUsualBatch];
-  for (i64 b = 0; b < blocks; ++b) {
-    i32 most = 0;
-    for (i64 i = b * kUsualBlock; i < (b + 1) * kUsualBlock; ++i) {
-      const float v = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
-      const i32 magnitude = i32(bits_of(v) & 0x7fffffffu);
-      most = magnitude > most ? magnitude : most;
-    }
-    largest[b] = most;
-  }
-  i32 most = 0;
-  for (i64 b = 0; b < kUsualBatch; ++b) {
-    most = largest[b] > most ? largest[b] : most;
-    const u32 rounded = (u32(largest[b]) + 0xffffu) >> 16, capped = rounded < 0x7f7fu ? rounded : 0x7f7fu;
-    const u32 scale = float_of(u32(largest[b])) >= kTiny ? capped : 0u;
-    const float bound = float_of(scale << 16);
-    raw[b] = u16(scale);
-    inverse[b] = bound >= kTiny ? levels * (0x1p16f * kShort) / bound : 0.0f;
-    step[b] = bound / levels;
-  }
-  if (u32(most) >= kHuge) return false;
-  __builtin_memcpy(scales, raw, size_t(2 * blocks));
   const u32 key_low = u32(key), key_high = u32(key >> 32);
-  for (i64 b = 0; b < blocks; ++b, counter += 64, out += 64, from += kUsualBlock, left += Residual ? kUsualBlock : 0) {
-    const float by = inverse[b], unit = step[b];
-    // the next batch comes nearer while this one is computed
-    for (int line = 0; line < 8; ++line) __builtin_prefetch(from + kUsualBatch * kUsualBlock + line * 16);
-    if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + kUsualBatch * kUsualBlock + line * 16, 1);
-    alignas(64) u32 both[64];
-    for (int l = 0; l < 16; ++l) {
-      const u32 hash = random_hash(counter + u32(l), key_low, key_high);
-      for (int group = 0; group < 4; ++group) {
-        const u32 word = random_fold(hash, group);
-        const int j = 16 * group + l;
-        const float x = Residual ? to_float(from[j]) + left[j] : to_float(from[j]);
-        const float y = Residual ? to_float(from[j + 64]) + left[j + 64] : to_float(from[j + 64]);
-        const u32 first = u32(i32(x * by + levels * 0x1p16f)) + (word & 0xffffu);
-        const u32 second = u32(i32(y * by + levels * 0x1p16f)) + (word >> 16);
-        both[j] = (first >> 16) | ((second >> 12) & 0xf0u);
-        if (Residual) {
-          left[j] = x - float(i32(first >> 16) - 7) * unit;
-          left[j + 64] = y - float(i32(second >> 16) - 7) * unit;
+  i64 done = 0, batch = blocks < kUsualBatch ? blocks : kUsualBatch;
+  for (i64 b = 0; b < batch; ++b)
+    largest[b] = largest_of_block<T, Residual>(from + b * kUsualBlock, Residual ? left + b * kUsualBlock : left);
+  while (batch) {
+    i32 most = 0;
+    for (i64 b = 0; b < kUsualBatch; ++b) {
+      most = largest[b] > most ? largest[b] : most;
+      const u32 rounded = (u32(largest[b]) + 0xffffu) >> 16, capped = rounded < 0x7f7fu ? rounded : 0x7f7fu;
+      const u32 scale = float_of(u32(largest[b])) >= kTiny ? capped : 0u;
+      const float bound = float_of(scale << 16);
+      raw[b] = u16(scale);
+      inverse[b] = bound >= kTiny ? levels * (0x1p16f * kShort) / bound : 0.0f;
+      step[b] = bound / levels;
+    }
+    if (u32(most) >= kHuge) return done;
+    __builtin_memcpy(scales + 2 * done, raw, size_t(2 * batch));
+    const i64 left_over = blocks - done - batch, next = left_over < kUsualBatch ? left_over : kUsualBatch;
+    for (i64 b = 0; b < batch; ++b, counter += 64, out += 64, from += kUsualBlock, left += Residual ? kUsualBlock : 0) {
+      const float by = inverse[b], unit = step[b];
+      // the batch after the next is on its way too
+      for (int line = 0; line < 8; ++line) __builtin_prefetch(from + 2 * kUsualBatch * kUsualBlock + line * 16);
+      if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + 2 * kUsualBatch * kUsualBlock + line * 16, 1);
+      alignas(64) u32 both[64];
+      for (int l = 0; l < 16; ++l) {
+        const u32 hash = random_hash(counter + u32(l), key_low, key_high);
+        for (int group = 0; group < 4; ++group) {
+          const u32 word = random_fold(hash, group);
+          const int j = 16 * group + l;
+          const float x = Residual ? to_float(from[j]) + left[j] : to_float(from[j]);
+          const float y = Residual ? to_float(from[j + 64]) + left[j + 64] : to_float(from[j + 64]);
+          const u32 first = u32(i32(x * by + levels * 0x1p16f)) + (word & 0xffffu);
+          const u32 second = u32(i32(y * by + levels * 0x1p16f)) + (word >> 16);
+          both[j] = (first >> 16) | ((second >> 12) & 0xf0u);
+          if (Residual) {
+            left[j] = x - float(i32(first >> 16) - 7) * unit;
+            left[j + 64] = y - float(i32(second >> 16) - 7) * unit;
+          }
         }
       }
+      GW_SETTLE(both);
+      for (int j = 0; j < 64; ++j) out[j] = u8(both[j]);
+      if (b < next)
+        largest[b] = largest_of_block<T, Residual>(from + kUsualBatch * kUsualBlock, left + next_batch);
     }
-    GW_SETTLE(both);
-    for (int j = 0; j < 64; ++j) out[j] = u8(both[j]);
+    for (i64 b = next; b < kUsualBatch; ++b) largest[b] = 0;
+    done += batch;
+    batch = next;
   }
-  return true;
+  return done;
 }
 
 template <class T, bool Residual>
@@ -219,14 +235,16 @@ static void encode_segments(const T* src, float* residual, const Segment* segmen
       float* left = Residual ? residual + seg.offset + at : nullptr;
       const u32 counter = u32((seg.first + at) / 2);
       if (usual && at >= fast_until) {
-        const i64 whole = (seg.numel - at) / kUsualBlock, blocks = whole < kUsualBatch ? whole : kUsualBatch;
-        if (blocks && encode_usual<T, Residual>(from, left, blocks, key, counter, scales, out)) {
-          at += blocks * kUsualBlock;
-          scales += 2 * blocks;
-          out += 64 * blocks;
+        const i64 blocks = (seg.numel - at) / kUsualBlock;
+        const i64 done = blocks ? encode_usual<T, Residual>(from, left, blocks, key, counter, scales, out) : 0;
+        if (done) {
+          at += done * kUsualBlock;
+          scales += 2 * done;
+          out += 64 * done;
           continue;
         }
-        fast_until = at + (blocks ? blocks : 1) * kUsualBlock;  // block by block up to here
+        const i64 batch = blocks < kUsualBatch ? blocks : kUsualBatch;
+        fast_until = at + (batch ? batch : 1) * kUsualBlock;  // block by block up to here
       }
       const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
       for (i64 i = 0; i < n; ++i) v[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
