@@ -57,22 +57,22 @@ def _gather(link: Link, text: bytes) -> list[bytes]:
     return [bytes(row[:length].tolist()) for row, length in zip(rows, sizes.tolist(), strict=True)]
 
 
-def broadcast_bytes(link: Link, tensors: list[torch.Tensor], piece_bytes: int = 32 * 2**20) -> None:
-    """Give every rank rank 0's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
+def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
+    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
     pending: list[torch.Tensor] = []
     for at, tensor in enumerate(tensors):
         pending.append(tensor)
         if at + 1 == len(tensors) or sum(t.numel() * t.element_size() for t in pending) >= piece_bytes:
-            _broadcast_together(link, pending)
+            _broadcast_together(link, pending, root)
             pending = []
 
 
-def _broadcast_together(link: Link, tensors: list[torch.Tensor]) -> None:
+def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
     with torch.no_grad():
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
         flat = torch.cat(raw)
-        link.broadcast(flat).wait()
-        if link.rank:
+        link.broadcast(flat, root).wait()
+        if link.rank != root:
             for tensor, part in zip(tensors, torch.split(flat, [r.numel() for r in raw]), strict=True):
                 # cloned, since a part may begin where the dtype's alignment does not allow a view
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -4,7 +4,7 @@ A step of the executor:
 1. `start` gives every lane its list of tasks. Lists are static: cut from the launch order once, the same on all ranks.
 2. `ready(bucket)` is called as gradients become ready. A lane does its tasks strictly in order and waits for the bucket
    of the next one; it never takes another because it happens to be ready.
-3. `finish` waits for all lanes and returns what they measured.
+3. `finish` waits for all lanes, and for what else the step must wait for, and returns what the lanes measured.
 
 Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so two lanes keep the wire busy
 while one encodes. On CUDA nothing blocks, one lane submits everything, and the gather of a piece is put behind the
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from gradwire.collectives import Lane, Link, Meter
 from gradwire.collectives.streams import Mark
@@ -86,14 +87,16 @@ class Executor:
         self._tags = {piece: 2 * number for number, piece in enumerate(pieces)}
         self._arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = []
         self._running: list[Future[tuple[Meter, Mark]]] = []
+        self._at: list[Task | None] = [None] * len(lanes)
 
     def start(self) -> None:
         """Begin a step."""
         # new queues for every step: what a given-up step left in the old ones is not seen again
         self._arrivals = [queue.SimpleQueue() for _ in self.lanes]
+        self._at = [None] * len(self.lanes)
         self._running = [
-            lane.submit(partial(self._run, tasks, arrivals))
-            for lane, tasks, arrivals in zip(self.lanes, self.tasks, self._arrivals, strict=True)
+            lane.submit(partial(self._run, number, arrivals))
+            for number, (lane, arrivals) in enumerate(zip(self.lanes, self._arrivals, strict=True))
         ]
 
     def ready(self, bucket: int) -> None:
@@ -108,20 +111,32 @@ class Executor:
             arrivals.put((-1, None))
         self._running = []  # their errors hold the frames they passed
 
-    def finish(self) -> list[Meter]:
-        """Wait for the step's last task. Raises TaskFailed as soon as any lane fails."""
-        done, _ = wait(self._running, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+    def failure(self) -> TaskFailed | None:
+        """The error of a lane that has failed in this step."""
+        errors = [future.exception() for future in self._running if future.done()]
+        return next((error for error in errors if isinstance(error, TaskFailed)), None)
+
+    def waiting_for(self) -> Task | None:
+        """The first task that a lane has begun and not ended."""
+        begun = [task for task in self._at if task is not None]
+        return min(begun, key=lambda task: (task.bucket, task.chunk, task.phase)) if begun else None
+
+    def finish(self, *others: "Future[Any]") -> list[Meter]:
+        """Wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane fails, and what
+        another future raises as soon as it does."""
+        wait([*self._running, *others], return_when=FIRST_EXCEPTION)
+        if failure := self.failure():
+            raise failure
+        for future in others:
+            if future.done():
+                future.result()
         results = [future.result() for future in self._running]
         for lane, (_, mark) in zip(self.lanes, results, strict=True):
             lane.link.streams.wait(mark)
         return [meter for meter, _ in results]
 
-    def _run(
-        self, tasks: list[Task], arrivals: "queue.SimpleQueue[tuple[int, Mark]]", link: Link
-    ) -> tuple[Meter, Mark]:
-        meter, marks = Meter(), {}
+    def _run(self, lane: int, arrivals: "queue.SimpleQueue[tuple[int, Mark]]", link: Link) -> tuple[Meter, Mark]:
+        meter, marks, tasks = Meter(), {}, self.tasks[lane]
         for task in tasks:
             if task.phase == 0:
                 with _telling(task):
@@ -132,8 +147,10 @@ class Executor:
                 if bucket < 0:
                     raise Abandoned
                 marks[bucket] = mark
+            self._at[lane] = task
             with _telling(task):
                 self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, marks[task.bucket])
+        self._at[lane] = None
         with link.streams.decoding():
             return meter, link.streams.mark()
 

@@ -3,7 +3,7 @@
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from gradwire.core.tensors import TensorInfo
 from gradwire.engine.agreement import broadcast_bytes
 from gradwire.engine.executor import Executor
 from gradwire.engine.failure import RollCall
+from gradwire.engine.hooks import ModelHook, leave_hooks_behind
 from gradwire.engine.layout import BucketBuffers, build_buckets
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.step import Backward, StepReport
@@ -46,8 +47,8 @@ class Stats:
     steps: int
     """Synchronised steps so far."""
     wire_bytes: int
-    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange of
-    8 bytes a parameter come on top."""
+    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
+    bit a parameter and 33 bytes for each rank, come on top."""
     gradient_bytes: int
     """Bytes of the gradients themselves."""
     exposed_us: float
@@ -81,20 +82,16 @@ class Handle:
         self._reports: deque[StepReport] = deque(maxlen=100)
         self._buffers_due = True
         self._backward = Backward(parameters, group, control, roll_call)
-        itself = weakref.ref(self)
-        self._backward.on_finished = lambda report: _act(itself, lambda handle: handle._finished(report))
+        self._backward.on_finished = ModelHook(self, Handle._finished)
         self._model = weakref.ref(model)
         # of a policy's plan: the guess that gradients come in the reverse order of registration
-        self._order = list(range(len(tensors)))[::-1]
+        self._order, self._order_known = list(range(len(tensors)))[::-1], False
         self._install(plan)
         self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
+        leave_hooks_behind(model)
         self._module_hooks = [
-            model.register_forward_pre_hook(
-                lambda module, inputs: _act(itself, lambda handle: handle._before_forward(module))
-            ),
-            model.register_forward_hook(
-                lambda module, inputs, output: _act(itself, lambda handle: handle._after_forward(module, output))
-            ),
+            model.register_forward_pre_hook(ModelHook(self, Handle._before_forward)),
+            model.register_forward_hook(ModelHook(self, Handle._after_forward)),
         ]
 
     # ---- what the user calls
@@ -186,6 +183,48 @@ class Handle:
         self._residuals.load(own)
         self._backward.step = step
 
+    def reset(self) -> None:
+        """Go on after a backward that a rank left in the middle, by an exception that its script caught.
+
+        Call it on all ranks; each waits for the others. That rank calls it where it caught the exception; the others
+        get StepStateError from their backward of that step and call it there. Gradients are dropped (`grad` is None) and
+        the next backward is a step of its own. With error feedback what ranks had computed in the void step travels with
+        the next one. Does nothing when nothing failed; raises the failure again when it is one that cannot be mended,
+        such as a dead rank.
+
+        Example::
+
+            try:
+                loss.backward()
+            except (torch.OutOfMemoryError, gw.StepStateError):
+                handle.reset()
+                continue
+        """
+        self._backward.reset()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches: wrap the training loop in it, on every rank.
+
+        A rank whose loop has ended takes part in the steps of the others with zero gradients; means are still over all
+        ranks. When the last one has ended, all get the parameters and buffers of the highest rank that trained last; the
+        optimizer state of the others stays where their own loop ended. One forward and one backward a step.
+
+        Example::
+
+            with handle.join():
+                for batch in loader:
+                    model(batch).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        self._backward.joining, self._backward.active = True, list(range(self._group.world_size))
+        try:
+            yield
+            self._join_the_others()
+        finally:
+            self._backward.joining = False
+
     def flush(self) -> None:
         """Wait until nothing is under way. In the `backward` schedule nothing ever is between steps."""
 
@@ -213,8 +252,9 @@ class Handle:
         self._backward.attach(self._executor, random)
 
     def _finished(self, report: StepReport) -> None:
+        self._buffers_due = True
         self._reports.append(report)
-        if self._policy is not None and self._backward.step == 1:
+        if self._policy is not None and not self._order_known:
             self._plan_again(self._policy)
 
     def _plan_again(self, policy: Policy) -> None:
@@ -229,21 +269,21 @@ class Handle:
 
     def _plan_for(self, policy: Policy, order: list[int]) -> None:
         """Run the policy's plan for gradients that come in this order."""
-        self._order = order
+        self._order, self._order_known = order, True
         plan = policy.plan([self._tensors[index] for index in order], self._group.world_size)
         if plan != self._plan:
             carried = self._residuals.carried()
             self._install(plan)
             self._residuals.take_over(carried)
 
-    def _broadcast(self, tensors: list[torch.Tensor], what: str) -> None:
-        """Rank 0's values everywhere."""
+    def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
+        """The values of one rank of the group everywhere."""
         streams = self._lanes[0].link.streams
         ready = streams.mark()
 
         def job(link: Link) -> Mark:
             with link.streams.encoding(ready):
-                broadcast_bytes(link, tensors)
+                broadcast_bytes(link, tensors, root)
                 return link.streams.mark()
 
         try:
@@ -251,17 +291,34 @@ class Handle:
         except RuntimeError as error:
             raise self._backward.broken(what, error) from error
 
-    def _before_forward(self, module: torch.nn.Module) -> None:
-        # a deep copy carries the hooks along, but is nobody's
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled() or not self._backward.may_send():
             return
         self._check_parameters(module)
         if not module.training:
             return  # an evaluation may run on one rank only
+        self._broadcast_buffers(module)
+        # in join() once a step, as ranks without a batch do
+        self._buffers_due = self._backward.synchronise and not self._backward.joining
+
+    def _broadcast_buffers(self, module: torch.nn.Module) -> None:
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if buffers and self._buffers_due:
             self._broadcast(buffers, "rank 0's buffers before forward")
-        self._buffers_due = self._backward.synchronise
+
+    def _join_the_others(self) -> None:
+        """Take part in the steps of ranks that have more batches."""
+        model, everybody = self._model(), list(range(self._group.world_size))
+        if model is None:
+            return
+        last_active = self._backward.active
+        while self._backward.active:
+            last_active = self._backward.active
+            self._broadcast_buffers(model)
+            self._backward.run_out()
+        if last_active != everybody:
+            what = "the parameters of the rank that trained last"
+            self._broadcast([*model.parameters(), *model.buffers()], what, root=last_active[-1])
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         if all(id(p) in self._owned for p in module.parameters() if p.requires_grad):
@@ -273,7 +330,7 @@ class Handle:
             "such. Call the handle's detach() and parallelize again after them."
         )
 
-    def _after_forward(self, module: torch.nn.Module, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is self._model() and self._backward.synchronise and torch.is_grad_enabled():
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             self._backward.expect_graph(leaves)
@@ -299,13 +356,6 @@ class Registry:
 
 
 _REGISTRY = Registry()
-
-
-def _act(reference: "weakref.ref[Handle]", act: Callable[[Handle], None]) -> None:
-    """For hooks: they hold the handle weakly, and without it do nothing."""
-    handle = reference()
-    if handle is not None:
-        act(handle)
 
 
 def _seed(spec: Spec) -> int:

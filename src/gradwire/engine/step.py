@@ -6,17 +6,24 @@ The states of a step:
 2. running. Each event copies its gradient, divided by the world size, into its slot and makes it the parameter's grad.
    The bucket's last event hands the bucket to the lanes.
 3. closing (the callback). Gradients that never came are filled in (zeros, or what earlier backwards without
-   synchronisation left); one small exchange tells which parameters any rank used; the lanes are awaited. Parameters no
-   rank used keep the grad they had, as under DDP. Then idle.
-4. failed, for good, after a collective failed.
+   synchronisation left); one small exchange tells how each rank's backward went and which parameters it used; the lanes
+   are awaited. Parameters no rank used keep the grad they had, as under DDP. Then idle.
+4. failed. A backward that was left in the middle (an exception that the script caught) is ended in order: what is
+   missing travels as zeros and the control exchange says so, so that all ranks raise in the same step and `reset` makes
+   all idle again. After a collective failed it is for good.
+
+A rank without batches takes part in steps with zeros and without a backward (`run_out`).
 
 Reentrant checkpointing runs backwards inside the backward, each with its own end. When the graph shows it beforehand,
 gradients are only collected and everything is sent when the outermost backward ends: right, without overlap.
 """
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +31,7 @@ from torch.autograd import Variable
 
 from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
+from gradwire.engine.control import Report, State, exchange_reports
 from gradwire.engine.executor import Executor, TaskFailed
 from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
 from gradwire.engine.layout import Slot
@@ -52,6 +60,9 @@ class Backward:
         self.names = list(parameters)
         self.group, self.control, self.roll_call = group, control, roll_call
         self.synchronise = True
+        self.joining = False
+        self.active: list[int] = []
+        """Ranks of the group that had a batch in the last step."""
         self.step = 0
         self.deferred = False
         self.failure: GradwireError | None = None
@@ -59,7 +70,8 @@ class Backward:
         """Indices in the order in which the gradients of the last step came."""
         self.on_finished: Callable[[StepReport], None] = lambda report: None
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
-        self._used = torch.zeros(len(parameters) + 2, dtype=torch.int64)
+        self._used = 0
+        self._can_reset = False
         self._running = False
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
@@ -74,6 +86,7 @@ class Backward:
     def attach(self, executor: Executor, random: torch.Tensor) -> None:
         """Use these buckets from the next step on. `random` keys their random streams: column 1 is the step."""
         self.executor, self.random = executor, random
+        self._plan_word = int(executor.plan.digest()[:16], 16)
         by_name = {slot.name: slot for buffers in executor.buckets for slot in buffers.slots}
         self.slots: list[Slot] = [by_name[name] for name in self.names]
         self._bucket_sizes = [len(buffers.slots) for buffers in executor.buckets]
@@ -105,7 +118,7 @@ class Backward:
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient was accumulated into parameter.grad."""
-        self._used[index + 2] = 1
+        self._used |= 1 << index
         if not self.synchronise:
             return
         self._check_usable()
@@ -119,14 +132,14 @@ class Backward:
             self._begin()
         elif torch._C._current_graph_task_id() != self._outer_task and not self.deferred:
             self._refuse_second_backward(index)
+        if (failed := self.executor.failure()) is not None:
+            raise self._lane_failed(failed)
         if self.deferred:
             return
         if index in self._filled:
-            raise self._fail(
-                StepStateError(
-                    f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
-                    "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False)."
-                )
+            raise self._leave(
+                f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
+                "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False)."
             )
         self._fill(index, parameter)
 
@@ -134,11 +147,14 @@ class Backward:
         self._check_usable()
         self._running = True
         self._outer_task = torch._C._current_graph_task_id()
+        self._begin_step()
+        Variable._execution_engine.queue_callback(self._close)
+
+    def _begin_step(self) -> None:
         self._filled: dict[int, None] = {}
         self._left = list(self._bucket_sizes)
         self.random[:, :, 1] = self.step
         self.executor.start()
-        Variable._execution_engine.queue_callback(self._close)
 
     def may_send(self) -> bool:
         """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
@@ -157,13 +173,29 @@ class Backward:
         raise self._was_left(f"gradient {self.names[index]!r} belongs to a new backward")
 
     def _was_left(self, what_now: str) -> GradwireError:
-        return self._fail(
-            StepStateError(
-                f"{what_now}, but step {self.step} of the last backward is not finished: {len(self._filled)} of "
-                f"{len(self.names)} gradients came, then it was left (an exception in it?). Other ranks wait for the "
-                "rest. Restart, or catch the error before backward begins."
-            )
+        return self._leave(
+            f"{what_now}, but step {self.step} of the last backward is not finished: {len(self._filled)} of "
+            f"{len(self.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
+            "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart."
         )
+
+    @torch.no_grad()
+    def _leave(self, words: str) -> GradwireError:
+        """End the step in order, with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
+        for index, slot in enumerate(self.slots):
+            if index not in self._filled:
+                slot.view.zero_()
+                self._count(slot)
+        with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
+            self.executor.finish(self._told(State.LEFT))
+            self._can_reset = True
+        self._give_back()
+        return self._fail(StepStateError(words))
+
+    def _give_back(self) -> None:
+        """No rank uses what was summed: residuals take it back."""
+        for slot in self.slots:
+            self.executor.buckets[slot.bucket].take_back(slot)
 
     @torch.no_grad()
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -177,11 +209,9 @@ class Backward:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
         assert grad is not None
         if grad.is_sparse:
-            raise self._fail(
-                StepStateError(
-                    f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., "
-                    "sparse=False)."
-                )
+            self._filled.pop(self.names.index(slot.name), None)
+            raise self._leave(
+                f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
             )
         torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
 
@@ -192,11 +222,24 @@ class Backward:
 
     # ---- closing
 
+    def _told(self, state: State) -> "Future[list[Report]]":
+        """Tell all ranks how this rank's backward went, and hear the same of them."""
+        came = len(self._filled)
+        own = Report(self.step, state, self._plan_word, came, self.joining, self._used)
+        return self.control.submit(partial(exchange_reports, own, len(self.names)))
+
     @torch.no_grad()
     def _close(self) -> None:
-        self._used[0], self._used[1] = self.step, -self.step
-        used = self._used.clone()
-        exchange = self.control.submit(lambda link: link.all_reduce(used, torch.distributed.ReduceOp.MAX).wait())
+        self._end(State.DONE)
+
+    @torch.no_grad()
+    def run_out(self) -> None:
+        """One step of a rank without a batch: zeros for all gradients, no backward."""
+        self._check_usable()
+        self._begin_step()
+        self._end(State.OUT)
+
+    def _end(self, state: State) -> None:
         kept: dict[int, torch.Tensor | None] = {}
         if self.deferred:
             self.ready_order = list(range(len(self.names)))
@@ -204,33 +247,91 @@ class Backward:
             self.ready_order = list(self._filled)
         for index, reference in enumerate(self._parameters):
             if index not in self._filled:
-                kept[index] = self._fill_missing(index, reference())
+                kept[index] = self._fill_missing(index, None if state is State.OUT else reference())
+        told = self._told(state)
         start = time.perf_counter()
         try:
-            meters = self.executor.finish()
-            exchange.result()
+            meters = self.executor.finish(told)
         except TaskFailed as error:
-            what = in_words(self.executor.plan, error.task)
-            if isinstance(error.cause, LinkError):
-                raise self.broken(what, error.cause) from error.cause
-            raise self._fail(local_error(what, error.cause, self.step, self.group)) from error.cause
-        except RuntimeError as error:
-            raise self.broken("the control exchange at the end of backward", error) from error
+            raise self._lane_failed(error) from error.cause
+        except LinkError as error:
+            task = self.executor.waiting_for()
+            what = "the control exchange at the end of backward" if task is None else in_words(self.executor.plan, task)
+            raise self.broken(what, error) from error
         exposed = time.perf_counter() - start
-        counts = used.tolist()
-        if counts[0] != -counts[1]:
-            raise self._fail(
-                StepStateError(
-                    f"ranks are at different steps, {-counts[1]} to {counts[0]}: some ran more backward passes than "
-                    "others, and gradients of different batches were added. Give every rank the same number of batches."
-                )
-            )
+        reports = told.result()
+        if problem := self._problem(reports):
+            self._can_reset = True
+            self._give_back()
+            raise self._fail(StepStateError(problem))
+        used = 0
+        for report in reports:
+            used |= report.used
         for index, own in kept.items():
-            self._settle(index, own, used_anywhere=bool(counts[index + 2]))
-        self._used.zero_()
-        self._running, self._seen = False, True
+            self._settle(index, own, used_anywhere=bool(used >> index & 1))
+        self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
+        self._used = 0
+        self._running, self._seen = False, self._seen or state is State.DONE
         self.step += 1
         self.on_finished(StepReport(meters, exposed))
+
+    def _problem(self, reports: list[Report]) -> str | None:
+        """Why this step must not count, in the same words on all ranks."""
+        ranks = self.group.global_ranks
+        steps = [report.step for report in reports]
+        if len(set(steps)) > 1:
+            each = ", ".join(f"rank {rank} at {step}" for rank, step in zip(ranks, steps, strict=True))
+            return (
+                f"ranks are at different steps, {min(steps)} to {max(steps)} ({each}): some ran more backward passes than "
+                "others, and gradients of different batches were added. Give every rank the same number of batches, or "
+                "use handle.join()."
+            )
+        if len({report.plan for report in reports}) > 1:
+            each = ", ".join(f"rank {rank} {report.plan:016x}" for rank, report in zip(ranks, reports, strict=True))
+            return (
+                f"ranks run different plans in step {self.step} ({each}): what they sent was decoded wrongly. Restart."
+            )
+        left = [(rank, r.came) for rank, r in zip(ranks, reports, strict=True) if r.state is State.LEFT]
+        if left:
+            who = "; ".join(f"rank {rank} left it after {came} of {len(self.names)} gradients" for rank, came in left)
+            return (
+                f"step {self.step} is void on all ranks: {who} (an exception in backward that its script caught? see its "
+                "own log). None may use this step's gradients: call handle.reset() on all ranks and go on with the next "
+                "batch, or restart."
+            )
+        out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
+        if out and not all(report.joining for report in reports):
+            missing = next(rank for rank, report in zip(ranks, reports, strict=True) if not report.joining)
+            return (
+                f"rank {out[0]} has no batch for step {self.step} and waits in handle.join(), but rank {missing} is not "
+                "inside it. Enter join() on all ranks around the same loop."
+            )
+        return None
+
+    def reset(self) -> None:
+        """Begin anew after a void step. Collective."""
+        if self.failure is None and self._running:
+            self._was_left("reset() was called")
+        if self.failure is None:
+            return
+        if not self._can_reset:
+            raise type(self.failure)(f"reset() cannot mend this: {self.failure}")
+        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0)
+        try:
+            reports = self.control.submit(partial(exchange_reports, own, len(self.names))).result()
+        except LinkError as error:
+            raise self.broken("all ranks to call reset()", error) from error
+        self.step = 1 + max(report.step for report in reports)
+        self.failure, self._can_reset, self._running, self._used = None, False, False, 0
+        for reference in self._parameters:
+            if (parameter := reference()) is not None:
+                parameter.grad = None
+
+    def _lane_failed(self, failed: TaskFailed) -> GradwireError:
+        what = in_words(self.executor.plan, failed.task)
+        if isinstance(failed.cause, LinkError):
+            return self.broken(what, failed.cause)
+        return self._fail(local_error(what, failed.cause, self.step, self.group))
 
     def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
         """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""

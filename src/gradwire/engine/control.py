@@ -1,0 +1,58 @@
+"""The control exchange: at the end of a step every rank tells every other what became of its backward."""
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from gradwire.collectives import Link
+
+__all__ = ["Report", "State", "exchange_reports"]
+
+_HEADER = struct.Struct("<qqQq?")
+
+
+class State(IntEnum):
+    """What became of a rank's backward."""
+
+    DONE = 0
+    LEFT = 1
+    """It was left in the middle; what was missing was sent as zeros."""
+    OUT = 2
+    """The rank has no batch any more and took part with zeros."""
+
+
+class Report(NamedTuple):
+    """What one rank says at the end of a step."""
+
+    step: int
+    state: State
+    plan: int
+    """The first 8 bytes of the plan's digest."""
+    came: int
+    """Gradients that came in this backward."""
+    joining: bool
+    """Whether the rank is inside `handle.join()`."""
+    used: int
+    """Bit i: parameter i got a gradient since the last synchronised step."""
+
+
+def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:
+    """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. Raises LinkError."""
+    used_bytes = -(-parameters // 8)
+    packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(used_bytes, "little")
+    sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
+    # one hop and point to point, so that a transfer that fails tells with whom
+    exchange = link.expect(0, rows)
+    exchange.send([sent] * link.world_size)
+    reports = []
+    for rank, row in enumerate(rows):
+        exchange.wait(rank)
+        raw = bytes(row.tolist())
+        step, state, plan, came, joining = _HEADER.unpack_from(raw)
+        used = int.from_bytes(raw[_HEADER.size :], "little")
+        reports.append(Report(step, State(state), plan, came, joining, used))
+    exchange.finish()
+    return reports

@@ -1,0 +1,264 @@
+"""Steps that a rank left in the middle, ranks with fewer batches, and models that are saved whole."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Given, Worlds, digest, gradwire_threads, seeded
+
+import gradwire as gw
+
+PLANS = {
+    "exact": gw.Uniform(gw.Identity(), bucket_bytes=200),
+    "4 bits": gw.Uniform(gw.QSGD(bits=4), bucket_bytes=200),
+    "all-gather": gw.Uniform(gw.QSGD(bits=4), scheme="allgather"),
+    "feedback": gw.ErrorFeedback(gw.QSGD(bits=2)),
+}
+
+
+# ---- void steps
+
+
+class Fragile(Given):
+    """Raises in the middle of backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__([300, 5, 700])
+        self.broken = False
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for index, (parameter, gradient) in enumerate(zip(self.parameters(), gradients, strict=True)):
+            loss = loss + (parameter * gradient).sum()
+            if self.broken and index == 0:
+                loss.register_hook(_raise)
+        return loss
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise MemoryError("as ordered")
+
+
+def void_step(
+    plan: gw.Policy | gw.Spec, at: int, by: list[int], reset_at_once: bool
+) -> tuple[list[str], float, str, list[bool]]:
+    """The ranks of `by` raise in backward `at`. They call reset() where they catch it, or when the next forward raises."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Fragile()
+    handle = gw.parallelize(model, plan=plan)
+    told, right, slowest = [], [], 0.0
+    for step in range(6):
+        model.zero_grad()
+        model.broken = step == at and rank in by
+        gradients = model.random_gradients(rank, step)
+        started = time.monotonic()
+        try:
+            model(gradients).backward()
+        except MemoryError:
+            if not reset_at_once:
+                with pytest.raises(gw.StepStateError) as caught:
+                    model(gradients)
+                told.append(str(caught.value))
+            handle.reset()
+        except gw.StepStateError as error:
+            told.append(str(error))
+            handle.reset()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        else:
+            means = model.mean_of(lambda r, s=step: model.random_gradients(r, s), world_size)
+            pairs = [(p.grad.double(), mean) for p, mean in zip(model.parameters(), means, strict=True)]
+            right.append(all((grad - mean).norm() < 1e-6 * mean.norm() for grad, mean in pairs))
+        slowest = max(slowest, time.monotonic() - started)
+    grads = [p.grad for p in model.parameters()]
+    handle.detach()
+    return told, slowest, digest(grads), right
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("by", [[1], [0, 1]], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("reset_at_once", [True, False], ids=["at once", "later"])
+def test_a_step_that_was_left_is_void_on_all_ranks(
+    worlds: Worlds, plan: str, by: list[int], at: int, reset_at_once: bool
+) -> None:
+    outcomes = worlds.run(2, void_step, PLANS[plan], at, by, reset_at_once)
+    for rank, (told, slowest, _, right) in enumerate(outcomes):
+        if rank not in by:
+            (words,) = told
+            assert f"step {at} is void on all ranks: rank 1 left it after 2 of 3 gradients" in words
+        elif not reset_at_once:
+            (words,) = told
+            assert f"step {at} of the last backward is not finished: 2 of 3 gradients came" in words
+        assert slowest < 10
+        assert len(right) == 5
+        if plan == "exact":
+            assert right == [True] * 5
+    assert len({grads for _, _, grads, _ in outcomes}) == 1
+
+
+def test_of_three_ranks_two_are_told(worlds: Worlds) -> None:
+    outcomes = worlds.run(3, void_step, PLANS["4 bits"], 2, [2], True)
+    for told, *_ in outcomes[:2]:
+        assert "rank 2 left it after 2 of 3 gradients" in told[0]
+    assert len({grads for _, _, grads, _ in outcomes}) == 1
+
+
+def nothing_to_reset() -> bool:
+    model = Given([3])
+    handle = gw.parallelize(model, plan=gw.Identity())
+    handle.reset()
+    model([torch.ones(3)]).backward()
+    handle.reset()
+    return model.p0.grad is not None
+
+
+def test_reset_does_nothing_when_nothing_failed(worlds: Worlds) -> None:
+    assert worlds.run(2, nothing_to_reset) == [True, True]
+
+
+# ---- ranks with fewer batches
+
+
+def network(buffers: bool) -> nn.Sequential:
+    torch.manual_seed(dist.get_rank())
+    between = nn.BatchNorm1d(8) if buffers else nn.Tanh()
+    return nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 2))
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return [torch.randn(5, 4, generator=seeded(dist.get_rank(), index)) for index in range(count)]
+
+
+def uneven(counts: list[int], plan: gw.Policy | gw.Spec, buffers: bool, beside_ddp: bool) -> tuple[str, str, int]:
+    """Every rank its own number of batches, under gradwire and under DDP."""
+    count, ends = counts[dist.get_rank()], []
+    for use_ddp in (True, False) if beside_ddp else (False,):
+        model = network(buffers)
+        wrapped = DistributedDataParallel(model) if use_ddp else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None if use_ddp else gw.parallelize(model, optimizer, plan=plan)
+        with wrapped.join() if use_ddp else handle.join():
+            for batch in batches(count):
+                wrapped(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(digest([*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]))
+    return ends[0], ends[-1], handle.stats().steps
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [1, 4], [4, 1], [0, 2], [2, 0]])
+def test_join_ends_where_ddps_does(worlds: Worlds, counts: list[int]) -> None:
+    outcomes = worlds.run(2, uneven, counts, gw.Identity(), False, True)
+    assert len({ours for _, ours, _ in outcomes}) == 1
+    for ddp, ours, _ in outcomes:
+        assert ours == ddp
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["", "buffers"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("counts", [[2, 5, 3], [0, 0, 1]])
+def test_after_join_all_ranks_have_the_same(worlds: Worlds, counts: list[int], plan: str, buffers: bool) -> None:
+    outcomes = worlds.run(3, uneven, counts, PLANS[plan], buffers, False)
+    assert len({ours for _, ours, _ in outcomes}) == 1
+    assert {steps for _, _, steps in outcomes} == {max(counts) + 1}
+
+
+def half_in_join() -> str:
+    model = network(False)
+    handle = gw.parallelize(model, plan=gw.Identity())
+    with pytest.raises(gw.StepStateError) as caught:
+        if dist.get_rank() == 0:
+            with handle.join():
+                pass
+        else:
+            model(batches(1)[0]).sum().backward()
+    handle.detach()
+    return str(caught.value)
+
+
+def test_join_on_one_rank_alone_is_refused_on_all(worlds: Worlds) -> None:
+    for told in worlds.run(2, half_in_join):
+        assert "rank 0 has no batch for step 0" in told
+        assert "rank 1 is not inside" in told
+
+
+# ---- saved whole
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.calls = 0
+        self.register_forward_hook(count_call)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def count_call(module: Net, inputs: object, output: object) -> None:
+    """The user's own hook, which travels."""
+    module.calls += 1
+
+
+def saved_whole() -> list[bool]:
+    model = Net()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    model(torch.ones(1, 3)).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [torch.load(buffer, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    copies.append(pickle.loads(pickle.dumps(nn.Sequential(model)))[0])
+    right = []
+    for each in copies:
+        each.calls = 0
+        each.zero_grad()
+        each(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+        right += [
+            each.calls == 1,
+            not each._forward_pre_hooks and len(each._forward_hooks) == 1,
+            bool(each.layer.weight.grad.eq(dist.get_rank()).all()),
+        ]
+    # the original goes on
+    model.zero_grad()
+    model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+    right.append(bool(model.layer.weight.grad.eq(0.5).all()))
+    handle.detach()
+    right.append(gradwire_threads() == [])
+    return right
+
+
+def test_a_parallelized_model_can_be_saved_whole(worlds: Worlds) -> None:
+    for right in worlds.run(2, saved_whole):
+        assert right == [True] * len(right)
+
+
+def save_linear(path: str) -> None:
+    model = nn.Linear(3, 1)
+    gw.parallelize(model, plan=gw.Identity())
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 0:
+        torch.save(model, path)
+    dist.barrier()
+
+
+def test_a_saved_model_loads_where_gradwire_is_not_installed(worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    worlds.run(2, save_linear, str(path))
+    script = (
+        "import sys, torch; sys.modules['gradwire'] = None; "
+        f"m = torch.load({str(path)!r}, weights_only=False); print(tuple(m(torch.ones(1, 3)).shape))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "(1, 1)", done.stderr
