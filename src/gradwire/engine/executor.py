@@ -93,7 +93,7 @@ class Executor:
         """Begin a step."""
         # new queues for every step: what a given-up step left in the old ones is not seen again
         self._arrivals = [queue.SimpleQueue() for _ in self.lanes]
-        self._at = [None] * len(self.lanes)
+        self._at = [tasks[0] if tasks else None for tasks in self.tasks]
         self._running = [
             lane.submit(partial(self._run, number, arrivals))
             for number, (lane, arrivals) in enumerate(zip(self.lanes, self._arrivals, strict=True))
@@ -117,9 +117,9 @@ class Executor:
         return next((error for error in errors if isinstance(error, TaskFailed)), None)
 
     def waiting_for(self) -> Task | None:
-        """The first task that a lane has begun and not ended."""
-        begun = [task for task in self._at if task is not None]
-        return min(begun, key=lambda task: (task.bucket, task.chunk, task.phase)) if begun else None
+        """The first task that no lane has done yet."""
+        next_ones = [task for task in self._at if task is not None]
+        return min(next_ones, key=lambda task: (task.bucket, task.chunk, task.phase)) if next_ones else None
 
     def finish(self, *others: "Future[Any]") -> list[Meter]:
         """Wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane fails, and what
