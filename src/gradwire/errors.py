@@ -5,7 +5,7 @@ GradwireError
 ├── SpecError            a compressor spec has an impossible value
 ├── PlanError            a plan does not fit the model, the devices or this version
 ├── PayloadError         bytes received are not a payload of the spec that reads them
-├── DisagreementError    ranks were started with different models, plans or versions
+├── DisagreementError    ranks were started with different models, plans or versions, or their weights drifted apart
 ├── StepStateError       something happened in a step that its state does not allow
 ├── CommunicationError   a rank died, stalled or left; names the bucket and the ranks waited for
 └── TestbedError         an emulated cluster could not be made or run
@@ -47,7 +47,7 @@ class PayloadError(GradwireError, ValueError):
 
 
 class DisagreementError(GradwireError, RuntimeError):
-    """Ranks were started with different models, plans or library versions."""
+    """Ranks were started with different models, plans or library versions, or have different weights."""
 
 
 class StepStateError(GradwireError, RuntimeError):

@@ -8,9 +8,9 @@ import torch
 
 from gradwire.collectives import Link
 
-__all__ = ["Report", "State", "exchange_reports"]
+__all__ = ["Report", "State", "exchange_bytes", "exchange_reports"]
 
-_HEADER = struct.Struct("<qqQq?")
+_HEADER = struct.Struct("<qqQq?Q")
 
 
 class State(IntEnum):
@@ -34,25 +34,31 @@ class Report(NamedTuple):
     """Gradients that came in this backward."""
     joining: bool
     """Whether the rank is inside `handle.join()`."""
+    weights: int
+    """A checksum of the weights, in the steps that compare them; 0 in others."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
 
 def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:
     """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. Raises LinkError."""
-    used_bytes = -(-parameters // 8)
-    packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(used_bytes, "little")
-    sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
+    reports = []
+    for raw in exchange_bytes(packed, link):
+        step, state, plan, came, joining, weights = _HEADER.unpack_from(raw)
+        used = int.from_bytes(raw[_HEADER.size :], "little")
+        reports.append(Report(step, State(state), plan, came, joining, weights, used))
+    return reports
+
+
+def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
+    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError."""
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
     exchange = link.expect(0, rows)
     exchange.send([sent] * link.world_size)
-    reports = []
-    for rank, row in enumerate(rows):
+    for rank in range(link.world_size):
         exchange.wait(rank)
-        raw = bytes(row.tolist())
-        step, state, plan, came, joining = _HEADER.unpack_from(raw)
-        used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(Report(step, State(state), plan, came, joining, used))
     exchange.finish()
-    return reports
+    return [bytes(row.tolist()) for row in rows]

@@ -48,7 +48,7 @@ class Stats:
     """Synchronised steps so far."""
     wire_bytes: int
     """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
-    bit a parameter and 33 bytes for each rank, come on top."""
+    bit a parameter and 41 bytes for each rank, come on top."""
     gradient_bytes: int
     """Bytes of the gradients themselves."""
     exposed_us: float
@@ -75,13 +75,14 @@ class Handle:
         lanes: list[Lane],
         control: Lane,
         roll_call: RollCall,
+        drift_check_steps: int,
     ) -> None:
         self._parameters, self._tensors, self._policy = parameters, tensors, policy
         self._owned = {id(parameter) for parameter in parameters.values()}
         self._group, self._lanes, self._control = group, lanes, control
         self._reports: deque[StepReport] = deque(maxlen=100)
         self._buffers_due = True
-        self._backward = Backward(parameters, group, control, roll_call)
+        self._backward = Backward(parameters, group, control, roll_call, drift_check_steps)
         self._backward.on_finished = ModelHook(self, Handle._finished)
         self._model = weakref.ref(model)
         # of a policy's plan: the guess that gradients come in the reverse order of registration

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradwire._version import __version__
 from gradwire.collectives import Group, Lane, Link
+from gradwire.core.checks import whole
 from gradwire.core.plan import Plan
 from gradwire.core.schedules import Backward
 from gradwire.core.specs import Spec
@@ -32,6 +33,7 @@ def parallelize(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     plan: Plan | Policy | Spec | str | os.PathLike[str] = "auto",
     process_group: dist.ProcessGroup | None = None,
+    drift_check_steps: int = 1000,
 ) -> Handle:
     """Synchronise the gradients of `model` over the ranks of `process_group` (default: all), in place.
 
@@ -41,6 +43,8 @@ def parallelize(
 
     plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan`, or the path of a plan's JSON file.
     optimizer: the optimizer, or several, that will step the model; in the `backward` schedule it is only checked.
+    drift_check_steps: every so many steps ranks compare checksums of their weights, and all raise DisagreementError with
+    the first tensor that differs; 0 never.
 
     Raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ in model, plan or
     version, StepStateError if the model is parallelized already or torch.distributed is not initialised.
@@ -63,10 +67,12 @@ def parallelize(
     timeout = timedelta(seconds=0.85 * group.timeout.total_seconds())
     control = Lane(f"gradwire-{name}-control", Link(group, f"{name}/control", torch.device("cpu"), timeout))
     try:
+        what = "steps from one comparison of weights to the next, 0 for never"
+        whole("drift_check_steps", drift_check_steps, what, error=PlanError)
         prepared, problem = _prepare(model, optimizer, plan, group.world_size), None
     except Exception as error:
         prepared, problem = None, error
-    facts = _facts(prepared, problem)
+    facts = _facts(prepared, problem) | {"drift_check_steps": repr(drift_check_steps)}
     lanes: list[Lane] = []
     try:
         control.submit(lambda link: agree(link, facts, group.global_ranks)).result()
@@ -78,7 +84,8 @@ def parallelize(
         for index in range(CPU_LANES if device.type == "cpu" else 1):
             lanes.append(Lane(f"gradwire-{name}-{index}", Link(group, f"{name}/{index}", device, timeout)))
         roll_call = RollCall(group, name)
-        handle = Handle(model, parameters, tensors, first_plan, policy, group, lanes, control, roll_call)
+        engine = (group, lanes, control, roll_call, drift_check_steps)
+        handle = Handle(model, parameters, tensors, first_plan, policy, *engine)
     except BaseException as error:
         for lane in [*lanes, control]:
             lane.stop()

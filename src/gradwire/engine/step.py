@@ -19,6 +19,7 @@ gradients are only collected and everything is sent when the outermost backward 
 """
 
 import contextlib
+import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -31,11 +32,12 @@ from torch.autograd import Variable
 
 from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
-from gradwire.engine.control import Report, State, exchange_reports
+from gradwire.engine.control import Report, State, exchange_bytes, exchange_reports
+from gradwire.engine.drift import checksums, digest_of
 from gradwire.engine.executor import Executor, TaskFailed
 from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
 from gradwire.engine.layout import Slot
-from gradwire.errors import GradwireError, StepStateError
+from gradwire.errors import DisagreementError, GradwireError, StepStateError
 
 __all__ = ["Backward", "StepReport"]
 
@@ -55,12 +57,18 @@ class Backward:
     """The `backward` schedule of one handle. `parameters` are the trainable ones by name, in registration order."""
 
     def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], group: Group, control: Lane, roll_call: RollCall
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        group: Group,
+        control: Lane,
+        roll_call: RollCall,
+        drift_check_steps: int,
     ) -> None:
         self.names = list(parameters)
         self.group, self.control, self.roll_call = group, control, roll_call
         self.synchronise = True
         self.joining = False
+        self.drift_check_steps = drift_check_steps
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.step = 0
@@ -225,7 +233,9 @@ class Backward:
     def _told(self, state: State) -> "Future[list[Report]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         came = len(self._filled)
-        own = Report(self.step, state, self._plan_word, came, self.joining, self._used)
+        self._sums = checksums(self._weights()) if self._watched() else []
+        weights = digest_of(self._sums) if self._sums else 0
+        own = Report(self.step, state, self._plan_word, came, self.joining, weights, self._used)
         return self.control.submit(partial(exchange_reports, own, len(self.names)))
 
     @torch.no_grad()
@@ -261,9 +271,11 @@ class Backward:
         exposed = time.perf_counter() - start
         reports = told.result()
         if problem := self._problem(reports):
-            self._can_reset = True
+            self._can_reset = len({report.plan for report in reports}) == 1
             self._give_back()
             raise self._fail(StepStateError(problem))
+        if len({report.weights for report in reports if report.state is State.DONE}) > 1:
+            raise self._fail(self._drifted(reports))
         used = 0
         for report in reports:
             used |= report.used
@@ -308,6 +320,32 @@ class Backward:
             )
         return None
 
+    def _watched(self) -> bool:
+        return self.drift_check_steps > 0 and self.step > 0 and self.step % self.drift_check_steps == 0
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
+    def _drifted(self, reports: list[Report]) -> GradwireError:
+        """The weights differ: find out where, together."""
+        words = struct.Struct(f"<{len(self._sums)}Q")
+        try:
+            told = self.control.submit(partial(exchange_bytes, words.pack(*self._sums))).result()
+        except LinkError as error:
+            return self.broken("checksums of all weights", error)
+        sums = [words.unpack(raw) for raw in told]
+        have = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
+        index, rank = next(
+            (index, rank) for index in range(len(self._sums)) for rank in have if sums[rank][index] != sums[have[0]][index]
+        )
+        first, other = self.group.global_ranks[have[0]], self.group.global_ranks[rank]
+        return DisagreementError(
+            f"the weights of rank {first} and rank {other} are not the same any more, found in step {self.step}; the first "
+            f"tensor that differs is {self.names[index]!r}. Ranks train different models since the last check, at most "
+            f"{self.drift_check_steps} steps ago. Look for code that changes weights on one rank only (loading, clamping, "
+            "averaging, random layers without a common seed), or for faulty memory; restart from a checkpoint."
+        )
+
     def reset(self) -> None:
         """Begin anew after a void step. Collective."""
         if self.failure is None and self._running:
@@ -316,7 +354,7 @@ class Backward:
             return
         if not self._can_reset:
             raise type(self.failure)(f"reset() cannot mend this: {self.failure}")
-        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0)
+        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, 0)
         try:
             reports = self.control.submit(partial(exchange_reports, own, len(self.names))).result()
         except LinkError as error:

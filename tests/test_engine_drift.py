@@ -1,0 +1,80 @@
+"""Weights that should be equal on all ranks are compared, and the first that is not is named."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import Given, Worlds
+
+import gradwire as gw
+from gradwire.engine.drift import checksums, digest_of
+
+
+def train(steps: int, every: int, spoil_at: int | None, dtype: torch.dtype) -> str | None:
+    """Train; before step `spoil_at` rank 1 changes one bit of its second tensor. What the ranks are told."""
+    model = Given([300, 7, 1], dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=3), drift_check_steps=every)
+    for step in range(steps):
+        if step == spoil_at and dist.get_rank() == 1:
+            model.p1.data.view(torch.uint8)[8] ^= 1
+        optimizer.zero_grad()
+        try:
+            model(model.random_gradients(dist.get_rank(), step)).backward()
+        except gw.GradwireError as error:
+            handle.detach()
+            return f"{type(error).__name__}: {error}"
+        optimizer.step()
+    handle.detach()
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_weights_raise_no_alarm(worlds: Worlds, dtype: torch.dtype) -> None:
+    assert worlds.run(3, train, 6, 1, None, dtype) == [None] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_on_one_rank_is_found_at_the_next_check_on_all(worlds: Worlds, dtype: torch.dtype) -> None:
+    for told in worlds.run(3, train, 9, 4, 5, dtype):
+        assert told is not None
+        assert told.startswith("DisagreementError")
+        assert "rank 0 and rank 1" in told
+        assert "step 8" in told
+        assert "'p1'" in told
+
+
+def test_it_can_be_switched_off(worlds: Worlds) -> None:
+    assert worlds.run(2, train, 4, 0, 1, torch.float32) == [None] * 2
+
+
+def impossible(every: object) -> str:
+    with pytest.raises(gw.GradwireError) as caught:
+        gw.parallelize(Given([3]), plan=gw.Identity(), drift_check_steps=every)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("every", [-1, 2.5, True])
+def test_impossible_values_are_refused(worlds: Worlds, every: object) -> None:
+    for told in worlds.run(1, impossible, every):
+        assert "drift_check_steps is" in told
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50), st.data())
+def test_a_change_of_one_word_changes_the_sum(values: list[int], data: st.DataObject) -> None:
+    before = torch.tensor(values, dtype=torch.int32)
+    after = before.clone()
+    at = data.draw(st.integers(0, len(values) - 1))
+    after[at] = data.draw(st.integers(-(2**31), 2**31 - 1).filter(lambda value: value != values[at]))
+    assert checksums([before]) == checksums([before.clone()])
+    assert checksums([before]) != checksums([after])
+
+
+def test_places_and_borders_of_pieces_count() -> None:
+    long = torch.arange(2**21 + 3, dtype=torch.int32)
+    assert checksums([long]) != checksums([long.flip(0)])
+    odd = torch.arange(7, dtype=torch.uint8)
+    assert checksums([odd[1:]]) == checksums([odd[1:].clone()])
+    assert checksums([long.view(torch.float32).reshape(-1, 1)]) == checksums([long])
+    assert digest_of([1, 2]) != digest_of([2, 1])
