@@ -1,6 +1,7 @@
 """The control exchange: at the end of a step every rank tells every other what became of its backward."""
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 
 from gradwire.collectives import Link
 
-__all__ = ["Report", "State", "exchange_bytes", "exchange_reports"]
+__all__ = ["Report", "State", "exchange_bytes", "exchange_reports", "why_void"]
 
 _HEADER = struct.Struct("<qqQq?Q")
 
@@ -62,3 +63,34 @@ def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
         exchange.wait(rank)
     exchange.finish()
     return [bytes(row.tolist()) for row in rows]
+
+
+def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -> str | None:
+    """Why the step must not count, in the same words on all ranks; None if it counts. `ranks` are the global ones."""
+    step = reports[0].step
+    if len({report.step for report in reports}) > 1:
+        steps = [report.step for report in reports]
+        each = ", ".join(f"rank {rank} at {step}" for rank, step in zip(ranks, steps, strict=True))
+        return (
+            f"ranks are at different steps, {min(steps)} to {max(steps)} ({each}): some ran more backward passes than "
+            "others, and gradients of different batches were added. Give every rank the same number of batches, or "
+            "use handle.join()."
+        )
+    if len({report.plan for report in reports}) > 1:
+        each = ", ".join(f"rank {rank} {report.plan:016x}" for rank, report in zip(ranks, reports, strict=True))
+        return f"ranks run different plans in step {step} ({each}): what they sent was decoded wrongly. Restart."
+    left = [(rank, r.came) for rank, r in zip(ranks, reports, strict=True) if r.state is State.LEFT]
+    if left:
+        who = "; ".join(f"rank {rank} left it after {came} of {parameters} gradients" for rank, came in left)
+        return (
+            f"step {step} is void on all ranks: {who} (an exception in backward that its script caught? see its own log). "
+            "None may use this step's gradients: call handle.reset() on all ranks and go on with the next batch, or restart."
+        )
+    out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
+    outside = [rank for rank, report in zip(ranks, reports, strict=True) if not report.joining]
+    if out and outside:
+        return (
+            f"rank {out[0]} has no batch for step {step} and waits in handle.join(), but rank {outside[0]} is not inside "
+            "it. Enter join() on all ranks around the same loop."
+        )
+    return None

@@ -2,11 +2,11 @@
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["checksums", "digest_of"]
+__all__ = ["checksums", "difference", "digest_of"]
 
 _PIECE = 2**20
 
@@ -25,6 +25,20 @@ def digest_of(sums: list[int]) -> int:
     """One 64-bit number for all of them."""
     packed = struct.pack(f"<{len(sums)}Q", *sums)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def difference(sums: Mapping[int, Sequence[int]], names: Sequence[str], step: int, every: int) -> str:
+    """What to say about ranks (global ones) whose checksums are not all equal."""
+    first, *others = sums
+    index, other = next(
+        (index, other) for index in range(len(names)) for other in others if sums[other][index] != sums[first][index]
+    )
+    return (
+        f"the weights of rank {first} and rank {other} are not the same any more, found in step {step}; the first tensor "
+        f"that differs is {names[index]!r}. Ranks train different models since the last check, at most {every} steps ago. "
+        "Look for code that changes weights on one rank only (loading, clamping, averaging, random layers without a common "
+        "seed), or for faulty memory; restart from a checkpoint."
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,8 @@ from torch.autograd import Variable
 
 from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
-from gradwire.engine.control import Report, State, exchange_bytes, exchange_reports
-from gradwire.engine.drift import checksums, digest_of
+from gradwire.engine.control import Report, State, exchange_bytes, exchange_reports, why_void
+from gradwire.engine.drift import checksums, difference, digest_of
 from gradwire.engine.executor import Executor, TaskFailed
 from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
 from gradwire.engine.layout import Slot
@@ -270,7 +270,7 @@ class Backward:
             raise self.broken(what, error) from error
         exposed = time.perf_counter() - start
         reports = told.result()
-        if problem := self._problem(reports):
+        if problem := why_void(reports, self.group.global_ranks, len(self.names)):
             self._can_reset = len({report.plan for report in reports}) == 1
             self._give_back()
             raise self._fail(StepStateError(problem))
@@ -287,39 +287,6 @@ class Backward:
         self.step += 1
         self.on_finished(StepReport(meters, exposed))
 
-    def _problem(self, reports: list[Report]) -> str | None:
-        """Why this step must not count, in the same words on all ranks."""
-        ranks = self.group.global_ranks
-        steps = [report.step for report in reports]
-        if len(set(steps)) > 1:
-            each = ", ".join(f"rank {rank} at {step}" for rank, step in zip(ranks, steps, strict=True))
-            return (
-                f"ranks are at different steps, {min(steps)} to {max(steps)} ({each}): some ran more backward passes than "
-                "others, and gradients of different batches were added. Give every rank the same number of batches, or "
-                "use handle.join()."
-            )
-        if len({report.plan for report in reports}) > 1:
-            each = ", ".join(f"rank {rank} {report.plan:016x}" for rank, report in zip(ranks, reports, strict=True))
-            return (
-                f"ranks run different plans in step {self.step} ({each}): what they sent was decoded wrongly. Restart."
-            )
-        left = [(rank, r.came) for rank, r in zip(ranks, reports, strict=True) if r.state is State.LEFT]
-        if left:
-            who = "; ".join(f"rank {rank} left it after {came} of {len(self.names)} gradients" for rank, came in left)
-            return (
-                f"step {self.step} is void on all ranks: {who} (an exception in backward that its script caught? see its "
-                "own log). None may use this step's gradients: call handle.reset() on all ranks and go on with the next "
-                "batch, or restart."
-            )
-        out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
-        if out and not all(report.joining for report in reports):
-            missing = next(rank for rank, report in zip(ranks, reports, strict=True) if not report.joining)
-            return (
-                f"rank {out[0]} has no batch for step {self.step} and waits in handle.join(), but rank {missing} is not "
-                "inside it. Enter join() on all ranks around the same loop."
-            )
-        return None
-
     def _watched(self) -> bool:
         return self.drift_check_steps > 0 and self.step > 0 and self.step % self.drift_check_steps == 0
 
@@ -333,18 +300,12 @@ class Backward:
             told = self.control.submit(partial(exchange_bytes, words.pack(*self._sums))).result()
         except LinkError as error:
             return self.broken("checksums of all weights", error)
-        sums = [words.unpack(raw) for raw in told]
-        have = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
-        index, rank = next(
-            (index, rank) for index in range(len(self._sums)) for rank in have if sums[rank][index] != sums[have[0]][index]
-        )
-        first, other = self.group.global_ranks[have[0]], self.group.global_ranks[rank]
-        return DisagreementError(
-            f"the weights of rank {first} and rank {other} are not the same any more, found in step {self.step}; the first "
-            f"tensor that differs is {self.names[index]!r}. Ranks train different models since the last check, at most "
-            f"{self.drift_check_steps} steps ago. Look for code that changes weights on one rank only (loading, clamping, "
-            "averaging, random layers without a common seed), or for faulty memory; restart from a checkpoint."
-        )
+        sums = {
+            self.group.global_ranks[rank]: words.unpack(told[rank])
+            for rank, report in enumerate(reports)
+            if report.state is State.DONE
+        }
+        return DisagreementError(difference(sums, self.names, self.step, self.drift_check_steps))
 
     def reset(self) -> None:
         """Begin anew after a void step. Collective."""
