@@ -13,14 +13,13 @@ from gradwire._version import __version__
 from gradwire.collectives import Group, Lane, Link
 from gradwire.core.checks import whole
 from gradwire.core.plan import Plan
-from gradwire.core.schedules import Backward
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.agreement import agree
 from gradwire.engine.failure import RollCall
 from gradwire.engine.handle import _REGISTRY, Handle
 from gradwire.errors import PlanError, StepStateError
-from gradwire.planner.policy import Policy, Uniform
+from gradwire.planner.policy import Policy, Uniform, executable
 
 __all__ = ["parallelize"]
 
@@ -140,11 +139,7 @@ def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Polic
     if isinstance(plan, (str, os.PathLike)):
         plan = Plan.load(Path(plan))
     if isinstance(plan, Plan):
-        if not isinstance(plan.schedule, Backward):
-            raise PlanError(
-                f"the plan's schedule is {plan.schedule!r}: this version executes the backward schedule, and reads and "
-                "writes the others. Use schedule='backward'."
-            )
+        executable(plan.schedule)
         return plan, None
     if isinstance(plan, Spec):
         plan = Uniform(plan)

@@ -315,13 +315,14 @@ class Backward:
             return
         if not self._can_reset:
             raise type(self.failure)(f"reset() cannot mend this: {self.failure}")
+        self._can_reset = False
         own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, 0)
         try:
             reports = self.control.submit(partial(exchange_reports, own, len(self.names))).result()
         except LinkError as error:
             raise self.broken("all ranks to call reset()", error) from error
         self.step = 1 + max(report.step for report in reports)
-        self.failure, self._can_reset, self._running, self._used = None, False, False, 0
+        self.failure, self._running, self._used = None, False, 0
         for reference in self._parameters:
             if (parameter := reference()) is not None:
                 parameter.grad = None

@@ -24,7 +24,7 @@ from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import FormatError, PlanError
 
-__all__ = ["SCHEMES", "Policy", "Uniform"]
+__all__ = ["SCHEMES", "Policy", "Uniform", "executable"]
 
 SCHEMES = ("allreduce", "allgather", "alltoall")
 """allreduce: summed on the wire; allgather: every payload to every rank; alltoall: two phases, re-encoded between."""
@@ -88,18 +88,14 @@ class Policy(Document, frozen=True, kw_only=True):
         Raises PlanError if a rule matches nothing, if the scheme cannot carry a spec, or if the schedule is not
         backward.
         """
-        if not isinstance(self.schedule, Backward):
-            raise PlanError(
-                f"schedule is {self.schedule!r}: this version executes the backward schedule, and reads and writes the "
-                "others. Use schedule='backward'."
-            )
+        schedule = executable(self.schedule)
         if not tensors:
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         specs = self._assign(tensors)
         buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
         launch = tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
-        return Plan(fingerprint=fingerprint(tensors), schedule=self.schedule, buckets=buckets, launch=launch)
+        return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
         specs: dict[str, Spec] = {}
@@ -176,6 +172,16 @@ def Uniform(
         edge_bytes=edge_bytes,
         chunk_bytes=chunk_bytes,
     )
+
+
+def executable(schedule: Schedule | str) -> Backward:
+    """The schedule itself, if this version executes it. Raises PlanError for the others."""
+    if not isinstance(schedule, Backward):
+        raise PlanError(
+            f"schedule is {schedule!r}: this version executes the backward schedule, and reads and writes the others. Use "
+            "schedule='backward'."
+        )
+    return schedule
 
 
 def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
