@@ -138,12 +138,12 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
 }
 
 // The usual case, whole blocks of 128 by their maximum in 4 bits with stochastic rounding, at the speed of memory. The
-// scales of a batch come first, in one vector: a block's own scale is a long chain of dependent instructions. Values are
+// scales and the hashes of a batch come first: a block's own are long chains of dependent instructions. Values are
 // computed twice rather than kept: the maxima of the next batch are found between the blocks of this one, so that their
 // way from memory hides behind arithmetic. Returns how many blocks it wrote: all, or those before a batch that holds
 // something not finite.
 constexpr i64 kAhead = 1024;  // elements that decoding prefetches ahead
-constexpr i64 kUsualBlock = 128, kUsualBatch = 16;
+constexpr i64 kUsualBlock = 128, kUsualBatch = 8, kUsualAhead = 3 * kUsualBatch * kUsualBlock;  // the last: elements prefetched ahead
 
 template <class T, bool Residual>
 GW_INLINE i32 largest_of_block(const T* __restrict from, const float* __restrict left) {
@@ -181,15 +181,17 @@ static i64 encode_usual(const T* __restrict from, float* __restrict left, i64 bl
     }
     if (u32(most) >= kHuge) return done;
     __builtin_memcpy(scales + 2 * done, raw, size_t(2 * batch));
+    alignas(64) u32 hashes[kUsualBatch * 16];
+    for (u32 i = 0; i < kUsualBatch * 16; ++i) hashes[i] = random_hash(counter + i / 16 * 64 + i % 16, key_low, key_high);
+    GW_SETTLE(hashes);
     const i64 left_over = blocks - done - batch, next = left_over < kUsualBatch ? left_over : kUsualBatch;
     for (i64 b = 0; b < batch; ++b, counter += 64, out += 64, from += kUsualBlock, left += Residual ? kUsualBlock : 0) {
       const float by = inverse[b], unit = step[b];
-      // the batch after the next is on its way too
-      for (int line = 0; line < 8; ++line) __builtin_prefetch(from + 2 * kUsualBatch * kUsualBlock + line * 16);
-      if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + 2 * kUsualBatch * kUsualBlock + line * 16, 1);
+      for (int line = 0; line < 8; ++line) __builtin_prefetch(from + kUsualAhead + line * 16);
+      if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + kUsualAhead + line * 16, 1);
       alignas(64) u32 both[64];
       for (int l = 0; l < 16; ++l) {
-        const u32 hash = random_hash(counter + u32(l), key_low, key_high);
+        const u32 hash = hashes[16 * b + l];
         for (int group = 0; group < 4; ++group) {
           const u32 word = random_fold(hash, group);
           const int j = 16 * group + l;
