@@ -19,7 +19,7 @@ def differ(what: str, odd: int, folder: str) -> tuple[str, str, list[str], bool]
     torch.manual_seed(rank)
     model: nn.Module = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3))
     plan: Any = gw.QSGD(bits=4)
-    module = sys.modules["gradwire.engine.parallelize"]
+    module = sys.modules["gradwire.engine.prepare"]
     version = module.__version__
     if what == "plan file":
         plan = Path(folder) / "plan.json"

@@ -208,32 +208,6 @@ def test_sparse_gradients_are_refused(worlds: Worlds) -> None:
         assert second == first
 
 
-def replaced(how: str) -> str:
-    """New parameters have no hooks: without a word they would just not be synchronised."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    model[1].requires_grad_(False)
-    gw.parallelize(model, plan=gw.Identity())
-    model(torch.ones(1, 3)).sum().backward()
-    if how == "assigned in eval":
-        model.eval()
-    if how.startswith("assigned"):
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    else:
-        model[1].requires_grad_(True)
-    with pytest.raises(gw.StepStateError) as caught:
-        model(torch.ones(1, 3)).sum().backward()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "name"), [("assigned", "0.weight"), ("assigned in eval", "0.weight"), ("thawed", "1.weight")]
-)
-def test_parameters_that_came_later_are_refused(worlds: Worlds, how: str, name: str) -> None:
-    for told in worlds.run(2, replaced, how):
-        assert repr(name) in told
-        assert "detach()" in told
-
-
 BFLOAT16 = TensorInfo("weight", (300,), "bfloat16", "cpu")
 
 

@@ -1,6 +1,7 @@
 """The engine: executes plans and decides nothing."""
 
-from gradwire.engine.handle import BucketStats, Handle, Stats
+from gradwire.engine.handle import Handle
 from gradwire.engine.parallelize import parallelize
+from gradwire.engine.stats import BucketStats, Stats
 
 __all__ = ["BucketStats", "Handle", "Stats", "parallelize"]

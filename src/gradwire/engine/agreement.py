@@ -9,7 +9,7 @@ import torch
 from gradwire.collectives import Link
 from gradwire.errors import DisagreementError
 
-__all__ = ["agree", "broadcast_bytes"]
+__all__ = ["agree", "broadcast_bytes", "bytes_of", "copy_from"]
 
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
@@ -69,10 +69,22 @@ def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piec
 
 def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
     with torch.no_grad():
-        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-        flat = torch.cat(raw)
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors])
         link.broadcast(flat, root).wait()
         if link.rank != root:
-            for tensor, part in zip(tensors, torch.split(flat, [r.numel() for r in raw]), strict=True):
-                # cloned, since a part may begin where the dtype's alignment does not allow a view
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            copy_from(flat, tensors)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values as a flat uint8 tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copy_from(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Give the tensors the values that lie one after another in `flat` (uint8)."""
+    at = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        # cloned, since a part may begin where the dtype's alignment does not allow a view
+        tensor.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))
+        at += size

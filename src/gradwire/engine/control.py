@@ -22,6 +22,8 @@ class State(IntEnum):
     """It was left in the middle; what was missing was sent as zeros."""
     OUT = 2
     """The rank has no batch any more and took part with zeros."""
+    CHANGED = 3
+    """Its parameters were replaced or converted; it took part with zeros, and synchronises others when all ranks do."""
 
 
 class Report(NamedTuple):
@@ -85,6 +87,14 @@ def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -
         return (
             f"step {step} is void on all ranks: {who} (an exception in backward that its script caught? see its own log). "
             "None may use this step's gradients: call handle.reset() on all ranks and go on with the next batch, or restart."
+        )
+    changed = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.CHANGED]
+    if changed and len(changed) < len(ranks):
+        others = [rank for rank in ranks if rank not in changed]
+        return (
+            f"step {step} is void on all ranks: trainable parameters of rank {changed[0]}'s model were added, thawed, "
+            f"converted or replaced, and those of rank {others[0]}'s were not. Change the model on all ranks before the same "
+            "step; after an exception that was caught here, handle.reset() on all ranks goes on."
         )
     out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
     outside = [rank for rank, report in zip(ranks, reports, strict=True) if not report.joining]

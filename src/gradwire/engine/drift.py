@@ -2,11 +2,11 @@
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["checksums", "difference", "digest_of"]
+__all__ = ["DriftWatch", "checksums"]
 
 _PIECE = 2**20
 
@@ -21,24 +21,45 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [int(total) % 2**64 for total in sums]
 
 
-def digest_of(sums: list[int]) -> int:
-    """One 64-bit number for all of them."""
-    packed = struct.pack(f"<{len(sums)}Q", *sums)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+class DriftWatch:
+    """Compares weights every so many steps; 0 is never."""
 
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._sums: list[int] = []
 
-def difference(sums: Mapping[int, Sequence[int]], names: Sequence[str], step: int, every: int) -> str:
-    """What to say about ranks (global ones) whose checksums are not all equal."""
-    first, *others = sums
-    index, other = next(
-        (index, other) for index in range(len(names)) for other in others if sums[other][index] != sums[first][index]
-    )
-    return (
-        f"the weights of rank {first} and rank {other} are not the same any more, found in step {step}; the first tensor "
-        f"that differs is {names[index]!r}. Ranks train different models since the last check, at most {every} steps ago. "
-        "Look for code that changes weights on one rank only (loading, clamping, averaging, random layers without a common "
-        "seed), or for faulty memory; restart from a checkpoint."
-    )
+    def due(self, step: int) -> bool:
+        """Whether weights are compared in this step."""
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def digest(self, weights: Callable[[], Iterable[torch.Tensor]]) -> int:
+        """One 64-bit number for all of them."""
+        self._sums = checksums(weights())
+        return int.from_bytes(hashlib.blake2b(self.packed(), digest_size=8).digest(), "little")
+
+    def packed(self) -> bytes:
+        """The checksums that the last digest was made of."""
+        return self._words().pack(*self._sums)
+
+    def difference(self, packed: Mapping[int, bytes], names: Sequence[str], step: int) -> str:
+        """What to say about ranks (global ones) whose checksums are not all equal."""
+        sums = {rank: self._words().unpack(raw) for rank, raw in packed.items()}
+        first, *others = sums
+        index, other = next(
+            (index, other)
+            for index in range(len(names))
+            for other in others
+            if sums[other][index] != sums[first][index]
+        )
+        return (
+            f"the weights of rank {first} and rank {other} are not the same any more, found in step {step}; the first "
+            f"tensor that differs is {names[index]!r}. Ranks train different models since the last check, at most "
+            f"{self._every} steps ago. Look for code that changes weights on one rank only (loading, clamping, averaging, "
+            "random layers without a common seed), or for faulty memory; restart from a checkpoint."
+        )
+
+    def _words(self) -> struct.Struct:
+        return struct.Struct(f"<{len(self._sums)}Q")
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

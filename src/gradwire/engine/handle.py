@@ -1,11 +1,12 @@
 """The handle: what `parallelize` returns, and what keeps a model synchronised."""
 
 import statistics
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,48 +15,21 @@ from torch.utils._pytree import tree_leaves
 from gradwire.collectives import Group, Lane, Link, Meter, SilentLink
 from gradwire.collectives.streams import Mark
 from gradwire.core.plan import Plan
-from gradwire.core.specs import QSGD, ErrorFeedback, Spec
-from gradwire.core.tensors import TensorInfo
-from gradwire.engine.agreement import broadcast_bytes
-from gradwire.engine.executor import Executor
+from gradwire.engine.agreement import agree, broadcast_bytes
+from gradwire.engine.assembly import Assembly, assemble
+from gradwire.engine.buffers import FloatBuffers
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook, leave_hooks_behind
-from gradwire.engine.layout import BucketBuffers, build_buckets
-from gradwire.engine.residuals import Residuals
-from gradwire.engine.step import Backward, StepReport
-from gradwire.errors import StepStateError
+from gradwire.engine.prepare import Prepared, facts, prepare
+from gradwire.engine.registry import REGISTRY
+from gradwire.engine.residuals import unsent
+from gradwire.engine.states import read_state, write_state
+from gradwire.engine.stats import BucketStats, Stats, StepReport
+from gradwire.engine.step import Backward
+from gradwire.errors import PlanError, StepStateError
 from gradwire.planner.policy import Policy
 
-__all__ = ["BucketStats", "Handle", "Stats"]
-
-
-@dataclass(frozen=True)
-class BucketStats:
-    """One bucket: what it holds and what it sends."""
-
-    tensors: tuple[str, ...]
-    numel: int
-    chunks: int
-    wire_bytes: int
-    """Bytes this rank sends for the bucket in a step."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a handle did, for this rank."""
-
-    steps: int
-    """Synchronised steps so far."""
-    wire_bytes: int
-    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
-    bit a parameter and 41 bytes for each rank, come on top."""
-    gradient_bytes: int
-    """Bytes of the gradients themselves."""
-    exposed_us: float
-    """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
-    codec_us: float
-    """Median of the CPU time of encodes and decodes in a step, lanes added up."""
-    buckets: tuple[BucketStats, ...]
+__all__ = ["Handle"]
 
 
 class Handle:
@@ -67,27 +41,20 @@ class Handle:
     def __init__(
         self,
         model: torch.nn.Module,
-        parameters: dict[str, torch.nn.Parameter],
-        tensors: list[TensorInfo],
-        plan: Plan,
-        policy: Policy | None,
+        prepared: Prepared,
         group: Group,
         lanes: list[Lane],
         control: Lane,
         roll_call: RollCall,
         drift_check_steps: int,
     ) -> None:
-        self._parameters, self._tensors, self._policy = parameters, tensors, policy
-        self._owned = {id(parameter) for parameter in parameters.values()}
         self._group, self._lanes, self._control = group, lanes, control
         self._reports: deque[StepReport] = deque(maxlen=100)
-        self._buffers_due = True
-        self._backward = Backward(parameters, group, control, roll_call, drift_check_steps)
+        self._order: list[int] = []
+        self._backward = Backward(group, control, roll_call, drift_check_steps)
         self._backward.on_finished = ModelHook(self, Handle._finished)
         self._model = weakref.ref(model)
-        # of a policy's plan: the guess that gradients come in the reverse order of registration
-        self._order, self._order_known = list(range(len(tensors)))[::-1], False
-        self._install(plan)
+        self._synchronise(model, prepared)
         self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
         self._module_hooks = [
@@ -135,7 +102,7 @@ class Handle:
         """
         link: Any = SilentLink(self._group)
         seconds = []
-        with self._residuals.kept(), _kept([b.flat for b in self._executor.buckets]):
+        with self._residuals.kept(), _kept(self._flats()):
             for _ in range(repeats):
                 meter = Meter()
                 for task in sorted((t for tasks in self._executor.tasks for t in tasks), key=lambda t: t.phase):
@@ -148,41 +115,88 @@ class Handle:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`, safe for torch.distributed.checkpoint.
 
-        Of the plan it holds what a policy makes it from again, and its digest.
+        Of the plan it holds what a policy makes it from again, and its digest. The tensors are copies.
         """
-        prefix = f"rank{self._group.global_ranks[self._group.rank]}"
-        state = {
-            f"{prefix}/step": torch.tensor(self._backward.step),
-            f"{prefix}/order": torch.tensor(self._order),
-            f"{prefix}/plan": torch.tensor(list(bytes.fromhex(self._plan.digest())), dtype=torch.uint8),
-        }
-        return state | {f"{prefix}/{key}": value for key, value in self._residuals.state().items()}
+        step, residuals = self._backward.step, self._residuals.state()
+        return write_state(self._group, step, self._order, self._plan.digest(), residuals)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up where `state_dict` was made, with the same plan or policy and world size. Between steps, on every
-        rank. Other ranks' keys are left alone.
+        """Take up where `state_dict` was made. Between steps, on every rank; nothing is sent.
 
-        Raises ValueError naming what is missing or does not fit.
+        With the same ranks pass at least this rank's own state, and run the same plan or policy: the run goes on bit for
+        bit. With another number of ranks pass the states of all ranks that saved, in one dictionary: their residuals are
+        dealt out so that the sum is kept. A rank whose state is missing begins with zero residuals, with a warning that
+        names what is lost.
+
+        Raises ValueError naming what is missing or does not fit; the handle is as before then.
         """
-        prefix = f"rank{self._group.global_ranks[self._group.rank]}/"
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if missing := {"step", "order", "plan"} - own.keys():
+        saved = read_state(state, self._group)
+        order, plan = self._order, self._plan
+        if self._policy is not None:
+            if sorted(saved.order) != sorted(self._order):
+                raise ValueError(
+                    f"the state's order is of {len(saved.order)} tensors, and the model has {len(self._order)} trainable "
+                    "ones: it was saved with another model, or other parameters of it were frozen."
+                )
+            order, plan = saved.order, self._plan_of(self._policy, saved.order)
+        if saved.own and saved.plan != plan.digest():
             raise ValueError(
-                f"the state has no {prefix}{min(missing)}: it holds {', '.join(sorted(state)[:3]) or 'nothing'}. It was "
-                "saved by other ranks or is not a gradwire state. Pass what this rank's handle.state_dict() returned."
+                f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.digest()[:16]}: shards "
+                "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
             )
-        order = own.pop("order").tolist()
-        if self._policy is not None and sorted(order) == sorted(self._order):
-            self._plan_for(self._policy, order)
-        saved, current = bytes(own.pop("plan").tolist()).hex(), self._plan.digest()
-        if saved != current:
-            raise ValueError(
-                f"the state was saved under plan {saved[:16]}, and this handle runs plan {current[:16]}: shards and "
-                "residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
-            )
-        step = int(own.pop("step"))
-        self._residuals.load(own)
-        self._backward.step = step
+        built = self._built if plan == self._plan else assemble(plan, self._parameters, self._group, self._lanes)
+        carried: dict[str, torch.Tensor] = {}
+        if saved.own:
+            built.residuals.check(saved.residuals[0])
+        else:
+            carried = unsent(saved.residuals)
+            built.residuals.check_carried(carried)
+            _warn_of_lost(saved.missing, built.residuals.names())
+        self._order, self._order_known = order, self._policy is not None
+        self._use(built)
+        if saved.own:
+            self._residuals.load(saved.residuals[0])
+        else:
+            self._residuals.take_over(carried)
+        self._backward.step = saved.step
+
+    def attach(self) -> None:
+        """Take in what became of the model's parameters: added layers, thawed or converted ones (`model.to(dtype)`), others
+        in their place (`load_state_dict(assign=True)`). Collective.
+
+        A training forward calls it by itself when it sees such a change; only a model that trains in eval mode, or by
+        calling its parts, needs it. All ranks get rank 0's parameters and buffers. Residuals of tensors that stay are kept.
+
+        Raises StepStateError on all ranks when not all of them came to it, DisagreementError when they changed
+        differently, PlanError when the plan is a fixed one and does not fit.
+        """
+        model = self._model()
+        if model is None:
+            return
+        self._broadcast_buffers(None)  # ranks whose model did not change do so before the step that is void then
+        self._backward.announce_change()
+        prepared, problem = None, None
+        try:
+            prepared = prepare(model, self._policy or self._plan, self._group.world_size, self._parameters.values())
+            if (device := next(iter(prepared.parameters.values())).device) != self._flats()[0].device:
+                raise PlanError(
+                    f"the model moved from {self._flats()[0].device} to {device}; a handle works on one device. Call its "
+                    "detach() and parallelize again."
+                )
+        except Exception as error:
+            problem = error
+        told = facts(None if problem else prepared, problem)
+        self._control.submit(partial(agree, facts=told, global_ranks=self._group.global_ranks)).result()
+        if problem is not None:
+            raise problem
+        assert prepared is not None
+        carried = self._residuals.carried()
+        REGISTRY.forget(model, self._parameters.values())
+        self._synchronise(model, prepared)
+        REGISTRY.add(model, self._parameters.values(), self)
+        numels = {tensor.name: tensor.numel for tensor in self._tensors}
+        self._residuals.take_over({name: v for name, v in carried.items() if numels.get(name) == v.numel()})
+        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers after a change")
 
     def reset(self) -> None:
         """Go on after a backward that a rank left in the middle, by an exception that its script caught.
@@ -236,24 +250,31 @@ class Handle:
         self._backward.detach()
         for lane in [*self._lanes, self._control]:
             lane.stop()
-        _REGISTRY.forget(self._model(), self._parameters.values())
+        REGISTRY.forget(self._model(), self._parameters.values())
 
     # ---- inside
 
-    def _install(self, plan: Plan) -> None:
-        device = next(iter(self._parameters.values())).device
-        random = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64, device=device)
-        for index, bucket in enumerate(plan.buckets):
-            random[index, :, 0] = _seed(bucket.spec_of(bucket.tensors[0]))
-        random[:, 1, 2] = 1
-        random[:, :, 3] = self._group.rank
-        buckets: list[BucketBuffers] = build_buckets(plan, self._parameters, self._group, random)
-        self._plan, self._executor = plan, Executor(plan, buckets, self._lanes)
-        self._residuals = Residuals(buckets, self._group.rank)
-        self._backward.attach(self._executor, random)
+    def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
+        """From now on these parameters."""
+        self._parameters, self._tensors, self._policy = prepared.parameters, prepared.tensors, prepared.policy
+        self._owned = {id(parameter) for parameter in prepared.parameters.values()}
+        # of a policy's plan: the guess that gradients come in the reverse order of registration
+        self._order = list(range(len(prepared.tensors)))[::-1]
+        self._order_known = False
+        self._backward.watch(prepared.parameters)
+        self._use(assemble(prepared.plan, self._parameters, self._group, self._lanes))
+        self._buffers = FloatBuffers(model, self._flats()[0].device)
+
+    def _use(self, built: Assembly) -> None:
+        self._built, self._plan = built, built.executor.plan
+        self._executor, self._residuals = built.executor, built.residuals
+        self._backward.attach(built.executor, built.random)
+
+    def _flats(self) -> list[torch.Tensor]:
+        return [buffers.flat for buffers in self._executor.buckets]
 
     def _finished(self, report: StepReport) -> None:
-        self._buffers_due = True
+        self._buffers.due = True
         self._reports.append(report)
         if self._policy is not None and not self._order_known:
             self._plan_again(self._policy)
@@ -266,29 +287,32 @@ class Handle:
             self._control.submit(lambda link: link.broadcast(order).wait()).result()
         except RuntimeError as error:
             raise self._backward.broken("the order in which rank 0's gradients came", error) from error
-        self._plan_for(policy, order.tolist())
-
-    def _plan_for(self, policy: Policy, order: list[int]) -> None:
-        """Run the policy's plan for gradients that come in this order."""
-        self._order, self._order_known = order, True
-        plan = policy.plan([self._tensors[index] for index in order], self._group.world_size)
+        self._order, self._order_known = order.tolist(), True
+        plan = self._plan_of(policy, self._order)
         if plan != self._plan:
             carried = self._residuals.carried()
-            self._install(plan)
+            self._use(assemble(plan, self._parameters, self._group, self._lanes))
             self._residuals.take_over(carried)
+
+    def _plan_of(self, policy: Policy, order: list[int]) -> Plan:
+        return policy.plan([self._tensors[index] for index in order], self._group.world_size)
 
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
         """The values of one rank of the group everywhere."""
+        self._on_lane(partial(broadcast_bytes, tensors=tensors, root=root), what)
+
+    def _on_lane(self, job: Callable[[Link], None], what: str) -> None:
+        """Do something on the first lane that touches tensors of the model."""
         streams = self._lanes[0].link.streams
         ready = streams.mark()
 
-        def job(link: Link) -> Mark:
+        def run(link: Link) -> Mark:
             with link.streams.encoding(ready):
-                broadcast_bytes(link, tensors, root)
+                job(link)
                 return link.streams.mark()
 
         try:
-            streams.wait(self._lanes[0].submit(job).result())
+            streams.wait(self._lanes[0].submit(run).result())
         except RuntimeError as error:
             raise self._backward.broken(what, error) from error
 
@@ -299,13 +323,12 @@ class Handle:
         if not module.training:
             return  # an evaluation may run on one rank only
         self._broadcast_buffers(module)
-        # in join() once a step, as ranks without a batch do
-        self._buffers_due = self._backward.synchronise and not self._backward.joining
 
-    def _broadcast_buffers(self, module: torch.nn.Module) -> None:
-        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        if buffers and self._buffers_due:
-            self._broadcast(buffers, "rank 0's buffers before forward")
+    def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
+        if (job := self._buffers.broadcast(module)) is not None:
+            self._on_lane(job, "rank 0's buffers before forward")
+        # in join() once a step, as ranks without a batch do
+        self._buffers.due = self._backward.synchronise and not self._backward.joining
 
     def _join_the_others(self) -> None:
         """Take part in the steps of ranks that have more batches."""
@@ -321,14 +344,25 @@ class Handle:
             what = "the parameters of the rank that trained last"
             self._broadcast([*model.parameters(), *model.buffers()], what, root=last_active[-1])
 
+    def _changed(self, module: torch.nn.Module) -> str | None:
+        """The first trainable parameter that is not the one, or not of the kind, that the handle knows."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) not in self._owned:
+                return next(repr(name) for name, p in module.named_parameters() if p is parameter)
+        if self._buffers.changed(module):
+            return "a buffer"
+        return repr(name) if (name := self._backward.converted()) else None
+
     def _check_parameters(self, module: torch.nn.Module) -> None:
-        if all(id(p) in self._owned for p in module.parameters() if p.requires_grad):
+        if (name := self._changed(module)) is None:
             return
-        names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in self._owned]
+        if module.training:
+            self.attach()
+            return
         raise StepStateError(
-            f"{names[0]!r} was not a trainable parameter of the model when it was parallelized (and {len(names) - 1} "
-            "more): its gradient would stay this rank's own. load_state_dict(assign=True), thawing and added layers make "
-            "such. Call the handle's detach() and parallelize again after them."
+            f"{name} was added, thawed, converted or replaced since the model was parallelized, and the model is in eval "
+            "mode, where a forward may be one rank's alone. For training call the handle's attach() on all ranks, or "
+            "model.train() first; for an evaluation use torch.no_grad()."
         )
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -337,31 +371,14 @@ class Handle:
             self._backward.expect_graph(leaves)
 
 
-class Registry:
-    """Which models are parallelized. Keeps handles alive as long as their models."""
-
-    def __init__(self) -> None:
-        self.handles: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
-        self.owned = torch.utils.weak.WeakIdKeyDictionary()
-
-    def add(self, model: torch.nn.Module, parameters: Any, handle: object) -> None:
-        self.handles[model] = handle
-        for parameter in parameters:
-            self.owned[parameter] = True
-
-    def forget(self, model: torch.nn.Module | None, parameters: Any) -> None:
-        if model is not None:
-            self.handles.pop(model, None)
-        for parameter in parameters:
-            self.owned.pop(parameter, None)
-
-
-_REGISTRY = Registry()
-
-
-def _seed(spec: Spec) -> int:
-    inner = spec.inner if isinstance(spec, ErrorFeedback) else spec
-    return inner.seed if isinstance(inner, QSGD) else 0
+def _warn_of_lost(ranks: list[int], names: list[str]) -> None:
+    if ranks and names:
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        warnings.warn(
+            f"the state holds nothing of rank {', '.join(map(str, ranks))}: what it had not sent yet of {names[0]!r}{more} is "
+            "lost, and its residuals begin at zero. Pass the states of all ranks to keep them.",
+            stacklevel=3,
+        )
 
 
 @contextmanager

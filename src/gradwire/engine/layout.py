@@ -29,7 +29,15 @@ class Slot:
     offset: int
     """Elements from the start of the bucket's flat buffer."""
     view: torch.Tensor
-    """The place itself, in the parameter's shape and strides."""
+    """The place itself, in the parameter's shape and strides. Handed out as `grad`, so what converts a model may give it
+    other memory."""
+    dtype: torch.dtype
+    address: int
+
+    def fits(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the place is still where it was, and the parameter of its kind."""
+        same = parameter.dtype is self.dtype and parameter.shape == self.view.shape
+        return same and self.view.data_ptr() == self.address
 
 
 @dataclass
@@ -77,7 +85,8 @@ def _build(
     flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
     slots, at = [], 0
     for name, member in zip(bucket.tensors, members, strict=True):
-        slots.append(Slot(name, index, at, _view(flat, at, member)))
+        view = _view(flat, at, member)
+        slots.append(Slot(name, index, at, view, flat.dtype, view.data_ptr()))
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
     coded = _coded_scheme(index, bucket)

@@ -5,7 +5,7 @@ covers the rank's shards. A residual of encode 1 is a part of the mean gradient 
 encode 0: when shards change owners, adding the one to the other loses nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from gradwire.collectives import TwoPhase
 from gradwire.engine.layout import BucketBuffers
 
-__all__ = ["Residuals"]
+__all__ = ["Residuals", "unsent"]
 
 
 class Residuals:
@@ -46,31 +46,46 @@ class Residuals:
             state[key][first : first + run.numel()] = run
         return state
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError for a tensor that is missing, unknown or of another size."""
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError unless `state` has exactly what `load` takes."""
         expected = {f"residual/{encode}/{name}": tensor.numel() for encode, name, _, tensor, _ in self._runs()}
-        for key in expected.keys() ^ state.keys():
+        for key in sorted(expected.keys() ^ state.keys()):
             where = "the state has no" if key in expected else "this plan keeps no"
             raise ValueError(f"{where} {key}: it was saved under another plan. Use the plan it was saved with.")
-        for key, numel in expected.items():
-            if state[key].numel() != numel:
-                raise ValueError(f"{key} has {state[key].numel()} elements where the model's tensor has {numel}.")
+        _check_sizes({key: value.numel() for key, value in state.items()}, expected)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what `state` of the same rank and plan returned, when `check` finds nothing wrong with it."""
         for encode, name, first, _, run in self._runs():
             run.copy_(state[f"residual/{encode}/{name}"].reshape(-1)[first : first + run.numel()])
 
     def carried(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet of each tensor, both encodes added up."""
-        carried: dict[str, torch.Tensor] = {}
-        for key, value in self.state().items():
-            name = key.split("/", 2)[2]
-            carried[name] = carried[name] + value if name in carried else value
-        return carried
+        return unsent([self.state()])
+
+    def names(self) -> list[str]:
+        """Tensors of which there are residuals."""
+        return list(dict.fromkeys(name for _, name, *_ in self._runs()))
+
+    def check_carried(self, carried: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError where `take_over` would lose something."""
+        expected = {name: tensor.numel() for _, name, _, tensor, _ in self._runs()}
+        for name in carried:
+            if name not in expected:
+                raise ValueError(
+                    f"the state has a residual of {name!r}, of which this plan keeps none: what was not sent would be lost. "
+                    "Use the model, and the policy with error feedback, of the run that saved it."
+                )
+        _check_sizes({name: value.numel() for name, value in carried.items()}, expected)
 
     def take_over(self, carried: Mapping[str, torch.Tensor]) -> None:
-        """Begin with what another set of buckets left. Of the own shard the second encode takes it: the first has none."""
+        """Begin with what another set of buckets left, and with zeros where it left nothing. Of the own shard the second
+        encode takes it: the first has none."""
         for _, name, first, _, run in self._runs():
             if name in carried:
                 run.copy_(carried[name][first : first + run.numel()])
+            else:
+                run.zero_()
         for buffers in self._buckets:
             for chunk in buffers.chunks:
                 if isinstance(chunk, TwoPhase) and (own := chunk.sent_residuals[self._rank]) is not None:
@@ -86,3 +101,29 @@ class Residuals:
         finally:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.copy_(copy)
+
+
+def unsent(states: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ranks have not sent yet of each tensor, all their encodes added up, from what `Residuals.state` returned.
+
+    Raises ValueError for a key that names no tensor, and where sizes differ.
+    """
+    total: dict[str, torch.Tensor] = {}
+    for state in states:
+        for key, value in state.items():
+            parts = key.split("/", 2)
+            if len(parts) != 3 or parts[1] not in ("0", "1"):
+                raise ValueError(
+                    f"{key} is not residual/0/NAME or residual/1/NAME. Pass what handle.state_dict() returned."
+                )
+            name, flat = parts[2], value.reshape(-1)
+            if name in total and total[name].numel() != flat.numel():
+                raise ValueError(f"{key} has {flat.numel()} elements, and another rank's {total[name].numel()}.")
+            total[name] = total[name] + flat if name in total else flat
+    return total
+
+
+def _check_sizes(found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    for key, numel in found.items():
+        if numel != expected[key]:
+            raise ValueError(f"{key} has {numel} elements where the model's tensor has {expected[key]}.")

@@ -19,7 +19,6 @@ gradients are only collected and everything is sent when the outermost backward 
 """
 
 import contextlib
-import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -33,42 +32,24 @@ from torch.autograd import Variable
 from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
 from gradwire.engine.control import Report, State, exchange_bytes, exchange_reports, why_void
-from gradwire.engine.drift import checksums, difference, digest_of
+from gradwire.engine.drift import DriftWatch
 from gradwire.engine.executor import Executor, TaskFailed
 from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
 from gradwire.engine.layout import Slot
+from gradwire.engine.stats import StepReport
 from gradwire.errors import DisagreementError, GradwireError, StepStateError
 
-__all__ = ["Backward", "StepReport"]
-
-
-class StepReport:
-    """What one step measured, in seconds."""
-
-    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
-        self.meters, self.exposed_s = meters, exposed_s
-
-    @property
-    def codec_s(self) -> float:
-        return sum(meter.codec_seconds for meter in self.meters)
+__all__ = ["Backward"]
 
 
 class Backward:
-    """The `backward` schedule of one handle. `parameters` are the trainable ones by name, in registration order."""
+    """The `backward` schedule of one handle."""
 
-    def __init__(
-        self,
-        parameters: dict[str, torch.nn.Parameter],
-        group: Group,
-        control: Lane,
-        roll_call: RollCall,
-        drift_check_steps: int,
-    ) -> None:
-        self.names = list(parameters)
+    def __init__(self, group: Group, control: Lane, roll_call: RollCall, drift_check_steps: int) -> None:
         self.group, self.control, self.roll_call = group, control, roll_call
         self.synchronise = True
         self.joining = False
-        self.drift_check_steps = drift_check_steps
+        self.drift = DriftWatch(drift_check_steps)
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.step = 0
@@ -77,7 +58,6 @@ class Backward:
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
         self.on_finished: Callable[[StepReport], None] = lambda report: None
-        self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._used = 0
         self._can_reset = False
         self._running = False
@@ -85,6 +65,15 @@ class Backward:
         """Whether a backward was finished: what its graph is like is known then."""
         self._outer_task = -1
         self._release: weakref.finalize[..., Backward] | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
+        for hook in self._hooks:
+            hook.remove()
+        self.names = list(parameters)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self._used, self._seen = 0, False
         owner = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(owner, index))
@@ -233,8 +222,7 @@ class Backward:
     def _told(self, state: State) -> "Future[list[Report]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         came = len(self._filled)
-        self._sums = checksums(self._weights()) if self._watched() else []
-        weights = digest_of(self._sums) if self._sums else 0
+        weights = self.drift.digest(self._weights) if self.drift.due(self.step) else 0
         own = Report(self.step, state, self._plan_word, came, self.joining, weights, self._used)
         return self.control.submit(partial(exchange_reports, own, len(self.names)))
 
@@ -258,22 +246,9 @@ class Backward:
         for index, reference in enumerate(self._parameters):
             if index not in self._filled:
                 kept[index] = self._fill_missing(index, None if state is State.OUT else reference())
-        told = self._told(state)
         start = time.perf_counter()
-        try:
-            meters = self.executor.finish(told)
-        except TaskFailed as error:
-            raise self._lane_failed(error) from error.cause
-        except LinkError as error:
-            task = self.executor.waiting_for()
-            what = "the control exchange at the end of backward" if task is None else in_words(self.executor.plan, task)
-            raise self.broken(what, error) from error
+        meters, reports = self._exchange(state)
         exposed = time.perf_counter() - start
-        reports = told.result()
-        if problem := why_void(reports, self.group.global_ranks, len(self.names)):
-            self._can_reset = len({report.plan for report in reports}) == 1
-            self._give_back()
-            raise self._fail(StepStateError(problem))
         if len({report.weights for report in reports if report.state is State.DONE}) > 1:
             raise self._fail(self._drifted(reports))
         used = 0
@@ -287,25 +262,67 @@ class Backward:
         self.step += 1
         self.on_finished(StepReport(meters, exposed))
 
-    def _watched(self) -> bool:
-        return self.drift_check_steps > 0 and self.step > 0 and self.step % self.drift_check_steps == 0
+    def _exchange(self, state: State) -> tuple[list[Meter], list[Report]]:
+        """Wait for the lanes, and for what all ranks tell of the step. Raises on all of them when it is void."""
+        told = self._told(state)
+        try:
+            meters = self.executor.finish(told)
+        except TaskFailed as error:
+            raise self._lane_failed(error) from error.cause
+        except LinkError as error:
+            raise self.broken(self._waited_for(), error) from error
+        reports = told.result()
+        if problem := why_void(reports, self.group.global_ranks, len(self.names)):
+            self._can_reset = len({report.plan for report in reports}) == 1
+            self._give_back()
+            raise self._fail(StepStateError(problem))
+        return meters, reports
+
+    def _waited_for(self) -> str:
+        plan, task = self.executor.plan, self.executor.waiting_for()
+        if task is None:
+            return f"the control exchange at the end of backward, after bucket {plan.launch[-1][0]}"
+        return in_words(plan, task)
+
+    @torch.no_grad()
+    def announce_change(self) -> None:
+        """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
+        a step instead, which is void."""
+        self._check_usable()
+        for index, slot in enumerate(self.slots):
+            parameter = self._parameters[index]()
+            if parameter is not None and parameter.grad is slot.view:
+                parameter.grad = slot.view.clone()  # what was accumulated, before the slot is zeroed
+        self._begin_step()
+        for buffers in self.executor.buckets:
+            buffers.flat.zero_()
+        for slot in self.slots:
+            self._count(slot)
+        self._exchange(State.CHANGED)
+        self._give_back()
+
+    def converted(self) -> str | None:
+        """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
+        for name, slot, reference in zip(self.names, self.slots, self._parameters, strict=True):
+            if (parameter := reference()) is not None and not slot.fits(parameter):
+                return name
+        return None
 
     def _weights(self) -> list[torch.Tensor]:
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     def _drifted(self, reports: list[Report]) -> GradwireError:
         """The weights differ: find out where, together."""
-        words = struct.Struct(f"<{len(self._sums)}Q")
         try:
-            told = self.control.submit(partial(exchange_bytes, words.pack(*self._sums))).result()
+            told = self.control.submit(partial(exchange_bytes, self.drift.packed())).result()
         except LinkError as error:
             return self.broken("checksums of all weights", error)
-        sums = {
-            self.group.global_ranks[rank]: words.unpack(told[rank])
+        trained = {
+            self.group.global_ranks[rank]: told[rank]
             for rank, report in enumerate(reports)
             if report.state is State.DONE
         }
-        return DisagreementError(difference(sums, self.names, self.step, self.drift_check_steps))
+        return DisagreementError(self.drift.difference(trained, self.names, self.step))
 
     def reset(self) -> None:
         """Begin anew after a void step. Collective."""

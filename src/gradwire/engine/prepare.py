@@ -1,0 +1,122 @@
+"""What a rank can know alone, before ranks compare notes: the parameters, and a plan that fits them."""
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire._version import __version__
+from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
+from gradwire.core.tensors import TensorInfo
+from gradwire.engine.registry import REGISTRY
+from gradwire.errors import PlanError, StepStateError
+from gradwire.planner.policy import Policy, Uniform, executable
+
+__all__ = ["Prepared", "check_optimizers", "facts", "prepare", "trainable"]
+
+
+class Prepared(NamedTuple):
+    """A model and a plan that belong together."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    """The trainable ones by name, in registration order."""
+    tensors: list[TensorInfo]
+    plan: Plan
+    policy: Policy | None
+    """What the plan was made from and will be made from again."""
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients are synchronised."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Parameter] = ()) -> Prepared:
+    """Raises PlanError or StepStateError where model and plan cannot be run. `ours` may belong to a handle already."""
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(
+            f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised."
+        )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise PlanError(
+            "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module."
+        )
+    parameters = trainable(model)
+    if not parameters:
+        raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
+    known = {id(parameter) for parameter in ours}
+    for name, parameter in parameters.items():
+        if REGISTRY.owns(parameter) and id(parameter) not in known:
+            raise StepStateError(
+                f"parameter {name!r} belongs to a model that is parallelized already: its gradient would be averaged "
+                "twice. Keep the first handle, or call its detach() before."
+            )
+        if type(parameter.data) is not torch.Tensor:
+            raise PlanError(
+                f"parameter {name!r} is a {type(parameter.data).__name__}: it is sharded already. gradwire's engine takes "
+                "whole tensors."
+            )
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) > 1:
+        raise PlanError(f"the model's parameters lie on {', '.join(devices)}; a handle works on one device.")
+    tensors = [_info(name, parameter) for name, parameter in parameters.items()]
+    made, policy = _plan(plan, tensors, ranks)
+    made.check_against(tensors)
+    return Prepared(parameters, tensors, made, policy)
+
+
+def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any]:
+    """What ranks compare, most telling first."""
+    if prepared is None:
+        return {"error": f"{type(problem).__name__}: {problem}"}
+    plan, policy = prepared.plan, prepared.policy
+    return {
+        "gradwire version": __version__,
+        "torch version": torch.__version__,
+        "model": [[t.name, list(t.shape), t.dtype, t.device] for t in prepared.tensors],
+        "plan": policy.to_json(None) if policy is not None else f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
+    }
+
+
+def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Policy | None]:
+    if isinstance(plan, str) and plan == "auto":
+        raise PlanError(
+            "plan is 'auto', and this version does not plan by itself yet. Pass plan=gw.QSGD(bits=4) for eight times fewer "
+            "bytes, plan=gw.Identity() for exact sums, a gw.Policy, or a plan file."
+        )
+    if isinstance(plan, (str, os.PathLike)):
+        plan = Plan.load(Path(plan))
+    if isinstance(plan, Plan):
+        executable(plan.schedule)
+        return plan, None
+    if isinstance(plan, Spec):
+        plan = Uniform(plan)
+    if not isinstance(plan, Policy):
+        raise PlanError(
+            f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file."
+        )
+    # before the first step the best guess is that gradients come in the reverse order of registration
+    return plan.plan(tensors[::-1], ranks), plan
+
+
+def check_optimizers(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raises PlanError for one that steps nothing of the model."""
+    if optimizer is None:
+        return
+    ours = {id(parameter) for parameter in parameters}
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        if not hasattr(each, "param_groups"):
+            raise PlanError(f"optimizer is a {type(each).__name__}: pass a torch optimizer or a list of them.")
+        if not any(id(p) in ours for param_group in each.param_groups for p in param_group["params"]):
+            raise PlanError(
+                f"no parameter of this {type(each).__name__} is a trainable parameter of the model. Was it made for another "
+                "copy, or before model.to(...)?"
+            )
+
+
+def _info(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return TensorInfo(name, tuple(parameter.shape), dtype, "cpu" if parameter.device.type == "cpu" else "gpu")

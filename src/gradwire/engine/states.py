@@ -1,0 +1,145 @@
+"""A handle's state as a flat dictionary of tensors, and what a rank takes of one: the same for any number of ranks.
+
+Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
+makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and `residual/{encode}/{tensor}`.
+
+In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
+whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
+sum is kept.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.collectives import Group
+
+__all__ = ["Saved", "read_state", "write_state"]
+
+VERSION = 1
+_KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
+_DIGEST_BYTES = 32
+_CURE = "Pass what handle.state_dict() returned."
+
+
+class Saved(NamedTuple):
+    """What one rank takes of a state."""
+
+    step: int
+    order: list[int]
+    plan: str
+    """The digest of the plan that was run, hexadecimal."""
+    own: bool
+    """Whether residuals are this rank's own, from a group of the same ranks."""
+    residuals: list[dict[str, torch.Tensor]]
+    """`residual/{encode}/{tensor}` of each rank whose residuals are taken."""
+    missing: list[int]
+    """Ranks that should be among those but are not in the state."""
+
+
+def write_state(
+    group: Group, step: int, order: Iterable[int], plan: str, residuals: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of one rank."""
+    fields = {
+        "version": torch.tensor(VERSION),
+        "step": torch.tensor(step),
+        "order": torch.tensor(list(order)),
+        "plan": torch.tensor(list(bytes.fromhex(plan)), dtype=torch.uint8),
+        "ranks": torch.tensor(group.global_ranks),
+    }
+    prefix = f"rank{group.global_ranks[group.rank]}"
+    return {f"{prefix}/{field}": value for field, value in {**fields, **residuals}.items()}
+
+
+def read_state(state: Mapping[str, Any], group: Group) -> Saved:
+    """What this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
+    by_rank: dict[int, dict[str, Any]] = {}
+    for key, value in state.items():
+        if isinstance(key, str) and (match := _KEY.fullmatch(key)):
+            by_rank.setdefault(int(match[1]), {})[match[2]] = value
+    if not by_rank:
+        shown = ", ".join(repr(key) for key in list(state)[:3]) or "nothing"
+        raise ValueError(
+            f"the state has no key that begins with rank0/ or another rank: it holds {shown}. It is not a handle's. {_CURE}"
+        )
+    rank = group.global_ranks[group.rank]
+    if rank in by_rank:
+        saved = _Fields(rank, by_rank[rank])
+        if saved.ranks == group.global_ranks:
+            return Saved(saved.step, saved.order, saved.plan, True, [saved.residuals], [])
+    entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
+    first = next(iter(entries.values()))
+    for other in entries.values():
+        for field in ("ranks", "step", "plan", "order"):
+            a, b = getattr(first, field), getattr(other, field)
+            if a != b:
+                raise ValueError(
+                    f"rank{first.rank}/{field} is {_short(a)} and rank{other.rank}/{field} is {_short(b)}: these were not "
+                    "saved together. Pass the state of one group at one step."
+                )
+    same = first.ranks == group.global_ranks
+    taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
+    residuals = [entries[each].residuals for each in taken if each in entries]
+    missing = [each for each in taken if each not in entries]
+    return Saved(first.step, first.order, first.plan, False, residuals, missing)
+
+
+class _Fields:
+    """What one rank saved, checked."""
+
+    def __init__(self, rank: int, fields: dict[str, Any]) -> None:
+        self.rank, self._fields = rank, fields
+        if (version := self._number("version")) != VERSION:
+            raise ValueError(
+                f"rank{rank}/version is {version}: this gradwire reads states of version {VERSION}. "
+                + ("Update gradwire." if version > VERSION else "Load it with the gradwire that saved it.")
+            )
+        self.step = self._number("step")
+        self.order = self._numbers("order", torch.int64)
+        self.ranks = tuple(self._numbers("ranks", torch.int64))
+        if rank not in self.ranks or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(
+                f"rank{rank}/ranks is {_short(self.ranks)}: it must hold {rank} and each rank once. {_CURE}"
+            )
+        digest = self._numbers("plan", torch.uint8)
+        if len(digest) != _DIGEST_BYTES:
+            raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
+        self.plan = bytes(digest).hex()
+        self.residuals = {field: value for field, value in fields.items() if field.startswith("residual/")}
+        known = {"version", "step", "order", "plan", "ranks", *self.residuals}
+        if unknown := sorted(fields.keys() - known):
+            raise ValueError(f"rank{rank}/{unknown[0]} is not a field of a handle's state. {_CURE}")
+        for field, value in self.residuals.items():
+            if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or value.layout != torch.strided:
+                raise ValueError(f"rank{rank}/{field} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
+
+    def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
+        key = f"rank{self.rank}/{field}"
+        if field not in self._fields:
+            cure = "It was saved by an older gradwire, by other ranks, or is not a handle's. " + _CURE
+            raise ValueError(f"the state has no {key}. {cure}")
+        value = self._fields[field]
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != dimensions:
+            wanted = f"a {dimensions}-dimensional tensor of {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{key} is {_kind(value)}: it must be {wanted}. {_CURE}")
+        return [int(number) for number in value.reshape(-1).tolist()]
+
+    def _number(self, field: str) -> int:
+        (number,) = self._numbers(field, torch.int64, dimensions=0)
+        if number < 0:
+            raise ValueError(f"rank{self.rank}/{field} is {number}: it must not be negative. {_CURE}")
+        return number
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

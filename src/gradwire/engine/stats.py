@@ -1,0 +1,47 @@
+"""What a handle tells of its work."""
+
+from dataclasses import dataclass
+
+from gradwire.collectives import Meter
+
+__all__ = ["BucketStats", "Stats", "StepReport"]
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket: what it holds and what it sends."""
+
+    tensors: tuple[str, ...]
+    numel: int
+    chunks: int
+    wire_bytes: int
+    """Bytes this rank sends for the bucket in a step."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a handle did, for this rank."""
+
+    steps: int
+    """Synchronised steps so far."""
+    wire_bytes: int
+    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
+    bit a parameter and 41 bytes for each rank, come on top."""
+    gradient_bytes: int
+    """Bytes of the gradients themselves."""
+    exposed_us: float
+    """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
+    codec_us: float
+    """Median of the CPU time of encodes and decodes in a step, lanes added up."""
+    buckets: tuple[BucketStats, ...]
+
+
+class StepReport:
+    """What one step measured, in seconds."""
+
+    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
+        self.meters, self.exposed_s = meters, exposed_s
+
+    @property
+    def codec_s(self) -> float:
+        return sum(meter.codec_seconds for meter in self.meters)

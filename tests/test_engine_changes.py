@@ -1,0 +1,232 @@
+"""Models that change after `parallelize`: what is new is taken in where all ranks agree, and refused by name where not."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Given, Worlds, digest, seeded
+
+import gradwire as gw
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4), nn.Linear(4, 1))
+    model[2].requires_grad_(False)
+    return model
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+
+
+def thawed(model: nn.Module) -> None:
+    model[2].requires_grad_(True)
+
+
+def adapted(model: nn.Module) -> None:
+    torch.manual_seed(7 + dist.get_rank())  # as DDP does, the change makes ranks equal again
+    model[0].register_parameter("adapter", nn.Parameter(torch.randn(9)))
+    model[0].register_forward_hook(lambda module, inputs, output: output * module.adapter)
+
+
+def narrowed(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def widened(model: nn.Module) -> None:
+    model.double()
+
+
+def there_and_back(model: nn.Module) -> None:
+    """Afterwards every parameter is as it was, but gradients lie in other memory."""
+    model.double().float()
+
+
+def other_layer(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    model[3] = nn.Linear(4, 2)
+
+
+def frozen(model: nn.Module) -> None:
+    model[0].requires_grad_(False)
+
+
+CHANGES = [assigned, thawed, adapted, narrowed, widened, there_and_back, other_layer, frozen]
+
+
+def train(model: nn.Module, forward: nn.Module, steps: range) -> None:
+    """Plain SGD on this rank's batches; the optimizer is made anew after every change, as scripts do."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        batch = torch.randn(5, 6, generator=seeded(step, dist.get_rank())).to(dtype)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        forward(batch).square().mean().backward()
+        optimizer.step()
+
+
+def change(how: Callable[[nn.Module], None]) -> tuple[str, str]:
+    """Three steps, the change, three more: with DDP made anew after the change, and with one handle all through."""
+    digests = []
+    for ours in (False, True):
+        model = network()
+        if ours:
+            handle = gw.parallelize(model, plan=gw.Identity())
+        train(model, model if ours else DistributedDataParallel(model), range(3))
+        how(model)
+        train(model, model if ours else DistributedDataParallel(model), range(3, 6))
+        digests.append(digest(model.state_dict().values()))
+    assert handle.stats().steps == 6
+    return digests[0], digests[1]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_on_all_ranks_is_taken_in(worlds: Worlds, how: Callable[[nn.Module], None]) -> None:
+    ends = worlds.run(2, change, how)
+    assert all(ours == ddp for ddp, ours in ends)
+
+
+def change_on_one(how: Callable[[nn.Module], None]) -> list[str]:
+    """Rank 0 alone changes its model. What both are told, then whether training goes on after all changed."""
+    model = network()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    train(model, model, range(2))
+    if dist.get_rank() == 0:
+        how(model)
+    told = []
+    for _ in range(2):
+        with pytest.raises(gw.GradwireError) as caught:
+            train(model, model, range(2, 3))
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    handle.reset()
+    if dist.get_rank() != 0:
+        how(model)
+    if how is there_and_back:  # rank 1 has no gradients that it could move
+        handle.attach()
+    train(model, model, range(3, 5))
+    everybody: list[object] = [None] * 2
+    dist.all_gather_object(everybody, digest(model.parameters()))
+    assert everybody[0] == everybody[1]
+    return told
+
+
+@pytest.mark.parametrize("how", [assigned, thawed, narrowed, there_and_back])
+def test_a_change_on_one_rank_alone_is_refused_on_both(worlds: Worlds, how: Callable[[nn.Module], None]) -> None:
+    for first, second in worlds.run(2, change_on_one, how):
+        assert first.startswith("StepStateError")
+        assert "rank 0's model were added, thawed, converted or replaced, and those of rank 1's were not" in first
+        assert second == first
+
+
+def change_differently() -> str:
+    model = network()
+    gw.parallelize(model, plan=gw.Identity())
+    train(model, model, range(1))
+    model.double() if dist.get_rank() else model.bfloat16()
+    with pytest.raises(gw.DisagreementError) as caught:
+        train(model, model, range(1, 2))
+    return str(caught.value)
+
+
+def test_different_changes_are_refused_on_both(worlds: Worlds) -> None:
+    first, second = worlds.run(2, change_differently)
+    assert first == second
+    assert (
+        "rank 0 has ['0.weight', [9, 6], 'bfloat16', 'cpu'], rank 1 has ['0.weight', [9, 6], 'float64', 'cpu']" in first
+    )
+
+
+def change_under_a_fixed_plan() -> str:
+    model = network()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    train(model, model, range(1))
+    plan = handle.plan
+    handle.detach()
+    gw.parallelize(model, plan=plan)
+    adapted(model)
+    with pytest.raises(gw.DisagreementError) as caught:
+        train(model, model, range(1, 2))
+    return str(caught.value)
+
+
+def test_a_fixed_plan_that_does_not_fit_any_more_is_refused(worlds: Worlds) -> None:
+    for told in worlds.run(2, change_under_a_fixed_plan):
+        assert "0.adapter" in told
+        assert "PlanError" in told
+
+
+def change_in_eval() -> tuple[str, str]:
+    """In eval mode a forward may be one rank's alone: it is refused there, and `attach` is what to call."""
+    model = network()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    train(model, model, range(1))
+    model.eval()
+    thawed(model)
+    told = ""
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        with pytest.raises(gw.StepStateError) as caught:
+            model(torch.ones(2, 6))
+        told = str(caught.value)
+    handle.attach()
+    train(model, model, range(1, 3))
+    return told, digest(model.parameters())
+
+
+def test_in_eval_mode_attach_is_called_by_hand(worlds: Worlds) -> None:
+    (told, first), (_, second) = worlds.run(2, change_in_eval)
+    assert "'2.weight' was added, thawed" in told
+    assert "attach()" in told
+    assert first == second
+
+
+def keep_residuals() -> tuple[float, float]:
+    """What was sent and what is left add up to what the gradients were, over a change in between."""
+    torch.manual_seed(0)
+    model = Given([700, 300])
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2))))
+    given, received = torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
+    for step in range(6):
+        if step == 3:
+            model.p2 = nn.Parameter(torch.zeros(50))
+        gradients = model.random_gradients(step, dist.get_rank())
+        model.zero_grad()
+        model(gradients).backward()
+        given += gradients[0].double() / dist.get_world_size()
+        received += model.p0.grad.double()
+    left = sum(v.double() for key, v in handle.state_dict().items() if key.endswith("/p0"))
+    dist.all_reduce(given)
+    dist.all_reduce(left)
+    return float((given - received - left).norm()), float(left.norm())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_residuals_of_what_stays_are_kept(worlds: Worlds, world_size: int) -> None:
+    for off, left in worlds.run(world_size, keep_residuals):
+        assert left > 1
+        assert off < 1e-4
+
+
+def a_copy_is_not_ours() -> None:
+    """A deep copy and an average of the model are ordinary models, before and after a change."""
+    model = network()
+    gw.parallelize(model, plan=gw.Identity())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(model, model, range(2))
+    thawed(model)
+    train(model, model, range(2, 4))
+    average.update_parameters(model)
+    clone = copy.deepcopy(model)
+    if dist.get_rank() == 0:
+        clone(torch.ones(2, 6)).sum().backward()
+        average(torch.ones(2, 6)).sum().backward()
+
+
+def test_copies_stay_ordinary_models(worlds: Worlds) -> None:
+    worlds.run(2, a_copy_is_not_ours)
