@@ -12,13 +12,13 @@ from gradwire.engine.drift import DriftWatch, checksums
 
 
 def train(steps: int, every: int, spoil_at: int | None, dtype: torch.dtype) -> str | None:
-    """Train; before step `spoil_at` rank 1 changes one bit of its second tensor. What the ranks are told."""
+    """Train; before step `spoil_at` rank 1 changes the sign of one element of its second tensor. What the ranks are told."""
     model = Given([300, 7, 1], dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=3), drift_check_steps=every)
     for step in range(steps):
         if step == spoil_at and dist.get_rank() == 1:
-            model.p1.data.view(torch.uint8)[8] ^= 1
+            model.p1.data[3].neg_()
         optimizer.zero_grad()
         try:
             model(model.random_gradients(dist.get_rank(), step)).backward()
