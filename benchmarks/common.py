@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.files import write_whole
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,5 +31,5 @@ def write(path: Path, result: dict[str, Any]) -> None:
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"made": made} | result, indent=1) + "\n")
+    write_whole(path, json.dumps({"made": made} | result, indent=1) + "\n")
     print(f"written to {path}")

@@ -29,6 +29,9 @@ gradwire demo
   --steps = 120
   --out = runs/demo
   --json
+gradwire doctor
+  --timeout = 60.0
+  --json
 gradwire emulate
   COMMAND
   --nodes = 2
@@ -42,7 +45,7 @@ def describe(name, command):
     lines = [name]
     for parameter in command.params:
         word = parameter.opts[0] if parameter.param_type_name == "option" else (parameter.name or "").upper()
-        plain = not isinstance(parameter.default, (str, int, Path)) or parameter.default is False
+        plain = not isinstance(parameter.default, (str, int, float, Path)) or parameter.default is False
         lines.append(f"  {word}" if plain else f"  {word} = {parameter.default}")
     return lines
 

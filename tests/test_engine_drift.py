@@ -1,5 +1,7 @@
 """Weights that should be equal on all ranks are compared, and the first that is not is named."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,5 +79,5 @@ def test_places_and_borders_of_pieces_count() -> None:
     odd = torch.arange(7, dtype=torch.uint8)
     assert checksums([odd[1:]]) == checksums([odd[1:].clone()])
     assert checksums([long.view(torch.float32).reshape(-1, 1)]) == checksums([long])
-    watch, (a, b) = DriftWatch(1), (torch.ones(1), torch.zeros(1))
-    assert watch.digest(lambda: [a, b]) != watch.digest(lambda: [b, a])
+    watch, a, b = DriftWatch(1), torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.zeros(1))
+    assert watch.digest([weakref.ref(a), weakref.ref(b)]) != watch.digest([weakref.ref(b), weakref.ref(a)])

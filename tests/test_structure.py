@@ -23,7 +23,8 @@ FORBIDDEN = {
     "testbed": TORCH,
     "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
     "collectives": ("gradwire.compressors",),
-    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.report", "gradwire.testbed"),
+    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
 }
 
 # What section 5 of the design gives to a training script, and what a plan is written with.
@@ -113,6 +114,11 @@ def test_rooms_import_only_what_they_may(module: str) -> None:
 def test_nothing_imports_the_cli_but_main() -> None:
     importers = {name for name in MODULES if within_any_cli(direct(name))}
     assert importers <= {"gradwire.__main__", "gradwire.cli"} | {n for n in MODULES if n.startswith("gradwire.cli.")}
+
+
+def test_nothing_imports_the_doctor_but_the_cli() -> None:
+    importers = {name for name in MODULES if any(within(each, ("gradwire.doctor",)) for each in direct(name))}
+    assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli"}
 
 
 def within_any_cli(names: frozenset[str]) -> bool:
@@ -254,3 +260,120 @@ def test_no_file_knows_this_machine() -> None:
             if home.search(line)
         ]
     assert wrong == []
+
+
+# What turns bytes into objects by running what the bytes say, by the last two parts of the name that is called
+UNPICKLES = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.load", "cPickle.loads", "dill.load", "dill.loads"),
+    *("cloudpickle.load", "cloudpickle.loads", "joblib.load", "marshal.load", "marshal.loads", "shelve.open"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec", "numpy.load", "np.load"),
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+SAFELY = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+WRITES = {
+    "write_text",
+    "write_bytes",
+    "savefig",
+    "imsave",
+    "json.dump",
+    "np.save",
+    "numpy.save",
+    "torch.save",
+    "tofile",
+}
+# core.files is how files are written; the launcher writes /etc/hosts of a namespace that dies with it
+MAY_WRITE = {"gradwire.core.files", "gradwire.testbed.launch"}
+
+
+def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call, with the dotted name of what is called, import aliases resolved."""
+    real: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            real |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            real |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, _, rest = ast.unparse(node.func).partition(".")
+            yield real.get(first, first) + (rest and "." + rest), node
+
+
+def is_one_of(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return name in names or ".".join(parts[-2:]) in names or (len(parts) > 1 and parts[-1] in names - {"eval", "exec"})
+
+
+def unpickling(tree: ast.AST) -> list[str]:
+    wrong = []
+    for name, call in called(tree):
+        safe = SAFELY.get(".".join(name.split(".")[-2:]))
+        if safe is not None:
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+            if given.get(safe[0], not safe[1]) is not safe[1]:
+                wrong.append(f"{name} without {safe[0]}={safe[1]} in line {call.lineno}")
+        elif is_one_of(name, UNPICKLES):
+            wrong.append(f"{name} in line {call.lineno}")
+    return wrong
+
+
+def writing(tree: ast.AST) -> list[str]:
+    """Calls that write a file: by name, or `open` with a mode other than reading."""
+    wrong = []
+    for name, call in called(tree):
+        modes = [arg.value for arg in [*call.args[:2], *(k.value for k in call.keywords if k.arg == "mode")]
+                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]  # fmt: skip
+        opens = name in ("open", "io.open") or name.endswith((".open", ".fdopen"))
+        opens &= any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes)
+        if opens or is_one_of(name, WRITES):
+            wrong.append(f"{name} in line {call.lineno}")
+    return wrong
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_unpickled(module: str) -> None:
+    """What comes from the wire or a file is read as the format that it should be, and runs nothing."""
+    assert unpickling(parse(module)) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in MAY_WRITE])
+def test_files_are_written_by_the_one_helper(module: str) -> None:
+    wrong = [each for each in writing(parse(module)) if not (module == "gradwire.bench.picture" and "savefig" in each)]
+    assert wrong == [], "write_whole of gradwire.core.files leaves no half-written file"
+
+
+def test_these_rules_see_what_they_are_for() -> None:
+    bad = [
+        "import pickle\npickle.loads(b'')",
+        "import pickle as p\np.load(f)",
+        "from pickle import loads\nloads(b'')",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=False)",
+        "import numpy as np\nnp.load(f, allow_pickle=True)",
+        "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list\nbroadcast_object_list(a)",
+        "eval('1')",
+        "exec(code)",
+        "import yaml\nyaml.load(f)",
+    ]
+    assert [code for code in bad if not unpickling(ast.parse(code))] == []
+    good = ["import torch\ntorch.load(f, weights_only=True)", "model.eval()", "json.loads(text)", "Plan.load(path)"]
+    assert [code for code in good if unpickling(ast.parse(code))] == []
+    bad = [
+        *(
+            "path.write_text('')",
+            "open(path, 'w')",
+            "open(path, mode='ab')",
+            "path.open('w')",
+            "os.fdopen(handle, 'wb')",
+        ),
+        *("figure.savefig(path)", "import json\njson.dump(a, f)", "import torch\ntorch.save(a, path)"),
+    ]
+    assert [code for code in bad if not writing(ast.parse(code))] == []
+    good = ["open(path)", "path.open()", "open(path, 'rb')", "path.read_text()", "os.open(os.devnull, os.O_WRONLY)"]
+    assert [code for code in good if writing(ast.parse(code))] == []

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class World:
     def collect(self, deadline_s: float = 60.0, needed: Iterable[int] | None = None) -> list[Outcome]:
         """What became of the job on every rank (or at least on those that are needed).
 
-        Ranks that are silent at the deadline say where they are, and die.
+        Those that are silent at the deadline say where they are, and die.
         """
         deadline = time.monotonic() + deadline_s
         outcomes: dict[int, Outcome] = {}
@@ -97,7 +97,9 @@ class World:
                     outcomes[rank] = Outcome("died", f"exit code {self.processes[rank].exitcode}")
                 if outcomes[rank].kind != "returned" and needed is None:
                     deadline = min(deadline, time.monotonic() + 15)  # the others may wait for this one
-        return [outcomes.get(rank) or Outcome("silent", self._where(rank)) for rank in range(self.size)]
+        for rank in awaited - outcomes.keys():
+            outcomes[rank] = Outcome("silent", self._where(rank))
+        return [outcomes.get(rank) or Outcome("silent", "it was not waited for") for rank in range(self.size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
         """Start, collect, and give what the ranks returned. Anything else kills the world and fails."""
@@ -115,6 +117,12 @@ class World:
             )
             raise AssertionError(f"{function.__name__} in a world of {self.size}:\n{told}")
         return [outcome.value for outcome in outcomes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def alive(self) -> bool:

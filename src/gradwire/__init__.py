@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SpecError,
         StepStateError,
         TestbedError,
+        WriteError,
     )
     from gradwire.planner import Policy, Uniform
 
@@ -48,7 +49,7 @@ _HOMES = {
     "gradwire.engine": ("Handle", "Stats", "parallelize"),
     "gradwire.errors": (
         "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError",
-        "SpecError", "StepStateError", "TestbedError",
+        "SpecError", "StepStateError", "TestbedError", "WriteError",
     ),
     "gradwire.planner": ("Policy", "Uniform"),
 }  # fmt: skip
@@ -83,6 +84,7 @@ __all__ = [
     "TensorInfo",
     "TestbedError",
     "Uniform",
+    "WriteError",
     "__version__",
     "parallelize",
 ]

@@ -1,5 +1,6 @@
 """The command line: thin over functions. Nothing heavy is imported before a command needs it."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -137,6 +138,38 @@ def emulate(
 
     testbed.reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
     raise typer.Exit(testbed.emulate(nodes, ranks_per_node, inter, intra, command))
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0)] = 60.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+) -> None:
+    """Tell what this machine can do and, on every rank of a job, how fast its links are. Exit code 1 if there are problems.
+
+    Started under torchrun or `gradwire emulate` with several ranks it measures the links between them:
+    torchrun ... -m gradwire doctor
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what its sockets try again and again is told in words here
+    from rich.console import Console
+
+    from gradwire.doctor import Report, examine, summary, tables
+    from gradwire.doctor.progress import Spinner
+
+    with Spinner(Console(stderr=True)) as spinner:
+
+        def show(report: Report) -> None:
+            spinner.stop()
+            if json:
+                typer.echo(report.to_json(), nl=False)
+                return
+            console = Console()
+            for table in tables(report):
+                console.print(table)
+            typer.echo(summary(report))
+
+        code = examine(timeout, show, spinner.say)
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ GradwireError
 ├── DisagreementError    ranks were started with different models, plans or versions, or their weights drifted apart
 ├── StepStateError       something happened in a step that its state does not allow
 ├── CommunicationError   a rank died, stalled or left; names the bucket and the ranks waited for
+├── WriteError           a file could not be written; the old one is whole
 └── TestbedError         an emulated cluster could not be made or run
 
 Each message says what happened with the values, why it matters, and what to do.
@@ -23,6 +24,7 @@ __all__ = [
     "SpecError",
     "StepStateError",
     "TestbedError",
+    "WriteError",
 ]
 
 
@@ -56,6 +58,10 @@ class StepStateError(GradwireError, RuntimeError):
 
 class CommunicationError(GradwireError, RuntimeError):
     """A rank died, stalled or left while others waited for it."""
+
+
+class WriteError(GradwireError, OSError):
+    """A file could not be written. What stood there before is whole."""
 
 
 class TestbedError(GradwireError, RuntimeError):

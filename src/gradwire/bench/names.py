@@ -1,10 +1,13 @@
 """The names a user may write on the command line, checked before torch is imported."""
 
-import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, spec_from_dict
+from gradwire.core.checks import show
+from gradwire.core.reading import check_plain, parse
 from gradwire.errors import FormatError
 from gradwire.planner.policy import Policy, Uniform
 
@@ -23,7 +26,7 @@ JOB_NAMES = ("transformer", "mlp", "resnet")
 PLAIN_METHODS = ("floor", "ddp", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
 UNLIMITED = "unlimited"
-_QUANTISER = re.compile(r"qsgd(?P<bits>\d+)(?P<feedback>-ef)?")
+_QUANTISER = re.compile(r"qsgd(?P<bits>[0-9]{1,3})(?P<feedback>-ef)?")
 
 
 def check_job(name: str) -> str:
@@ -67,15 +70,13 @@ def parse_policy(text: str) -> Policy | str:
         quantiser = QSGD(bits=int(match["bits"]))
         return Uniform(ErrorFeedback(quantiser) if match["feedback"] else quantiser)
     if text.startswith("{"):
-        try:
-            read = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise FormatError(f"{text!r} is not JSON: {error}.") from error
+        read: Any = parse(text, show(text))
+        check_plain(read)
         return Policy.from_dict(read) if "default" in read else Uniform(spec_from_dict(read))
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return Policy.load(text) if _is_policy(Path(text)) else text
     raise FormatError(
-        f"{text!r} is no policy, and no file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
+        f"{text[:300]!r} is no policy, and no file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
         'error feedback), a spec such as {"id":"qsgd","bits":4}, a policy such as {"default":{"id":"qsgd","bits":4},'
         '"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
     )
@@ -83,9 +84,10 @@ def parse_policy(text: str) -> Policy | str:
 
 def _is_policy(path: Path) -> bool:
     try:
-        return "default" in json.loads(path.read_bytes())
-    except (OSError, ValueError, TypeError):
+        read = parse(path.read_bytes(), str(path))
+    except (OSError, FormatError):
         return False  # whoever reads it as a plan says what is wrong with it
+    return isinstance(read, dict) and "default" in read
 
 
 def split_names(text: str) -> list[str]:

@@ -1,12 +1,13 @@
 """The demo's picture: what is learned over time, and where a step's time goes."""
 
-import os
-import tempfile
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from gradwire.core.files import write_whole
 
 if TYPE_CHECKING:
     from gradwire.bench.demo import DemoCurve, DemoSummary
@@ -85,13 +86,6 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write to a file beside `path` and move it there, so that nobody sees half a picture."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            figure.savefig(file, format="png", dpi=150)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    write_whole(path, drawn.getvalue())

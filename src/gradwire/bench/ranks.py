@@ -1,6 +1,7 @@
 """The ranks of a bench run, for everything that is not measured: meeting, agreeing, gathering, counting bytes."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from gradwire.bench.loopback import LOOPBACK
@@ -44,12 +46,16 @@ class Ranks:
             dist.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank."""
+        """Everybody's value, by rank. It must be what JSON can hold: nothing from the wire is unpickled."""
         if not self.distributed:
             return [value]
-        values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        text = json.dumps(value).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]))
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(bytes(text.tolist())) for text in texts]
 
     def all_problems(self, problem: str | None) -> str | None:
         """What every rank that has a problem says: the same answer on all. Where one rank fails, others time out."""

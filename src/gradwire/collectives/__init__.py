@@ -1,7 +1,7 @@
 """Schemes over torch.distributed, the links they run on, and the lanes that submit to links."""
 
 from gradwire.collectives.lane import Lane
-from gradwire.collectives.link import Group, Link, LinkError, SilentLink
+from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.schemes import AllGather, AllReduce, Piece, Scheme, TwoPhase
 
@@ -17,4 +17,5 @@ __all__ = [
     "Scheme",
     "SilentLink",
     "TwoPhase",
+    "transfer",
 ]

@@ -4,10 +4,12 @@ Each check raises an error whose message begins with the field's name, so that t
 (`gradwire.core.strict`) can put the path of the enclosing object before it.
 """
 
+import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -23,6 +25,8 @@ __all__ = [
     "join",
     "near",
     "number",
+    "only_version",
+    "printable",
     "show",
     "text",
     "under",
@@ -35,17 +39,52 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one element, for each dtype a gradient may have."""
 
 _LARGEST = sys.float_info.max
+_INT64 = 2**63 - 1  # what torch, and readers in other languages, can hold
+
+
+class _Short(reprlib.Repr):
+    """repr without the parts that `show` would cut off anyway, so that a large value costs no more than a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 8
+        self.maxlist = self.maxtuple = self.maxdict = 40
+        self.maxother = 10**4  # structs: made and checked before, so never large or deep
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value[:80])
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() <= 2000:
+            return repr(value)
+        return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(value.items(), 40)]
+        return "{" + ", ".join([*shown, *["..."] * (len(value) > 40)]) + "}"
+
+
+_SHORT = _Short()
 
 
 def show(value: object) -> str:
     """The value as code, cut to one short line."""
-    shown = repr(value)
+    shown = _SHORT.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def printable(name: str, longest: int = 80) -> str:
+    """A name as it is, if it is one line of text and not too long; else as code, cut."""
+    return name if name.isprintable() and 0 < len(name) <= longest else show(name)
 
 
 def near(wrong: object, known: Collection[str]) -> str:
     """` (did you mean 'x'?)` if a known name is close to the wrong one, else nothing."""
-    close = get_close_matches(str(wrong), known, n=1)
+    if not isinstance(wrong, str) or len(wrong) > 80:  # the search for it would take long and find nothing
+        return ""
+    close = get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -66,15 +105,21 @@ def whole(
     what: str,
     *,
     low: int = 0,
-    high: int | None = None,
+    high: int = _INT64,
     error: type[GradwireError] = FormatError,
 ) -> None:
     """Refuse everything but a whole number from `low` to `high`, both included."""
-    bound = f"at least {low}" if high is None else f"from {low} to {high}"
+    bound = f"from {low} to {high}" if high < _INT64 else f"at least {low} and below 2**63"
     if isinstance(value, bool) or not isinstance(value, int):
         raise error(f"{field} is {show(value)}, a {type(value).__name__}: it must be {what}, a whole number {bound}.")
-    if value < low or (high is not None and value > high):
-        raise error(f"{field} is {value}: it must be {what}, a whole number {bound}.")
+    if not low <= value <= high:
+        raise error(f"{field} is {show(value)}: it must be {what}, a whole number {bound}.")
+
+
+def only_version(value: object) -> None:
+    """Refuse everything but the version that this release writes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value != 1:
+        raise FormatError(f"version is {show(value)}: this release writes version 1, a whole number.")
 
 
 def text(field: str, value: object, what: str, *, error: type[GradwireError] = FormatError) -> None:
@@ -91,11 +136,13 @@ def word(field: str, value: object, words: Collection[str], *, error: type[Gradw
 
 def unique(field: str, names: Collection[str], part: str, *, error: type[GradwireError] = FormatError) -> None:
     """Refuse a name that stands twice; `part` follows the index in the message, as in `tensors[3].name`."""
+    if len(set(names)) == len(names):
+        return
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in first:
             raise error(
-                f"{field}[{index}]{part} is {name!r}, and so is {field}[{first[name]}]{part}: names are what tells "
+                f"{field}[{index}]{part} is {show(name)}, and so is {field}[{first[name]}]{part}: names are what tells "
                 "tensors apart. Give each tensor once."
             )
         first[name] = index

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import number, show, whole
+from gradwire.core.checks import number, only_version, show, whole
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
@@ -45,8 +45,7 @@ class Cluster(Document, frozen=True, kw_only=True):
     made: Made | None = None
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        only_version(self.version)
         whole("nodes", self.nodes, "a number of nodes", low=1)
         whole("ranks_per_node", self.ranks_per_node, "the ranks of one node", low=1)
         for field in ("intra", "inter"):

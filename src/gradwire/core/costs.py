@@ -4,7 +4,7 @@ from typing import ClassVar, TypeAlias
 
 import msgspec
 
-from gradwire.core.checks import each, freeze, freeze_pairs, number, show, whole, word
+from gradwire.core.checks import each, freeze, freeze_pairs, number, only_version, show, whole, word
 from gradwire.core.made import Made
 from gradwire.core.specs import SpecField, as_spec
 from gradwire.core.strict import Document
@@ -60,8 +60,7 @@ class Costs(Document, frozen=True, kw_only=True):
     made: Made | None = None
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        only_version(self.version)
         freeze(self, "codecs")
         each("codecs", self.codecs, CodecCosts)
         first: dict[object, int] = {}
@@ -69,7 +68,7 @@ class Costs(Document, frozen=True, kw_only=True):
             key = (codec.spec, codec.device)
             if key in first:
                 raise FormatError(
-                    f"codecs[{index}] is {codec.spec!r} on {codec.device}, and so is codecs[{first[key]}]: only one "
+                    f"codecs[{index}] is {show(codec.spec)} on {codec.device}, and so is codecs[{first[key]}]: only one "
                     "could count. Remove one."
                 )
             first[key] = index

@@ -15,6 +15,7 @@ from gradwire.core.checks import (
     freeze_pairs,
     near,
     number,
+    only_version,
     show,
     text,
     under,
@@ -86,7 +87,9 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for index, task in enumerate(self.option):
             _check_task(f"option[{index}]", task)
         if not self.link_tasks:
-            raise FormatError(f"option is {list(self.option)}: without a link task nothing is exchanged. Add one.")
+            raise FormatError(
+                f"option is {show(list(self.option))}: without a link task nothing is exchanged. Add one."
+            )
         whole("chunk_bytes", self.chunk_bytes, "bytes of raw gradient per chunk, 0 for not cut")
         whole("numel", self.numel, "the elements of the bucket, 0 for not recorded")
 
@@ -145,8 +148,7 @@ class Plan(Document, frozen=True, kw_only=True):
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        only_version(self.version)
         text("fingerprint", self.fingerprint, "the fingerprint of the model")
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         freeze(self, "buckets")
@@ -180,21 +182,23 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
     if not isinstance(value, Mapping) or isinstance(value.get("id"), str):
         return as_spec("spec", value)
     with under("spec"):
-        specs = {str(name): as_spec(f"[{name!r}]", spec) for name, spec in value.items()}
+        specs = {str(name): as_spec(f"[{show(name)}]", spec) for name, spec in value.items()}
     for name in tensors:
         if name not in specs:
             raise FormatError(
-                f"spec has no entry for tensor {name!r} of this bucket. A map names every tensor: add it."
+                f"spec has no entry for tensor {show(name)} of this bucket. A map names every tensor: add it."
             )
     for name, spec in specs.items():
         if name not in tensors:
-            raise FormatError(f"spec[{name!r}] is {spec!r}, but this bucket has no such tensor{near(name, tensors)}.")
+            raise FormatError(
+                f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}."
+            )
     first = specs[tensors[0]]
     for name in tensors[1:]:
         if specs[name].family != first.family:
             raise FormatError(
-                f"spec[{name!r}] is {specs[name]!r} and spec[{tensors[0]!r}] is {first!r}: two families cannot share "
-                "one exchange. Put the tensors in buckets of their own."
+                f"spec[{show(name)}] is {show(specs[name])} and spec[{show(tensors[0])}] is {show(first)}: two "
+                "families cannot share one exchange. Put the tensors in buckets of their own."
             )
     return {name: specs[name] for name in tensors}
 
@@ -211,38 +215,44 @@ def _check_task(field: str, task: object) -> None:
             f"{near(what, CODEC_TASKS + LINK_TASKS)}."
         )
     if where not in places:
-        raise FormatError(f"{field} is {task!r}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say.")
+        raise FormatError(
+            f"{field} is {show(task)}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say."
+        )
 
 
 def _check_tensors(buckets: tuple[Bucket, ...]) -> None:
     if not buckets:
         raise FormatError("buckets is []: a plan has at least one bucket.")
-    owner: dict[str, int] = {}
     for index, bucket in enumerate(buckets):
         unique(f"buckets[{index}].tensors", bucket.tensors, "")
+    if len({name for bucket in buckets for name in bucket.tensors}) == sum(len(bucket.tensors) for bucket in buckets):
+        return
+    owner: dict[str, int] = {}
+    for index, bucket in enumerate(buckets):
         for name in bucket.tensors:
             if name in owner:
                 raise FormatError(
-                    f"buckets[{index}].tensors has {name!r}, and so has buckets[{owner[name]}]: a gradient is "
+                    f"buckets[{index}].tensors has {show(name)}, and so has buckets[{owner[name]}]: a gradient is "
                     "synchronised once. Remove one."
                 )
             owner[name] = index
 
 
 def _check_launch(launch: tuple[tuple[int, str], ...], buckets: tuple[Bucket, ...]) -> None:
+    due = [bucket.link_tasks for bucket in buckets]
     done = [0] * len(buckets)
     for position, (index, task) in enumerate(launch):
         field = f"launch[{position}]"
         whole(f"{field}[0]", index, "a bucket's index", low=0, high=len(buckets) - 1)
-        expected = buckets[index].link_tasks
-        if done[index] == len(expected) or task != expected[done[index]]:
-            due = expected[done[index]] if done[index] < len(expected) else "nothing more"
+        tasks = due[index]
+        if done[index] == len(tasks) or task != tasks[done[index]]:
+            expected = tasks[done[index]] if done[index] < len(tasks) else "nothing more"
             raise FormatError(
-                f"{field} is {[index, task]}, where {due} of bucket {index} is due: each link task of its option "
-                f"{list(buckets[index].option)} is launched once, in the option's order."
+                f"{field} is {show([index, task])}, where {expected} of bucket {index} is due: each link task of its "
+                f"option {show(list(buckets[index].option))} is launched once, in the option's order."
             )
         done[index] += 1
-    for index, bucket in enumerate(buckets):
-        if done[index] < len(bucket.link_tasks):
-            missing = [index, bucket.link_tasks[done[index]]]
+    for index, tasks in enumerate(due):
+        if done[index] < len(tasks):
+            missing = [index, tasks[done[index]]]
             raise FormatError(f"launch has no {missing}: every link task is launched once. Add it.")

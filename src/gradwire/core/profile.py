@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, show, text, unique, whole, word
+from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, only_version, text, unique, whole, word
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo
@@ -71,8 +71,7 @@ class Profile(Document, frozen=True, kw_only=True):
     tensors: tuple[TensorProfile, ...]
 
     def __post_init__(self) -> None:
-        if self.version != 1:
-            raise FormatError(f"version is {show(self.version)}: this release writes version 1.")
+        only_version(self.version)
         text("model", self.model, "the model's name")
         text("device", self.device, "the name of what computed")
         whole("batch", self.batch, "samples per rank and step", low=1)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from gradwire.core.checks import changed, join, near, show
+from gradwire.core.checks import changed, join, near, printable, show
+from gradwire.core.files import write_whole
+from gradwire.core.reading import check_plain, parse
 from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
@@ -19,7 +20,7 @@ __all__ = ["Document", "convert", "plain"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>(?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<type>[^`]*)`(?: of length (?P<length>\d+))?")
 _WORDS = {
     "float": "a number",
@@ -50,18 +51,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one step: a reader sees the old file or the whole new one, never a part."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        """Write the file in one step: a reader sees the old file or the whole new one, never a part.
+
+        Raises WriteError if it cannot be written.
+        """
+        write_whole(path, self.to_json())
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
@@ -71,21 +65,23 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Read JSON text. Raises FormatError, or SpecError for a wrong compressor spec."""
-        return cls._read(_parse(text, cls.what), cls.what)
+        return cls._read(parse(text, cls.what), cls.what)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a JSON file. Raises FormatError, or SpecError for a wrong compressor spec, naming the file."""
-        source = os.fspath(path)
+        source = printable(os.fspath(path), longest=4096)
         try:
             text = Path(path).read_bytes()
-        except OSError as error:
-            raise FormatError(f"{source}: cannot be read: {error.strerror}. Check the path. {cls.remedy}") from error
-        return cls._read(_parse(text, source), source)
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            reason = getattr(error, "strerror", None) or error
+            raise FormatError(f"{source}: cannot be read: {reason}. Check the path. {cls.remedy}") from error
+        return cls._read(parse(text, source), source)
 
     @classmethod
     def _read(cls, data: object, source: str) -> Self:
         try:
+            check_plain(data)
             if isinstance(data, Mapping) and "version" in cls.__struct_fields__:
                 _check_version(data, cls)
             return convert(data, cls)
@@ -97,29 +93,16 @@ def _check_version(data: Mapping[str, object], cls: type[Document]) -> None:
     if "version" not in data:
         raise FormatError(f'version is missing: every {cls.what} says which version it is. Write "version": 1.')
     version = data["version"]
-    if isinstance(version, bool) or version != 1:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise FormatError(
-            f"version is {show(version)}, and this release of gradwire reads version 1. {cls.remedy} "
-            "Or use the release that wrote it."
+            f"version is {show(version)}, and this release of gradwire reads version 1, a whole number; no release wrote "
+            f"another before it. {cls.remedy}"
         )
-
-
-def _parse(text: str | bytes, source: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=_no_twins)
-    except FormatError as error:
-        raise FormatError(f"{source}: {error}") from None
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise FormatError(f"{source}: is not JSON: {error}. Comments and trailing commas are not JSON.") from error
-
-
-def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twin = next(key for key in keys if keys.count(key) > 1)
-        raise FormatError(f"{twin} stands twice in one object, and only one could count. Remove one.")
-    return data
+    if version > 1:
+        raise FormatError(
+            f"version is {show(version)}, and this release of gradwire reads version 1: a later one wrote it. Update "
+            f"gradwire, or write the file for this release. {cls.remedy}"
+        )
 
 
 def plain(value: object) -> object:
@@ -160,25 +143,38 @@ def convert(data: object, cls: type[T]) -> T:
 
 def _explain(text: str, path: str, data: object, cls: type) -> str:
     value, kind = _walk(path, data, cls)
-    names = _NAMED.findall(text)
     if "unknown field" in text:
-        known = getattr(kind, "__struct_fields__", ())
-        wrong = names[0]
-        found = show(value.get(wrong)) if isinstance(value, Mapping) else "unknown"
-        cure = other_unit(wrong, known) or f"Its fields are {', '.join(known)}{near(wrong, known)}."
-        return f"{join(path, wrong)} is not a field (its value is {found}). {cure}"
-    if "missing required field" in text:
-        return f"{join(path, names[0])} is missing, and it has no default. Add it."
+        # a name such as "x - at `$.y" reads like a path of its own: then the field is the document's
+        told = _unknown(path, value, kind) or _unknown("", data, cls)
+        if told:
+            return told
+    if "missing required field" in text and (missing := _NAMED.findall(text)):
+        return f"{join(path, missing[0])} is missing, and it has no default. Add it."
     expected = _EXPECTED.match(text)
     if expected is None:
-        return f"{path or 'the document'} is {show(value)}: {text[:1].lower()}{text[1:]}."
+        found = "" if "[...]" in path else f" is {show(value)}"
+        return f"{path or 'the document'}{found}: {text[:1].lower()}{text[1:]}."
     wanted = " or ".join(_WORDS.get(word, word) for word in expected["type"].split(" | "))
     length = f" of length {expected['length']}" if expected["length"] else ""
     return f"{path or 'the document'} is {show(value)}: it must be {wanted}{length}{unit_note(path)}."
 
 
+def _unknown(path: str, value: object, struct: Any) -> str:
+    """The sentence about the first name in `value` that is no field of the struct, '' if there is none."""
+    if struct is None or not isinstance(value, Mapping):
+        return ""
+    known, tag = struct.__struct_fields__, struct.__struct_config__.tag_field
+    wrong = next((name for name in value if name not in known and name != tag), None)
+    if wrong is None:
+        return ""
+    cure = other_unit(wrong, known) or f"Its fields are {', '.join(known)}{near(wrong, known)}."
+    return f"{join(path, printable(wrong))} is not a field (its value is {show(value[wrong])}). {cure}"
+
+
 def _walk(path: str, data: Any, kind: Any) -> tuple[Any, Any]:
-    """The value at a path and the type declared for it (None where it cannot be told)."""
+    """The value at a path and the type declared for it (None where it cannot be told, as behind a map's key)."""
+    if "[...]" in path:
+        return None, None
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
             data = data[name or int(index)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Link
+from gradwire.collectives import Link, transfer
 from gradwire.errors import DisagreementError
 
 __all__ = ["agree", "broadcast_bytes", "bytes_of", "copy_from"]
@@ -47,12 +47,14 @@ def _gather(link: Link, text: bytes) -> list[bytes]:
     """Every rank's text: sizes first, then all padded to the longest."""
     size = torch.tensor([len(text)], dtype=torch.int64)
     sizes = torch.empty(link.world_size, dtype=torch.int64)
-    link.all_gather(sizes, size).wait()
+    with transfer():
+        link.all_gather(sizes, size).wait()
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(link.world_size * longest, dtype=torch.uint8)
-    link.all_gather(received, padded).wait()
+    with transfer():
+        link.all_gather(received, padded).wait()
     rows = received.reshape(link.world_size, longest)
     return [bytes(row[:length].tolist()) for row, length in zip(rows, sizes.tolist(), strict=True)]
 
@@ -70,7 +72,8 @@ def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piec
 def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
     with torch.no_grad():
         flat = torch.cat([bytes_of(tensor) for tensor in tensors])
-        link.broadcast(flat, root).wait()
+        with transfer():
+            link.broadcast(flat, root).wait()
         if link.rank != root:
             copy_from(flat, tensors)
 
@@ -86,5 +89,6 @@ def copy_from(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         # cloned, since a part may begin where the dtype's alignment does not allow a view
-        tensor.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))
+        # and through .data, since autograd would take a change between two forwards for a mistake of the script
+        tensor.data.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))
         at += size

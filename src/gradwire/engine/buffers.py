@@ -1,38 +1,36 @@
-"""Rank 0's float buffers for all ranks before a forward, as under DDP."""
+"""Rank 0's buffers for all ranks before a forward, as under DDP."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from gradwire.collectives import Link
+from gradwire.collectives import Link, transfer
 from gradwire.engine.agreement import bytes_of, copy_from
 
-__all__ = ["FloatBuffers"]
+__all__ = ["ModelBuffers"]
 
 
-class FloatBuffers:
-    """The float buffers of a model as they were when ranks agreed on it."""
+class ModelBuffers:
+    """The buffers of a model as they were when ranks agreed on it."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._nbytes, self._device = _nbytes(_of(model)), device
+        self._nbytes, self._device = _nbytes(list(model.buffers())), device
         self.due = True
         """Whether the next forward broadcasts: the first one after a step."""
 
     def changed(self, model: torch.nn.Module) -> bool:
         """Whether they would not fit into what the other ranks send and expect."""
-        return _nbytes(_of(model)) != self._nbytes
+        return _nbytes(list(model.buffers())) != self._nbytes
 
     def broadcast(self, model: torch.nn.Module | None) -> Callable[[Link], None] | None:
         """What to do on a lane, None when there is nothing to send. No model: it changed, and this rank takes nothing,
         and gives nothing as rank 0."""
         if not self.due or not self._nbytes:
             return None
-        return partial(_broadcast, tensors=_of(model) if model else [], nbytes=self._nbytes, device=self._device)
-
-
-def _of(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        return partial(
+            _broadcast, tensors=list(model.buffers()) if model else [], nbytes=self._nbytes, device=self._device
+        )
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
@@ -47,6 +45,7 @@ def _broadcast(link: Link, tensors: list[torch.Tensor], nbytes: int, device: tor
             else torch.zeros(nbytes, dtype=torch.uint8, device=device)
         )
         sent = torch.cat([torch.full((1,), bool(tensors), dtype=torch.uint8, device=device), own])
-        link.broadcast(sent).wait()
+        with transfer():
+            link.broadcast(sent).wait()
         if link.rank != 0 and tensors:
             copy_from(torch.where(sent[0] > 0, sent[1:], own), tensors)

@@ -2,9 +2,14 @@
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
+
+from gradwire.collectives import Lane
+from gradwire.engine.control import Report, State, exchange_bytes
 
 __all__ = ["DriftWatch", "checksums"]
 
@@ -32,18 +37,26 @@ class DriftWatch:
         """Whether weights are compared in this step."""
         return self._every > 0 and step > 0 and step % self._every == 0
 
-    def digest(self, weights: Callable[[], Iterable[torch.Tensor]]) -> int:
+    def digest(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> int:
         """One 64-bit number for all of them."""
-        self._sums = checksums(weights())
-        return int.from_bytes(hashlib.blake2b(self.packed(), digest_size=8).digest(), "little")
+        self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
+        return int.from_bytes(hashlib.blake2b(self._packed(), digest_size=8).digest(), "little")
 
-    def packed(self) -> bytes:
-        """The checksums that the last digest was made of."""
-        return self._words().pack(*self._sums)
+    def found(self, reports: Iterable[Report]) -> bool:
+        """Whether ranks that trained have different digests."""
+        return len({report.weights for report in reports if report.state is State.DONE}) > 1
 
-    def difference(self, packed: Mapping[int, bytes], names: Sequence[str], step: int) -> str:
-        """What to say about ranks (global ones) whose checksums are not all equal."""
-        sums = {rank: self._words().unpack(raw) for rank, raw in packed.items()}
+    def difference(
+        self, control: Lane, reports: Sequence[Report], ranks: Sequence[int], names: Sequence[str], step: int
+    ) -> str:
+        """Find out together what differs, and say it. `ranks` are the global ones. Collective; raises LinkError."""
+        packed = control.submit(partial(exchange_bytes, self._packed())).result()
+        words = self._words()
+        sums = {
+            rank: words.unpack(raw)
+            for rank, raw, report in zip(ranks, packed, reports, strict=True)
+            if report.state is State.DONE
+        }
         first, *others = sums
         index, other = next(
             (index, other)
@@ -57,6 +70,9 @@ class DriftWatch:
             f"{self._every} steps ago. Look for code that changes weights on one rank only (loading, clamping, averaging, "
             "random layers without a common seed), or for faulty memory; restart from a checkpoint."
         )
+
+    def _packed(self) -> bytes:
+        return self._words().pack(*self._sums)
 
     def _words(self) -> struct.Struct:
         return struct.Struct(f"<{len(self._sums)}Q")

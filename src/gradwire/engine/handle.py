@@ -10,16 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from gradwire.collectives import Group, Lane, Link, Meter, SilentLink
+from gradwire.collectives import Group, Lane, Link, LinkError, Meter, SilentLink
 from gradwire.collectives.streams import Mark
 from gradwire.core.plan import Plan
 from gradwire.engine.agreement import agree, broadcast_bytes
 from gradwire.engine.assembly import Assembly, assemble
-from gradwire.engine.buffers import FloatBuffers
+from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.failure import RollCall
-from gradwire.engine.hooks import ModelHook, leave_hooks_behind
+from gradwire.engine.hooks import ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.prepare import Prepared, facts, prepare
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.residuals import unsent
@@ -131,14 +130,12 @@ class Handle:
         Raises ValueError naming what is missing or does not fit; the handle is as before then.
         """
         saved = read_state(state, self._group)
-        order, plan = self._order, self._plan
-        if self._policy is not None:
-            if sorted(saved.order) != sorted(self._order):
-                raise ValueError(
-                    f"the state's order is of {len(saved.order)} tensors, and the model has {len(self._order)} trainable "
-                    "ones: it was saved with another model, or other parameters of it were frozen."
-                )
-            order, plan = saved.order, self._plan_of(self._policy, saved.order)
+        if sorted(saved.order) != sorted(self._order):
+            raise ValueError(
+                f"the state's order numbers {len(saved.order)} tensors, not each of the {len(self._order)} trainable ones of "
+                "the model once: it was saved with another model, or other parameters of it were frozen."
+            )
+        plan = self._plan if self._policy is None else self._plan_of(self._policy, saved.order)
         if saved.own and saved.plan != plan.digest():
             raise ValueError(
                 f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.digest()[:16]}: shards "
@@ -152,7 +149,7 @@ class Handle:
             carried = unsent(saved.residuals)
             built.residuals.check_carried(carried)
             _warn_of_lost(saved.missing, built.residuals.names())
-        self._order, self._order_known = order, self._policy is not None
+        self._order, self._order_known = saved.order, self._policy is not None
         self._use(built)
         if saved.own:
             self._residuals.load(saved.residuals[0])
@@ -263,7 +260,7 @@ class Handle:
         self._order_known = False
         self._backward.watch(prepared.parameters)
         self._use(assemble(prepared.plan, self._parameters, self._group, self._lanes))
-        self._buffers = FloatBuffers(model, self._flats()[0].device)
+        self._buffers = ModelBuffers(model, self._flats()[0].device)
 
     def _use(self, built: Assembly) -> None:
         self._built, self._plan = built, built.executor.plan
@@ -284,8 +281,8 @@ class Handle:
         came = self._backward.ready_order
         order = torch.tensor([*came, *(i for i in range(len(self._tensors)) if i not in set(came))])
         try:
-            self._control.submit(lambda link: link.broadcast(order).wait()).result()
-        except RuntimeError as error:
+            self._control.submit(partial(broadcast_bytes, tensors=[order])).result()
+        except LinkError as error:
             raise self._backward.broken("the order in which rank 0's gradients came", error) from error
         self._order, self._order_known = order.tolist(), True
         plan = self._plan_of(policy, self._order)
@@ -313,8 +310,10 @@ class Handle:
 
         try:
             streams.wait(self._lanes[0].submit(run).result())
-        except RuntimeError as error:
+        except LinkError as error:
             raise self._backward.broken(what, error) from error
+        except Exception as error:
+            raise self._backward.failed_here(what, error) from error
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled() or not self._backward.may_send():
@@ -348,6 +347,8 @@ class Handle:
         """The first trainable parameter that is not the one, or not of the kind, that the handle knows."""
         for parameter in module.parameters():
             if parameter.requires_grad and id(parameter) not in self._owned:
+                if not isinstance(parameter, torch.nn.Parameter):
+                    return None  # torch.func.functional_call: others stand in for this one forward
                 return next(repr(name) for name, p in module.named_parameters() if p is parameter)
         if self._buffers.changed(module):
             return "a buffer"
@@ -367,7 +368,7 @@ class Handle:
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is self._model() and self._backward.synchronise and torch.is_grad_enabled():
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             self._backward.expect_graph(leaves)
 
 

@@ -1,4 +1,4 @@
-"""Hooks on the model that neither keep the handle alive nor travel with copies of the model.
+"""Hooks on the model and its gradients that neither keep the handle alive nor travel with copies of the model.
 
 `torch.save(model)`, `pickle` and `copy.deepcopy` take a module apart by its class's reducer. One is registered for the
 class of every parallelized model that leaves gradwire's hooks out: what was saved or copied is an ordinary model, and
@@ -6,14 +6,18 @@ loads where gradwire is not installed.
 """
 
 import copyreg
+import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["ModelHook", "leave_hooks_behind"]
+__all__ = ["GradientHooks", "ModelHook", "leave_hooks_behind", "tensors_in"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -30,8 +34,61 @@ class ModelHook:
             self._act(owner, *arguments)
 
 
+Act = Callable[[Any, int, torch.nn.Parameter], None]
+
+
+class GradientHooks:
+    """Calls coming(owner, index, parameter) when a gradient is accumulated, and ready(..) after all hooks that scripts put
+    on the parameter, as long as the owner lives.
+
+    The second is on the graph's node that accumulates, as DDP's hooks are. A node is kept here, since a parameter does not
+    keep its own, and gets another when its memory is replaced: then only the first is called, until `renew`.
+    """
+
+    def __init__(self, owner: Any, coming: Act, ready: Act, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._owner, self._ready = weakref.ref(owner), ready
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
+        self._of_tensors = []
+        for index, reference in enumerate(self._parameters):
+            act = partial(_act, self._owner, coming, index, reference)
+            if (parameter := reference()) is not None:
+                self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
+        self.renew()
+
+    def renew(self) -> None:
+        """Hook the nodes that parameters have now."""
+        for handle in self._handles:
+            handle.remove()
+        self._nodes, self._handles = [], []
+        for index, reference in enumerate(self._parameters):
+            if (parameter := reference()) is not None:
+                with torch.enable_grad():
+                    graph: Any = parameter.expand_as(parameter).grad_fn
+                node = graph.next_functions[0][0]
+                act = partial(_act, self._owner, self._ready, index, reference)
+                self._nodes.append(node)
+                self._handles.append(node.register_hook(act))
+
+    def remove(self) -> None:
+        for handle in [*self._handles, *self._of_tensors]:
+            handle.remove()
+        self._parameters, self._nodes, self._handles, self._of_tensors = [], [], [], []
+
+
+def _act(
+    owner: "weakref.ref[Any]", act: Act, index: int, reference: "weakref.ref[torch.nn.Parameter]", *arguments: Any
+) -> None:
+    living, parameter = owner(), reference()
+    if living is not None and parameter is not None:
+        act(living, index, parameter)
+
+
 def leave_hooks_behind(model: torch.nn.Module) -> None:
     """From now on copies and pickles of modules of this class are without ModelHooks."""
+    if is_parametrized(model):
+        return  # its class is its own and would be kept with it; torch refuses to pickle it, and in copies hooks do nothing
     reduce = copyreg.dispatch_table.get(type(model))
     if not isinstance(reduce, _Reducer):
         copyreg.pickle(type(model), _Reducer(reduce))
@@ -54,3 +111,13 @@ class _Reducer:
                     )
             reduced = (*reduced[:2], state, *reduced[3:])
         return reduced
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what a module returned: in containers that torch knows, and in dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))

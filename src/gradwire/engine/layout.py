@@ -3,6 +3,7 @@
 Everything here is made once, before the first step, and is the same on every rank but for who owns which shard.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ from gradwire.kernels import is_float as kernels_take
 __all__ = ["BucketBuffers", "Slot", "build_buckets", "cut"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slot:
     """Where one gradient lies."""
 
@@ -29,15 +30,34 @@ class Slot:
     offset: int
     """Elements from the start of the bucket's flat buffer."""
     view: torch.Tensor
-    """The place itself, in the parameter's shape and strides. Handed out as `grad`, so what converts a model may give it
-    other memory."""
-    dtype: torch.dtype
-    address: int
+    """The place itself, in the parameter's shape and strides. Scripts never get it, but `hand_out()`."""
+    handed: torch.Tensor | None = None
+    """The `grad` of the last step, whose memory is the place."""
 
     def fits(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the place is still where it was, and the parameter of its kind."""
-        same = parameter.dtype is self.dtype and parameter.shape == self.view.shape
-        return same and self.view.data_ptr() == self.address
+        """Whether the parameter is still of the place's kind."""
+        return parameter.dtype is self.view.dtype and parameter.shape == self.view.shape
+
+    def hand_out(self) -> torch.Tensor:
+        """A `grad` in the place. A tensor of its own and no view: scripts may give it other memory, or detach it."""
+        view = self.view
+        if self.handed is None or self.handed.data_ptr() != view.data_ptr():
+            alias = torch.empty(0, dtype=view.dtype, device=view.device)
+            self.handed = alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        return self.handed
+
+    def take_over(self, grad: torch.Tensor | None) -> None:
+        """Before the place is written, with the parameter's present `grad`. A script that kept the last one and began
+        another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
+        handed = self.handed
+        if handed is None or handed is grad:
+            return
+        if sys.getrefcount(handed) > _OUR_REFERENCES:
+            handed.data = handed.clone()
+        self.handed = None
+
+
+_OUR_REFERENCES = 3  # the slot's, the local name, and that of getrefcount
 
 
 @dataclass
@@ -85,8 +105,7 @@ def _build(
     flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
     slots, at = [], 0
     for name, member in zip(bucket.tensors, members, strict=True):
-        view = _view(flat, at, member)
-        slots.append(Slot(name, index, at, view, flat.dtype, view.data_ptr()))
+        slots.append(Slot(name, index, at, _view(flat, at, member)))
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
     coded = _coded_scheme(index, bucket)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Group, Lane, Link
+from gradwire.collectives import Group, Lane, Link, LinkError
 from gradwire.core.checks import whole
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
@@ -16,7 +16,7 @@ from gradwire.engine.failure import RollCall
 from gradwire.engine.handle import Handle
 from gradwire.engine.prepare import check_optimizers, facts, prepare
 from gradwire.engine.registry import REGISTRY
-from gradwire.errors import PlanError, StepStateError
+from gradwire.errors import CommunicationError, PlanError, StepStateError
 from gradwire.planner.policy import Policy
 
 __all__ = ["parallelize"]
@@ -86,6 +86,11 @@ def parallelize(
     except BaseException as error:
         for lane in [*lanes, control]:
             lane.stop()
+        if problem is None and isinstance(error, LinkError):
+            raise CommunicationError(
+                f"parallelize on rank {group.global_ranks[group.rank]}: ranks could not compare models and plans: one died, "
+                f"stalled or did not call parallelize; see its own log. (The backend said: {error})"
+            ) from error
         raise (problem if problem is not None else error) from None
     REGISTRY.add(model, prepared.parameters.values(), handle)
     return handle

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
 from gradwire.core.plan import Plan
@@ -44,6 +45,7 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
         raise PlanError(
             "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module."
         )
+    _check_memory(model)
     parameters = trainable(model)
     if not parameters:
         raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
@@ -66,6 +68,17 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
     made, policy = _plan(plan, tensors, ranks)
     made.check_against(tensors)
     return Prepared(parameters, tensors, made, policy)
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:
+            cure = "Run a batch through the model" if is_lazy(tensor) else "Load it, or call to_empty(device=...),"
+            raise PlanError(f"{name!r} has no memory yet ({type(tensor).__name__}, meta). {cure} before parallelize.")
+        if tensor.is_quantized:
+            raise PlanError(
+                f"{name!r} is quantized, and gradwire cannot send such tensors from rank 0. Keep it outside."
+            )
 
 
 def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any]:

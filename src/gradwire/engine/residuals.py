@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from gradwire.collectives import TwoPhase
+from gradwire.core.checks import printable
 from gradwire.engine.layout import BucketBuffers
 
 __all__ = ["Residuals", "unsent"]
@@ -51,7 +52,9 @@ class Residuals:
         expected = {f"residual/{encode}/{name}": tensor.numel() for encode, name, _, tensor, _ in self._runs()}
         for key in sorted(expected.keys() ^ state.keys()):
             where = "the state has no" if key in expected else "this plan keeps no"
-            raise ValueError(f"{where} {key}: it was saved under another plan. Use the plan it was saved with.")
+            raise ValueError(
+                f"{where} {printable(key)}: it was saved under another plan. Use the plan it was saved with."
+            )
         _check_sizes({key: value.numel() for key, value in state.items()}, expected)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -118,7 +121,9 @@ def unsent(states: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
                 )
             name, flat = parts[2], value.reshape(-1)
             if name in total and total[name].numel() != flat.numel():
-                raise ValueError(f"{key} has {flat.numel()} elements, and another rank's {total[name].numel()}.")
+                raise ValueError(
+                    f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}."
+                )
             total[name] = total[name] + flat if name in total else flat
     return total
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.collectives import Group
+from gradwire.core.checks import printable
 
 __all__ = ["Saved", "read_state", "write_state"]
 
@@ -111,10 +112,13 @@ class _Fields:
         self.residuals = {field: value for field, value in fields.items() if field.startswith("residual/")}
         known = {"version", "step", "order", "plan", "ranks", *self.residuals}
         if unknown := sorted(fields.keys() - known):
-            raise ValueError(f"rank{rank}/{unknown[0]} is not a field of a handle's state. {_CURE}")
+            raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
         for field, value in self.residuals.items():
-            if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or value.layout != torch.strided:
-                raise ValueError(f"rank{rank}/{field} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
+            if not _is_whole(value, torch.float32):
+                raise ValueError(
+                    f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
+                )
+            self.residuals[field] = value.detach()
 
     def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
         key = f"rank{self.rank}/{field}"
@@ -122,7 +126,7 @@ class _Fields:
             cure = "It was saved by an older gradwire, by other ranks, or is not a handle's. " + _CURE
             raise ValueError(f"the state has no {key}. {cure}")
         value = self._fields[field]
-        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != dimensions:
+        if not _is_whole(value, dtype) or value.dim() != dimensions:
             wanted = f"a {dimensions}-dimensional tensor of {str(dtype).removeprefix('torch.')}"
             raise ValueError(f"{key} is {_kind(value)}: it must be {wanted}. {_CURE}")
         return [int(number) for number in value.reshape(-1).tolist()]
@@ -134,7 +138,16 @@ class _Fields:
         return number
 
 
+def _is_whole(value: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a dense tensor that has all its elements in memory."""
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.layout != torch.strided or value.is_meta:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
 def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+        return f"a tensor on {value.device} with layout {value.layout}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

@@ -3,8 +3,8 @@
 The states of a step:
 1. idle. The first gradient-ready event of a synchronised backward begins a step: the lanes start and a callback is
    queued for the end of this backward.
-2. running. Each event copies its gradient, divided by the world size, into its slot and makes it the parameter's grad.
-   The bucket's last event hands the bucket to the lanes.
+2. running. After each event and the script's own hooks the gradient is copied, divided by the world size, into its slot,
+   which becomes the parameter's grad. A bucket's last one hands the bucket to the lanes.
 3. closing (the callback). Gradients that never came are filled in (zeros, or what earlier backwards without
    synchronisation left); one small exchange tells how each rank's backward went and which parameters it used; the lanes
    are awaited. Parameters no rank used keep the grad they had, as under DDP. Then idle.
@@ -13,7 +13,6 @@ The states of a step:
    all idle again. After a collective failed it is for good.
 
 A rank without batches takes part in steps with zeros and without a backward (`run_out`).
-
 Reentrant checkpointing runs backwards inside the backward, each with its own end. When the graph shows it beforehand,
 gradients are only collected and everything is sent when the outermost backward ends: right, without overlap.
 """
@@ -24,17 +23,17 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from gradwire.collectives import Group, Lane, LinkError, Meter
 from gradwire.engine import reentrant
-from gradwire.engine.control import Report, State, exchange_bytes, exchange_reports, why_void
+from gradwire.engine.control import Report, State, exchange_reports, why_void
 from gradwire.engine.drift import DriftWatch
 from gradwire.engine.executor import Executor, TaskFailed
 from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
+from gradwire.engine.hooks import GradientHooks
 from gradwire.engine.layout import Slot
 from gradwire.engine.stats import StepReport
 from gradwire.errors import DisagreementError, GradwireError, StepStateError
@@ -65,20 +64,15 @@ class Backward:
         """Whether a backward was finished: what its graph is like is known then."""
         self._outer_task = -1
         self._release: weakref.finalize[..., Backward] | None = None
-        self._hooks: list[Any] = []
+        self._hooks = GradientHooks(self, Backward.gradient_coming, Backward.gradient_ready, ())
 
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self.names = list(parameters)
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._used, self._seen = 0, False
-        owner = weakref.ref(self)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(owner, index))
-            for index, parameter in enumerate(parameters.values())
-        ]
+        self._hooks = GradientHooks(self, Backward.gradient_coming, Backward.gradient_ready, parameters.values())
 
     def attach(self, executor: Executor, random: torch.Tensor) -> None:
         """Use these buckets from the next step on. `random` keys their random streams: column 1 is the step."""
@@ -94,8 +88,7 @@ class Backward:
 
     def detach(self) -> None:
         """Remove the hooks and let the lanes go."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         if self._release is not None:
             self._release()
 
@@ -113,8 +106,8 @@ class Backward:
 
     # ---- running
 
-    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient was accumulated into parameter.grad."""
+    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
         self._used |= 1 << index
         if not self.synchronise:
             return
@@ -131,7 +124,11 @@ class Backward:
             self._refuse_second_backward(index)
         if (failed := self.executor.failure()) is not None:
             raise self._lane_failed(failed)
-        if self.deferred:
+        self._came[index] = None
+
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """parameter.grad is as it is to be sent."""
+        if not self.synchronise or self.deferred:
             return
         if index in self._filled:
             raise self._leave(
@@ -142,12 +139,17 @@ class Backward:
 
     def _begin(self) -> None:
         self._check_usable()
+        if torch._C._current_graph_task_id() == -1:
+            raise StepStateError(
+                "this backward runs as compiled autograd, whose end gradwire cannot see. Switch it off."
+            )
         self._running = True
         self._outer_task = torch._C._current_graph_task_id()
         self._begin_step()
         Variable._execution_engine.queue_callback(self._close)
 
     def _begin_step(self) -> None:
+        self._came: dict[int, None] = {}
         self._filled: dict[int, None] = {}
         self._left = list(self._bucket_sizes)
         self.random[:, :, 1] = self.step
@@ -181,6 +183,7 @@ class Backward:
         """End the step in order, with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
         for index, slot in enumerate(self.slots):
             if index not in self._filled:
+                slot.take_over(None)
                 slot.view.zero_()
                 self._count(slot)
         with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
@@ -196,15 +199,20 @@ class Backward:
 
     @torch.no_grad()
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
-        slot = self.slots[index]
+        slot, grad = self.slots[index], parameter.grad
+        if grad is None:
+            raise self._leave(
+                f"the gradient of {slot.name!r} was gone when it was to be sent: a hook used it and set it to None (an "
+                "optimizer in backward?). gradwire averages after all hooks; step the optimizer after backward."
+            )
         self._filled[index] = None
-        self._scale_into(slot, parameter.grad)
-        parameter.grad = slot.view
+        slot.take_over(grad)
+        self._scale_into(slot, grad)
+        parameter.grad = slot.hand_out()
         self._count(slot)
 
-    def _scale_into(self, slot: Slot, grad: torch.Tensor | None) -> None:
+    def _scale_into(self, slot: Slot, grad: torch.Tensor) -> None:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
-        assert grad is not None
         if grad.is_sparse:
             self._filled.pop(self.names.index(slot.name), None)
             raise self._leave(
@@ -222,7 +230,7 @@ class Backward:
     def _told(self, state: State) -> "Future[list[Report]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         came = len(self._filled)
-        weights = self.drift.digest(self._weights) if self.drift.due(self.step) else 0
+        weights = self.drift.digest(self._parameters) if self.drift.due(self.step) else 0
         own = Report(self.step, state, self._plan_word, came, self.joining, weights, self._used)
         return self.control.submit(partial(exchange_reports, own, len(self.names)))
 
@@ -242,6 +250,7 @@ class Backward:
         if self.deferred:
             self.ready_order = list(range(len(self.names)))
         else:
+            self._fill_late()
             self.ready_order = list(self._filled)
         for index, reference in enumerate(self._parameters):
             if index not in self._filled:
@@ -249,8 +258,12 @@ class Backward:
         start = time.perf_counter()
         meters, reports = self._exchange(state)
         exposed = time.perf_counter() - start
-        if len({report.weights for report in reports if report.state is State.DONE}) > 1:
-            raise self._fail(self._drifted(reports))
+        if self.drift.found(reports):
+            try:
+                words = self.drift.difference(self.control, reports, self.group.global_ranks, self.names, self.step)
+            except LinkError as error:
+                raise self.broken("checksums of all weights", error) from error
+            raise self._fail(DisagreementError(words))
         used = 0
         for report in reports:
             used |= report.used
@@ -291,8 +304,9 @@ class Backward:
         self._check_usable()
         for index, slot in enumerate(self.slots):
             parameter = self._parameters[index]()
-            if parameter is not None and parameter.grad is slot.view:
-                parameter.grad = slot.view.clone()  # what was accumulated, before the slot is zeroed
+            if parameter is not None and parameter.grad is not None and parameter.grad is slot.handed:
+                parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
+            slot.take_over(None)
         self._begin_step()
         for buffers in self.executor.buckets:
             buffers.flat.zero_()
@@ -307,22 +321,6 @@ class Backward:
             if (parameter := reference()) is not None and not slot.fits(parameter):
                 return name
         return None
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
-
-    def _drifted(self, reports: list[Report]) -> GradwireError:
-        """The weights differ: find out where, together."""
-        try:
-            told = self.control.submit(partial(exchange_bytes, self.drift.packed())).result()
-        except LinkError as error:
-            return self.broken("checksums of all weights", error)
-        trained = {
-            self.group.global_ranks[rank]: told[rank]
-            for rank, report in enumerate(reports)
-            if report.state is State.DONE
-        }
-        return DisagreementError(self.drift.difference(trained, self.names, self.step))
 
     def reset(self) -> None:
         """Begin anew after a void step. Collective."""
@@ -348,13 +346,23 @@ class Backward:
         what = in_words(self.executor.plan, failed.task)
         if isinstance(failed.cause, LinkError):
             return self.broken(what, failed.cause)
-        return self._fail(local_error(what, failed.cause, self.step, self.group))
+        return self.failed_here(what, failed.cause)
+
+    def _fill_late(self) -> None:
+        """Gradients that came without becoming ready: the parameter's memory was replaced, and its node with it."""
+        late = [index for index in self._came if index not in self._filled]
+        for index in late:
+            if (parameter := self._parameters[index]()) is not None:
+                self._fill(index, parameter)
+        if late:
+            self._hooks.renew()
 
     def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
         """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""
         slot = self.slots[index]
         grad = parameter.grad if parameter is not None else None
-        own = grad.clone() if grad is slot.view else grad
+        own = grad.clone() if grad is not None and grad is slot.handed else grad
+        slot.take_over(grad)
         if own is None:
             slot.view.zero_()
         else:
@@ -364,15 +372,18 @@ class Backward:
 
     def _settle(self, index: int, own: torch.Tensor | None, used_anywhere: bool) -> None:
         parameter, slot = self._parameters[index](), self.slots[index]
-        view = slot.view
         if not used_anywhere:
             self.executor.buckets[slot.bucket].take_back(slot)
         if parameter is None:
             return
         if used_anywhere:
-            parameter.grad = view
-        elif parameter.grad is view and own is not None:
-            view.copy_(own)
+            parameter.grad = slot.hand_out()
+        elif own is not None and parameter.grad is slot.handed:
+            slot.view.copy_(own)
+
+    def failed_here(self, what: str, cause: Exception) -> GradwireError:
+        """The error to raise when this rank could not do its part; from then on every step raises it."""
+        return self._fail(local_error(what, cause, self.step, self.group))
 
     def broken(self, what: str, cause: Exception) -> GradwireError:
         """The error to raise when an exchange of this handle failed; from then on every step raises it."""
@@ -387,14 +398,3 @@ class Backward:
     def _check_usable(self) -> None:
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
-
-
-def _hook(owner: "weakref.ref[Backward]", index: int) -> Callable[[Any], None]:
-    """Holds the engine weakly: a model that outlives its handle is an ordinary model."""
-
-    def on_gradient(parameter: torch.nn.Parameter) -> None:
-        backward = owner()
-        if backward is not None:
-            backward.gradient_ready(index, parameter)
-
-    return on_gradient

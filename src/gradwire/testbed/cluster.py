@@ -104,6 +104,13 @@ class Cluster:
         self._require_alive()
         self._limit_inter(None if rate is None else parse_rate(rate))
 
+    def set_link(self, node: int, up: bool) -> None:
+        """Pull the plug of a node's link, or put it back: what is sent meanwhile is lost. Ranks may be running."""
+        self._require_alive()
+        if not 0 <= node < self.nodes:
+            raise TestbedError(f"node is {node}; this cluster has nodes 0 to {self.nodes - 1}.")
+        network.set_link(self._hub, node, up)
+
     def counters(self) -> list[tuple[int, int]]:
         """For each node the (sent, received) bytes of its interface since the cluster was made.
 

@@ -83,6 +83,11 @@ def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> No
         run_tool(["ip", "-n", node, "-batch", "-"], lines)
 
 
+def set_link(hub: str, node: int, up: bool) -> None:
+    """Take the bridge's end of a node's link down or up. The node keeps its address and is not told."""
+    run_tool(["ip", "-n", hub, "link", "set", f"port{node}", "up" if up else "down"])
+
+
 def limit_intra(nodes: list[str], bits_per_second: float) -> None:
     """Limit the loopback of every node: all traffic between its ranks, both directions together."""
     burst = max(_LOOPBACK_BURST_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))

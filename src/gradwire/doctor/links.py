@@ -1,0 +1,148 @@
+"""The speed of links: round trip and rate between each rank and the next around the ring.
+
+Of two ranks one leads. It sends a header that says what comes (a ping, so many bytes, or the end), and the follower
+answers each. What a message of 8 bytes takes is taken off the time of a long one, so that the rate is that of the bytes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Direction", "Wire", "follow", "lead", "link_seconds", "measure_link", "ring_links", "seconds_each"]
+
+SECONDS = 0.5
+"""How long the bytes of one direction are watched."""
+ALL_SECONDS = 20.0
+"""How long all of them together, at most, if the links are fast enough."""
+FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
+SMALL_BYTES = 8
+_PING, _END = -1, 0
+_TAG = 7
+
+
+class Direction(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction of a link, measured by its source; `problem` where that failed."""
+
+    source: int
+    destination: int
+    round_trip_us: float | None = None
+    gbps: float | None = None
+    """Of the tensor's bytes; headers come on top."""
+    problem: str | None = None
+
+
+class Wire:
+    """Messages between this rank and a peer, over a gloo backend. Every call ends within the timeout or raises."""
+
+    def __init__(self, backend: Any, peer: int, timeout_s: float) -> None:
+        import torch
+
+        self._backend, self._peer, self._timeout = backend, peer, timedelta(seconds=timeout_s)
+        self._header = torch.zeros(1, dtype=torch.int64)
+        self._bytes = torch.zeros(0, dtype=torch.uint8)
+
+    def put(self, number: int) -> None:
+        self._header[0] = number
+        self._backend.send([self._header], self._peer, _TAG).wait(self._timeout)
+
+    def take(self) -> int:
+        self._backend.recv([self._header], self._peer, _TAG).wait(self._timeout)
+        return int(self._header)
+
+    def send(self, size: int) -> None:
+        self._backend.send([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
+
+    def receive(self, size: int) -> None:
+        self._backend.recv([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
+
+    def _buffer(self, size: int) -> "torch.Tensor":
+        if len(self._bytes) < size:
+            self._bytes = self._bytes.new_zeros(size)
+        return self._bytes[:size]
+
+
+def lead(wire: Wire, seconds: float) -> tuple[float, float]:
+    """(round trip in microseconds, gigabits per second) to the peer, which follows. Medians, after a warm-up."""
+
+    def ping() -> None:
+        wire.put(_PING)
+        wire.take()
+
+    def transfer(size: int) -> None:
+        wire.put(size)
+        wire.send(size)
+        wire.take()
+
+    _timed(ping)
+    _timed(transfer, FIRST_BYTES)
+    round_trip_s = statistics.median(_repeated(seconds / 10, 3, ping))
+    small_s = min(_repeated(seconds / 10, 3, transfer, SMALL_BYTES))
+    size = FIRST_BYTES
+    while (taken_s := _timed(transfer, size)) < seconds / 4 and size < MOST_BYTES:
+        size = min(MOST_BYTES, int(size * min(8.0, max(2.0, seconds / 3 / taken_s))))
+    long_s = statistics.median([taken_s, *_repeated(seconds - taken_s, 0, transfer, size)])
+    wire.put(_END)
+    gbps = (size - SMALL_BYTES) * 8 / max(long_s - small_s, 1e-9) / 1e9
+    return round_trip_s * 1e6, gbps
+
+
+def follow(wire: Wire) -> None:
+    """Answer a leading peer until it ends."""
+    number = wire.take()
+    while number != _END:
+        if number != _PING:
+            wire.receive(number)
+        wire.put(_PING)
+        number = wire.take()
+
+
+def _timed(call: Callable[..., None], *arguments: int) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def _repeated(seconds: float, least: int, call: Callable[..., None], *arguments: int) -> list[float]:
+    """Times of calls that take about so many seconds together."""
+    times: list[float] = []
+    while len(times) < least or (sum(times) < seconds and len(times) < 1000):
+        times.append(_timed(call, *arguments))
+    return times
+
+
+def ring_links(world_size: int) -> list[tuple[int, int]]:
+    """The links of the ring: (0, 1), (1, 2), ..., back to 0 if there are more than two ranks."""
+    if world_size < 3:
+        return [(0, 1)] * (world_size - 1)
+    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+
+
+def seconds_each(world_size: int) -> float:
+    """How long to watch one direction, so that large worlds are done soon too."""
+    return min(SECONDS, ALL_SECONDS / (2 * max(1, len(ring_links(world_size)))))
+
+
+def link_seconds(world_size: int) -> float:
+    """Longer than a link takes, with room for messages that grow on a link of 1 Mb/s."""
+    return 8 * seconds_each(world_size) + 5
+
+
+def measure_link(backend: Any, peer: int, first: bool, seconds: float, timeout_s: float) -> tuple[float, float]:
+    """(round trip in microseconds, gigabits per second) from here to the peer, which calls this too.
+
+    One of the two is `first`. Raises what the backend raises, when a message does not come through within the timeout.
+    """
+    wire = Wire(backend, peer, timeout_s)
+    if first:
+        measured = lead(wire, seconds)
+        follow(wire)
+        return measured
+    follow(wire)
+    return lead(wire, seconds)

@@ -1,0 +1,145 @@
+"""Network interfaces, and which of them gloo and NCCL would take."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+__all__ = ["GlooChoice", "Interface", "bindable_address", "gloo_choice", "interfaces", "is_loopback", "nccl_choice"]
+
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
+_IFF_UP = 1
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """A network interface of this machine (or of this container)."""
+
+    name: str
+    address: str | None
+    """Its IPv4 address, else an IPv6 address."""
+    up: bool = True
+
+    @property
+    def usable_across_nodes(self) -> bool:
+        return self.up and self.address is not None and not is_loopback(self.address)
+
+
+class GlooChoice(msgspec.Struct, frozen=True):
+    """The address at which a gloo group of this process would listen."""
+
+    address: str | None
+    """None if it would raise."""
+    interface: str | None
+    said_by: str
+    """What decides: GLOO_SOCKET_IFNAME, the host name, or nothing."""
+    problem: str | None = None
+
+
+def is_loopback(address: str | None) -> bool:
+    """Whether other machines cannot reach an address."""
+    if address is None:
+        return False
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    mapped = plain.ipv4_mapped if isinstance(plain, ipaddress.IPv6Address) else None
+    return (mapped or plain).is_loopback
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """The interfaces of this machine, loopback first."""
+    version_6 = _addresses_6()
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            flags = _ask(control, _SIOCGIFFLAGS, name)
+            up = flags is not None and bool(struct.unpack("H", flags[:2])[0] & _IFF_UP)
+            answer = _ask(control, _SIOCGIFADDR, name)
+            address = version_6.get(name) if answer is None else socket.inet_ntoa(answer[4:8])
+            found.append(Interface(name, address, up))
+    return tuple(found)
+
+
+def _ask(control: socket.socket, request: int, name: str) -> bytes | None:
+    """The part of `struct ifreq` behind the name; None where the interface has no such thing."""
+    try:
+        return fcntl.ioctl(control.fileno(), request, struct.pack("256s", os.fsencode(name)[:15]))[16:]
+    except OSError:
+        return None
+
+
+def _addresses_6() -> dict[str, str]:
+    """The IPv6 address of each interface, one that is routed rather than one of the link alone."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/net/if_inet6") as table:
+            for line in table:
+                number, _, _, scope, _, name = line.split()
+                if name not in found or scope == "00":
+                    found[name] = str(ipaddress.IPv6Address(int(number, 16)))
+    except OSError:
+        pass
+    return found
+
+
+def bindable_address(host: str) -> str | None:
+    """The first address of a host name that this machine can listen at, which is how gloo chooses; None if there is none."""
+    try:
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, place in answers:
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.bind(place)
+        except OSError:
+            continue
+        return str(place[0])
+    return None
+
+
+def gloo_choice(
+    variable: str | None,
+    host: str,
+    known: Sequence[Interface],
+    resolve: Callable[[str], str | None] = bindable_address,
+) -> GlooChoice:
+    """What gloo would listen at: GLOO_SOCKET_IFNAME (names, with commas) if set, else the host name, else 127.0.0.1."""
+    by_name = {each.name: each for each in known}
+    if variable:
+        said_by = f"GLOO_SOCKET_IFNAME={variable}"
+        for name in variable.split(","):
+            if name not in by_name:
+                return GlooChoice(None, None, said_by, f"there is no interface {name!r} here")
+            if by_name[name].address is None:
+                return GlooChoice(None, name, said_by, f"the interface {name!r} has no address")
+        first = by_name[variable.split(",")[0]]
+        return GlooChoice(first.address, first.name, said_by)
+    address = resolve(host)
+    if address is None:
+        loopback = next((each.name for each in known if is_loopback(each.address)), None)
+        return GlooChoice("127.0.0.1", loopback, f"the host name {host!r} does not resolve, so gloo takes loopback")
+    plain = address.partition("%")[0]
+    holder = next((each.name for each in known if each.address == plain), None)
+    if holder is None and is_loopback(address):
+        holder = next((each.name for each in known if is_loopback(each.address)), None)
+    return GlooChoice(address, holder, f"the host name {host!r} resolves to it")
+
+
+def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means whole names, `^` all but these.
+
+    >>> nccl_choice("^docker,lo", ["lo", "eth0", "docker0"]), nccl_choice("=eth", ["eth0"]), nccl_choice("eth", ["eth0"])
+    (['eth0'], [], ['eth0'])
+    """
+    excluded = variable.startswith("^")
+    rest = variable.removeprefix("^")
+    exact = rest.startswith("=")
+    words = [word for word in rest.removeprefix("=").split(",") if word]
+
+    def listed(name: str) -> bool:
+        return name in words if exact else name.startswith(tuple(words))
+
+    return [name for name in names if listed(name) != excluded]

@@ -1,0 +1,47 @@
+"""What the doctor says: findings, the links with their rates, and the facts of every rank."""
+
+from typing import Literal
+
+import msgspec
+
+from gradwire.core.made import Made
+from gradwire.doctor.facts import Facts
+from gradwire.doctor.links import Direction
+
+__all__ = ["Finding", "Report", "Severity"]
+
+Severity = Literal["ok", "note", "problem"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at. A problem makes the exit code 1; a note may be right as it is."""
+
+    topic: str
+    severity: Severity
+    found: str
+    why: str = ""
+    """Why it matters."""
+    cure: str = ""
+    """What to do about it; empty where nothing has to be done."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole examination; `to_json` is what `--json` prints."""
+
+    version: int = 1
+    made: Made
+    world_size: int
+    findings: tuple[Finding, ...]
+    traps: tuple[Finding, ...]
+    links: tuple[Direction, ...] = ()
+    ranks: tuple[Facts, ...] = ()
+    """The facts of the ranks that came."""
+
+    @property
+    def problems(self) -> int:
+        return sum(finding.severity == "problem" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """With `problems`, which decides the exit code, in front."""
+        plain = {"problems": self.problems, **msgspec.to_builtins(self)}
+        return msgspec.json.format(msgspec.json.encode(plain), indent=2).decode() + "\n"

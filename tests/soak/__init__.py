@@ -1,0 +1,1 @@
+"""Faults by the hundred and steps by the thousand: `make soak`."""

@@ -1,0 +1,128 @@
+"""Files are written whole or not at all, and the error says which file and why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.core import Cluster, Link
+from gradwire.core.files import write_whole
+from gradwire.errors import GradwireError, WriteError
+
+CLUSTER = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
+
+# A process that may write files of 4 KiB and no more: the kernel fails the write, as on a full disk.
+LIMITED = """
+import resource, signal, sys
+from gradwire.core.files import write_whole
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+write_whole(sys.argv[1], b"a" * 4096)
+try:
+    write_whole(sys.argv[1], b"b" * 4097)
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_write_that_the_kernel_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"WriteError {path}: cannot be written: File too large.")
+    assert contents(tmp_path) == {"plan.json": b"a" * 4096}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A folder that holds 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("a file system of its own cannot be mounted here; the limit on a file's size is tested")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_old_file(small_disk: Path) -> None:
+    path = small_disk / "cluster.json"
+    CLUSTER.save(path)
+    old = contents(small_disk)
+    with pytest.raises(WriteError, match=r"cluster\.json: cannot be written: No space left on device\..*as it was"):
+        write_whole(path, b"b" * 2**20)
+    assert contents(small_disk) == old
+    (small_disk / "other").write_bytes(b"c" * (2**16 - 4096))
+    with pytest.raises(WriteError, match="No space left"):
+        CLUSTER.save(path)
+    (small_disk / "other").unlink()
+    assert contents(small_disk) == old
+    assert Cluster.load(path) == CLUSTER
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_whatever_fails_leaves_the_old_file(
+    step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(WriteError if isinstance(error, OSError) else KeyboardInterrupt):
+        CLUSTER.save(path)
+    assert contents(tmp_path) == {"cluster.json": b"old"}
+
+
+def test_the_error_is_ours_and_python_s(tmp_path: Path) -> None:
+    for path, why in [(tmp_path / "no" / "such.json", "No such file"), (tmp_path, "Is a directory")]:
+        with pytest.raises(WriteError) as caught:
+            CLUSTER.save(path)
+        assert isinstance(caught.value, GradwireError) and isinstance(caught.value, OSError)
+        assert str(caught.value).startswith(f"{path}: cannot be written: {why}")
+    assert contents(tmp_path) == {}
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (done.append(name), real(*a)))
+    write_whole(tmp_path / "file", "text \N{SNOWMAN}")
+    assert done == ["fsync", "replace"]
+    assert contents(tmp_path) == {"file": "text \N{SNOWMAN}".encode()}
+
+
+def test_long_names_links_and_devices(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("\N{SNOWMAN}" * 85), b"long")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"long"]
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for content in (b"first", b"second"):
+        write_whole(link, content)
+        assert link.is_symlink() and target.read_bytes() == content
+    write_whole(os.devnull, b"gone")
+    assert not Path(os.devnull).is_file()
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    mask = os.umask(0o022)
+    try:
+        write_whole(path, b"")
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,44 @@
+"""What the documentation names exists."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "scripts.md"
+NAMED = re.findall(r"(test_\w+\.py)::(\w+)(?:\[(.*?)\])?", PAGE.read_text())
+
+
+@cache
+def source(file: str) -> ast.Module:
+    return ast.parse((TESTS / file).read_text())
+
+
+def defined(file: str) -> set[str]:
+    """Names of the module's functions and classes."""
+    return {node.name for node in source(file).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def words(file: str) -> set[str]:
+    """All names and texts of a module: what the ids of its cases are made of."""
+    nodes = list(ast.walk(source(file)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize(("file", "test", "case"), NAMED, ids=[f"{test}[{case}]" for _, test, case in NAMED])
+def test_every_test_that_the_page_names_exists(file: str, test: str, case: str) -> None:
+    assert (TESTS / file).exists()
+    assert test in defined(file)
+    if case:
+        assert case.rpartition("-")[2] in words(file) | defined(file)
+
+
+def test_every_row_of_the_page_names_a_test() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    without = [row for row in rows if "::" not in row and not row.startswith("| case |") and "see below" not in row]
+    assert len(rows) > 80
+    assert without == []

@@ -1,0 +1,26 @@
+"""A sample of `make soak`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def test_a_sample_of_the_faults(tmp_path: Path) -> None:
+    """Every kind of fault, and a thousand steps; two minutes at most on two cores."""
+    command = [sys.executable, "-m", "soak", "--kills", "12", "--trials", "22", "--steps", "1000"]
+    run = subprocess.run(
+        [*command, "--json", str(tmp_path / "soak.json")],
+        cwd=TESTS,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    summary = json.loads((tmp_path / "soak.json").read_text())
+    assert summary["passed"]
+    assert len(summary["faults"]) + len(summary["not_possible_here"]) == 12
