@@ -74,8 +74,7 @@ class Run:
         script = [str(Path(TESTS) / "soak" / "rank.py"), folder, str(seed), str(timeout_s), str(steps)]
         if elastic:
             script = [str(Path(TESTS) / "soak" / "elastic.py"), str(cluster.nodes), *script, "suicidal"]
-        # ranks of a long-lived training, not of a program that ends its peers: each says how it ended
-        environment = {"PYTHONPATH": TESTS, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {"PYTHONPATH": os.pathsep.join([TESTS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
         self._thread = threading.Thread(
             target=cluster.supervise, args=([sys.executable, "-u", *script],), daemon=True,
             kwargs={"env": environment, "on_line": self._line, "timeout": 180.0},
