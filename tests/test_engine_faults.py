@@ -1,8 +1,11 @@
 """Ranks that die, stall, raise or count wrong: the others raise in time, in words, and nobody hangs."""
 
+import contextlib
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -277,3 +280,42 @@ def different_steps() -> str:
 def test_ranks_at_different_steps_are_told(worlds: Worlds) -> None:
     for told in worlds.run(2, different_steps):
         assert "1 to 7" in told
+
+
+def drop_a_lane_on_its_own_thread() -> bool:
+    """The last reference to a lane may go where its own job ends: it must not wait for itself."""
+    from datetime import timedelta
+
+    from gradwire.collectives import Group, Lane, Link
+
+    group = Group.of(None)
+    name = group.agree_on_name()
+    lanes = [Lane(f"gradwire-{name}-own", Link(group, name, torch.device("cpu"), timedelta(seconds=5)))]
+    done = threading.Event()
+
+    def job(link: Link) -> None:
+        done.wait(5)
+        lanes.clear()
+
+    with unraisable() as told:
+        lanes[0].submit(job)
+        done.set()
+        deadline = time.monotonic() + 5
+        while any(thread.startswith("gradwire") for thread in gradwire_threads()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return not told and not gradwire_threads()
+
+
+@contextlib.contextmanager
+def unraisable() -> Iterator[list[Any]]:
+    """What Python could only print."""
+    told: list[Any] = []
+    before, sys.unraisablehook = sys.unraisablehook, told.append
+    try:
+        yield told
+    finally:
+        sys.unraisablehook = before
+
+
+def test_a_lane_that_goes_on_its_own_thread_goes_quietly(worlds: Worlds) -> None:
+    assert worlds.run(2, drop_a_lane_on_its_own_thread) == [True, True]

@@ -35,7 +35,6 @@ from gradwire.core import (
 from gradwire.core.reading import MEMORY_FACTOR, SPARE_BYTES, check_plain
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError, SpecError
-from gradwire.planner import Policy
 
 # Beyond ten times the file's size: what a first load keeps (the types of fields, compiled expressions; 32 KiB measured),
 VALID_BYTES = 2**16
@@ -159,16 +158,12 @@ def short_name(index: int) -> str:
 
 BUCKET = '{"tensors": %s, "spec": %s, "option": ["allreduce:inter"]}'
 PLAN = '{"version": 1, "fingerprint": "f", "launch": [[0, "allreduce"]], "buckets": [' + BUCKET + "]}"
-OBJECTS = listed(lambda index: '{"":0}')
 NAMES = listed(lambda index: f'"{short_name(index)}"')
-RULES = listed(lambda index: f'["{short_name(index)}",{{"id":"cast"}}]')
 DENSE: dict[str, tuple[type[Document], str, Callable[[int], str], int]] = {
-    "objects": (Cluster, '{"version": 1, "nodes": %s}', OBJECTS, 51_000),
     "objects by name": (Cluster, '{"version": 1, "nodes": %s}', mapped(lambda index: "{}"), 56_000),
     "fields": (Cluster, "%s", mapped(lambda index: "0"), 108_000),
     "names of tensors": (Plan, PLAN % ("%s", '{"id": "identity"}'), NAMES, 186_000),
     "a map of specs": (Plan, PLAN % ("[]", "%s"), mapped(lambda index: '{"id":"cast"}'), 61_000),
-    "rules": (Policy, '{"default": {"id": "cast"}, "rules": %s}', RULES, 36_000),
 }
 FROG = "\N{FROG FACE}" + "x" * 2_000_000  # the first letter makes four bytes of each of the others
 

@@ -277,3 +277,16 @@ def test_an_order_that_is_none_is_refused(handles: dict[str, Trained], kind: str
     message, _ = load(handle, state | {"rank0/order": torch.tensor(order, dtype=torch.int64)})
     assert message is not None and "order" in message
     assert same_bits(seen(model, handle), before)
+
+
+@pytest.mark.parametrize("kind", ["policy", "plan"])
+@pytest.mark.parametrize("number", [-1, -(2**63), 2**63 - 1])
+def test_a_step_from_which_no_step_can_be_counted_is_refused(
+    handles: dict[str, Trained], kind: str, number: int
+) -> None:
+    model, handle, state = handles[kind].model, handles[kind].handle, handles[kind].state
+    handle.load_state_dict(state)
+    before = seen(model, handle)
+    message, _ = load(handle, state | {"rank0/step": torch.tensor(number)})
+    assert message is not None and f"rank0/step is {number}" in message
+    assert same_bits(seen(model, handle), before)

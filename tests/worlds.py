@@ -180,7 +180,8 @@ def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, l
         torch.set_num_threads(1)
         timeout = timedelta(seconds=timeout_s)
         port = 0 if rank == 0 else pipe.recv()
-        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False)
+        # coming up may take longer than the group's timeout on a busy machine
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
         if rank == 0:
             pipe.send(store.port)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -189,18 +190,18 @@ def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, l
                 function, arguments = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 os._exit(0)  # the test session is gone; nothing here may wait for other ranks
-            outcome = pickle.dumps(_do(function, arguments))
+            outcome = pickle.dumps(_do(function, arguments, grace_s=min(timeout_s, 5.0) + 1.0))
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(outcome)
 
 
-def _do(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _do(function: Callable[..., Any], arguments: tuple[Any, ...], grace_s: float) -> tuple[str, Any]:
     try:
         value = function(*arguments)
     except BaseException:
         return "raised", traceback.format_exc()
     gc.collect()
-    deadline = time.monotonic() + 3  # a thread that waits for a rank that failed ends with its collective
+    deadline = time.monotonic() + grace_s  # a thread that waits for a rank that failed ends with its collective
     while (left := gradwire_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return ("raised", f"it left threads: {left}") if left else ("returned", value)

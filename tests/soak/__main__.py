@@ -61,11 +61,9 @@ def main(arguments: list[str]) -> int:
 
 
 def chosen(trials: int) -> list[str]:
-    """The kinds of that many trials: each by its share, and as many kinds as fit."""
-    in_order = sorted(
-        ((number + 0.5) / share, kind) for kind, share in SHARES.items() for number in range(-(-share * trials // 200))
-    )
-    return [kind for _, kind in in_order][:trials]
+    """The kinds of that many trials: each once, then by shares."""
+    rest = [((number + 0.5) / share, kind) for kind, share in SHARES.items() for number in range(1, trials)]
+    return [*SHARES, *(kind for _, kind in sorted(rest))][:trials]
 
 
 def summarise(

@@ -11,5 +11,5 @@ if __name__ == "__main__":
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:29444", f"--rdzv-conf=is_host={int(node == '0')}"]
-    limits = ["--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
+    limits = ["--nproc-per-node=1", "--max-restarts=10", "--monitor-interval=0.2"]
     main([f"--nnodes={nodes}", f"--node-rank={node}", *rendezvous, *limits, *command])

@@ -47,12 +47,13 @@ def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
         except BaseException as error:
             future.set_exception(error)
         del item, job, future
+    link.close()
 
 
 def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) -> None:
     jobs.put(None)
+    if thread is threading.current_thread():
+        return  # the job in hand dropped the last reference to the lane; the thread ends after it
     thread.join(timeout=1.0)
     if thread.is_alive():
         link.abandon()
-    else:
-        link.close()

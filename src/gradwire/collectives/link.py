@@ -125,7 +125,8 @@ class Link:
 
     def abandon(self) -> None:
         """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+        if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed at the last moment
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 class Exchange(Protocol):

@@ -133,8 +133,8 @@ class _Fields:
 
     def _number(self, field: str) -> int:
         (number,) = self._numbers(field, torch.int64, dimensions=0)
-        if number < 0:
-            raise ValueError(f"rank{self.rank}/{field} is {number}: it must not be negative. {_CURE}")
+        if not 0 <= number < 2**62:
+            raise ValueError(f"rank{self.rank}/{field} is {number}: it must be at least 0 and below 2**62. {_CURE}")
         return number
 
 
