@@ -183,7 +183,10 @@ class Handle:
         except Exception as error:
             problem = error
         told = facts(None if problem else prepared, problem)
-        self._control.submit(partial(agree, facts=told, global_ranks=self._group.global_ranks)).result()
+        try:
+            self._control.submit(partial(agree, facts=told, global_ranks=self._group.global_ranks)).result()
+        except LinkError as error:
+            raise self._backward.broken("all ranks to compare their changed models", error) from error
         if problem is not None:
             raise problem
         assert prepared is not None

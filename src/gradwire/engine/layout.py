@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -49,15 +50,24 @@ class Slot:
     def take_over(self, grad: torch.Tensor | None) -> None:
         """Before the place is written, with the parameter's present `grad`. A script that kept the last one and began
         another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
-        handed = self.handed
-        if handed is None or handed is grad:
+        if self.handed is None or self.handed is grad:
             return
-        if sys.getrefcount(handed) > _OUR_REFERENCES:
-            handed.data = handed.clone()
+        if _references(self) > _ALONE:
+            self.handed.data = self.handed.clone()
         self.handed = None
 
 
-_OUR_REFERENCES = 3  # the slot's, the local name, and that of getrefcount
+def _references(holder: Any) -> int:
+    return sys.getrefcount(holder.handed)
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.handed = object()
+
+
+_ALONE = _references(_Holder())
+"""What is counted when nobody else refers to it; versions of Python differ."""
 
 
 @dataclass
