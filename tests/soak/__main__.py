@@ -47,15 +47,21 @@ def main(arguments: list[str]) -> int:
     skipped = [] if links.possible() else ["link lost", "link flaps", "torchrun restarts"]
     with ThreadPoolExecutor(options.jobs) as pool:
         work = [pool.submit(run, k, options.seed + i) for i, k in enumerate(kinds) if k not in skipped]
-        trials = []
+        trials: list[Trial] = []
         for done in work:
             trials.append(trial := done.result())
             if not trial.passed:
                 print(f"FAILED {trial.kind}, seed {trial.seed}: {trial.detail}", flush=True)
-    runs = [endure(plan, ranks, options.steps) for plan, ranks in (("qsgd2-ef", 2), ("qsgd4", 3))]
-    left = [str(process) for process in multiprocessing.active_children()] + [str(n) for n in links.namespaces_left()]
-    summary = summarise(trials, runs, left, skipped, time.monotonic() - began, options)
-    write_whole(options.json, json.dumps(summary, indent=1) + "\n")
+            if len(trials) % 50 == 0:
+                print(f"{len(trials)} of {len(work)} trials after {time.monotonic() - began:.0f} s", flush=True)
+    runs: list[Endurance] = []
+    for plan, ranks in (("qsgd2-ef", 2), ("qsgd4", 3)):
+        runs.append(endure(plan, ranks, options.steps))
+        left = [str(process) for process in multiprocessing.active_children()] + [
+            str(n) for n in links.namespaces_left()
+        ]
+        summary = summarise(trials, runs, left, skipped, time.monotonic() - began, options)
+        write_whole(options.json, json.dumps(summary, indent=1) + "\n")
     print(told(summary))
     return 0 if summary["passed"] else 1
 

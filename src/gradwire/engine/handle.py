@@ -1,7 +1,7 @@
 """The handle: what `parallelize` returns, and what keeps a model synchronised."""
 
 import statistics
-import warnings
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,11 @@ from gradwire.engine.assembly import Assembly, assemble
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook, leave_hooks_behind, tensors_in
+from gradwire.engine.overlap import FirstGradient
 from gradwire.engine.prepare import Prepared, facts, prepare
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.residuals import unsent
-from gradwire.engine.states import read_state, write_state
+from gradwire.engine.states import read_state, warn_of_lost, write_state
 from gradwire.engine.stats import BucketStats, Stats, StepReport
 from gradwire.engine.step import Backward
 from gradwire.errors import PlanError, StepStateError
@@ -49,6 +50,7 @@ class Handle:
     ) -> None:
         self._group, self._lanes, self._control = group, lanes, control
         self._reports: deque[StepReport] = deque(maxlen=100)
+        self._first_gradient = FirstGradient()
         self._order: list[int] = []
         self._backward = Backward(group, control, roll_call, drift_check_steps)
         self._backward.on_finished = ModelHook(self, Handle._finished)
@@ -87,6 +89,7 @@ class Handle:
             wire_bytes=sum(scheme.wire_bytes for b in buckets for scheme in b.chunks),
             gradient_bytes=sum(b.flat.numel() * b.flat.element_size() for b in buckets),
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
+            before_first_gradient=self._first_gradient.median,
             codec_us=1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0,
             buckets=tuple(
                 BucketStats(b.bucket.tensors, b.flat.numel(), len(b.chunks), sum(s.wire_bytes for s in b.chunks))
@@ -148,7 +151,7 @@ class Handle:
         else:
             carried = unsent(saved.residuals)
             built.residuals.check_carried(carried)
-            _warn_of_lost(saved.missing, built.residuals.names())
+            warn_of_lost(saved.missing, built.residuals.names())
         self._order, self._order_known = saved.order, self._policy is not None
         self._use(built)
         if saved.own:
@@ -276,6 +279,9 @@ class Handle:
     def _finished(self, report: StepReport) -> None:
         self._buffers.due = True
         self._reports.append(report)
+        self._first_gradient.ended(
+            self._backward.first_gradient_s, time.perf_counter() - report.exposed_s, self._model()
+        )
         if self._policy is not None and not self._order_known:
             self._plan_again(self._policy)
 
@@ -372,17 +378,8 @@ class Handle:
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is self._model() and self._backward.synchronise and torch.is_grad_enabled():
             leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            self._first_gradient.expect(leaves)
             self._backward.expect_graph(leaves)
-
-
-def _warn_of_lost(ranks: list[int], names: list[str]) -> None:
-    if ranks and names:
-        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-        warnings.warn(
-            f"the state holds nothing of rank {', '.join(map(str, ranks))}: what it had not sent yet of {names[0]!r}{more} is "
-            "lost, and its residuals begin at zero. Pass the states of all ranks to keep them.",
-            stacklevel=3,
-        )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`parallelize`: from a model and a plan to a handle."""
 
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -93,4 +94,12 @@ def parallelize(
             ) from error
         raise (problem if problem is not None else error) from None
     REGISTRY.add(model, prepared.parameters.values(), handle)
+    _forget_compiled_code()
     return handle
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made before does not notice hooks made since: it would run without them."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
+        dynamo.reset()

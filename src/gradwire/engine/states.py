@@ -9,6 +9,7 @@ sum is kept.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from gradwire.collectives import Group
 from gradwire.core.checks import printable
 
-__all__ = ["Saved", "read_state", "write_state"]
+__all__ = ["Saved", "read_state", "warn_of_lost", "write_state"]
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
@@ -86,6 +87,17 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     residuals = [entries[each].residuals for each in taken if each in entries]
     missing = [each for each in taken if each not in entries]
     return Saved(first.step, first.order, first.plan, False, residuals, missing)
+
+
+def warn_of_lost(ranks: list[int], names: list[str]) -> None:
+    """Tell that these ranks' residuals of these tensors are not in a state."""
+    if ranks and names:
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        warnings.warn(
+            f"the state holds nothing of rank {', '.join(map(str, ranks))}: what it had not sent yet of {names[0]!r}{more} is "
+            "lost, and its residuals begin at zero. Pass the states of all ranks to keep them.",
+            stacklevel=3,
+        )
 
 
 class _Fields:

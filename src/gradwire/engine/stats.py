@@ -31,6 +31,9 @@ class Stats:
     """Bytes of the gradients themselves."""
     exposed_us: float
     """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
+    before_first_gradient: float
+    """Part of backward that passes before its first gradient is there, 0 to 1: nothing can be sent in that time. Median of
+    the first 20 steps; near 1 where the model is compiled as a whole."""
     codec_us: float
     """Median of the CPU time of encodes and decodes in a step, lanes added up."""
     buckets: tuple[BucketStats, ...]

@@ -58,8 +58,7 @@ class Backward:
         """Indices in the order in which the gradients of the last step came."""
         self.on_finished: Callable[[StepReport], None] = lambda report: None
         self._used = 0
-        self._can_reset = False
-        self._running = False
+        self._can_reset = self._running = False
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
         self._outer_task = -1
@@ -153,6 +152,7 @@ class Backward:
         self._filled: dict[int, None] = {}
         self._left = list(self._bucket_sizes)
         self.random[:, :, 1] = self.step
+        self.first_gradient_s = time.perf_counter()
         self.executor.start()
 
     def may_send(self) -> bool:
