@@ -1,17 +1,19 @@
 """The control exchange: at the end of a step every rank tells every other what became of its backward."""
 
 import struct
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from gradwire.collectives import Link
+from gradwire.collectives import Link, LinkError
 
 __all__ = ["Report", "State", "exchange_bytes", "exchange_reports", "why_void"]
 
 _HEADER = struct.Struct("<qqQq?Q")
+_CHECK = struct.Struct("<I")
 
 
 class State(IntEnum):
@@ -55,8 +57,8 @@ def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:
 
 
 def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
-    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError."""
-    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError, also for bytes that changed on the way."""
+    sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
     exchange = link.expect(0, rows)
@@ -64,7 +66,14 @@ def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
     for rank in range(link.world_size):
         exchange.wait(rank)
     exchange.finish()
-    return [bytes(row.tolist()) for row in rows]
+    return [_checked(bytes(row.tolist()), rank) for rank, row in enumerate(rows)]
+
+
+def _checked(raw: bytes, rank: int) -> bytes:
+    told, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
+    if zlib.crc32(told) != _CHECK.unpack(check)[0]:
+        raise LinkError(rank, ValueError("what it told was changed on the way: its checksum does not fit"))
+    return told
 
 
 def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -> str | None:

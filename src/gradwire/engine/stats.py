@@ -26,7 +26,7 @@ class Stats:
     """Synchronised steps so far."""
     wire_bytes: int
     """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
-    bit a parameter and 41 bytes for each rank, come on top."""
+    bit a parameter and 45 bytes for each rank, come on top."""
     gradient_bytes: int
     """Bytes of the gradients themselves."""
     exposed_us: float

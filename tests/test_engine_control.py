@@ -1,0 +1,39 @@
+"""The control exchange: what ranks tell each other at the end of a step."""
+
+import torch.distributed as dist
+from worlds import Given, Worlds
+
+import gradwire as gw
+import gradwire.collectives.link as link
+
+
+def step_with_a_changed_report(at_message: int) -> str:
+    """Rank 0's message number `at_message` is changed on its way to rank 1; what a rank is told, within a few steps."""
+    model = Given([300])
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
+    send, sent = link._Posted.send, [0]
+
+    def changed(self: link._Posted, parts: list) -> None:
+        sent[0] += 1
+        if sent[0] == at_message and dist.get_rank() == 0:
+            parts = [part.clone() for part in parts]
+            parts[1][33] ^= 4
+        send(self, parts)
+
+    link._Posted.send = changed
+    try:
+        for _ in range(3):
+            model(model.random_gradients(1)).backward()
+    except gw.CommunicationError as error:
+        return str(error)
+    finally:
+        link._Posted.send = send
+        handle.detach()
+    return ""
+
+
+def test_a_report_that_was_changed_on_the_way_is_no_report(worlds: Worlds) -> None:
+    first, second = worlds.run(2, step_with_a_changed_report, 2)
+    assert "what it told was changed on the way" in second
+    assert "rank 0" in second
+    assert "step 2: rank 0 waited for" in first
