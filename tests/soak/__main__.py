@@ -28,6 +28,8 @@ SHARES = {
     "disk full": 8, "link lost": 5, "link flaps": 4, "torchrun restarts": 3,
 }  # fmt: skip
 """How many of 200 trials are of each kind."""
+LONG_RUNS = (("qsgd2-ef", 2), ("qsgd4", 3))
+"""Plan and ranks."""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak.json"
 
 
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m soak")
     parser.add_argument("--kills", type=int, default=200, help="ranks killed by SIGKILL")
     parser.add_argument("--trials", type=int, default=200, help="faults of all other kinds")
-    parser.add_argument("--steps", type=int, default=10_000, help="steps of the long runs")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of the long runs; 0 for none")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count on")
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the summary goes")
@@ -55,8 +57,9 @@ def main(arguments: list[str]) -> int:
             if len(trials) % 50 == 0:
                 print(f"{len(trials)} of {len(work)} trials after {time.monotonic() - began:.0f} s", flush=True)
     runs: list[Endurance] = []
-    for plan, ranks in (("qsgd2-ef", 2), ("qsgd4", 3)):
-        runs.append(endure(plan, ranks, options.steps))
+    for longer in [None, *LONG_RUNS] if options.steps else [None]:
+        if longer is not None:
+            runs.append(endure(*longer, options.steps))
         left = [str(process) for process in multiprocessing.active_children()] + [
             str(n) for n in links.namespaces_left()
         ]
