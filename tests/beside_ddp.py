@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +23,6 @@ __all__ = [
     "assert_as",
     "batch",
     "everything",
-    "known",
     "name_of",
     "normalised",
     "ordinary",
@@ -105,11 +103,6 @@ def _train(kinds: tuple[Kind, ...], training: Training, plan: Any) -> list[tuple
 
 
 # ---- for the lists of scripts
-
-
-def known(case: Any, reason: str) -> Any:
-    """A case that does not do yet what it should."""
-    return pytest.param(case, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
 def name_of(value: Any) -> str:

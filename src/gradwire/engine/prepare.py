@@ -16,7 +16,7 @@ from gradwire.engine.registry import REGISTRY
 from gradwire.errors import PlanError, StepStateError
 from gradwire.planner.policy import Policy, Uniform, executable
 
-__all__ = ["Prepared", "check_optimizers", "facts", "prepare", "trainable"]
+__all__ = ["Prepared", "check_optimizers", "facts", "prepare"]
 
 
 class Prepared(NamedTuple):
@@ -30,11 +30,6 @@ class Prepared(NamedTuple):
     """What the plan was made from and will be made from again."""
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients are synchronised."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Parameter] = ()) -> Prepared:
     """Raises PlanError or StepStateError where model and plan cannot be run. `ours` may belong to a handle already."""
     if not isinstance(model, torch.nn.Module):
@@ -46,7 +41,7 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
             "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module."
         )
     _check_memory(model)
-    parameters = trainable(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
     known = {id(parameter) for parameter in ours}
