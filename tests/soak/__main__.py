@@ -106,7 +106,8 @@ def summarise(
         "endurance": [asdict(each) | {"passed": each.passed} for each in runs],
         "left_over": left,
         "not_possible_here": skipped,
-        "failures": [asdict(trial) for trial in trials if not trial.passed],
+        # what was printed in full is kept by its last line: tracebacks name the folders of a machine
+        "failures": [asdict(t) | {"detail": t.detail.strip().splitlines()[-1]} for t in trials if not t.passed],
         "seconds": round(seconds),
         "passed": not left and all(t.passed for t in trials) and all(r.passed for r in runs),
     }
