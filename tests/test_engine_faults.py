@@ -237,26 +237,30 @@ def test_one_backward_too_many_raises(leave: bool) -> None:
     assert "did not run the same number of backward passes" in first.value
 
 
-def codec_fails() -> tuple[str, str]:
-    """On rank 1 an encode raises; rank 0 waits for its part."""
+def codec_fails() -> tuple[str, str, float]:
+    """On rank 1 an encode raises; rank 0 waits for its part, and is told while rank 1 still holds its handle."""
     model = Given([300, 5])
     handle = gw.parallelize(model, plan=gw.QSGD())
     model(model.random_gradients(0)).backward()
     if dist.get_rank() == 1:
         scheme = handle._executor.buckets[0].chunks[0]
         scheme.codec.encode = lambda *arguments: torch.zeros(2) + torch.zeros(3)
+    began = time.monotonic()
     with pytest.raises(gw.GradwireError) as caught:
         model(model.random_gradients(1)).backward()
+    waited_s = time.monotonic() - began
+    dist.barrier()
     handle.detach()
-    return type(caught.value).__name__, str(caught.value)
+    return type(caught.value).__name__, str(caught.value), waited_s
 
 
 def test_a_fault_of_our_own_is_not_blamed_on_the_network() -> None:
-    world = World(2, 3.0)
+    world = World(2, 20.0)
     try:
-        (other, waited), (kind, words) = world.run(codec_fails)
+        (other, waited, waited_s), (kind, words, _) = world.run(codec_fails)
     finally:
         world.close()
+    assert waited_s < 5  # not the group's timeout
     assert kind == "StepStateError"
     assert "rank 1 could not do its part of bucket 0" in words
     assert "size of tensor a" in words

@@ -131,13 +131,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
 def test_ctrl_c_ends_every_rank(ends: dict[str, dict[str, Any]], phase: str, rank: int) -> None:
     end = ends[f"{phase}.{rank}"]
     assert end["out"] == "interrupt me\n", end["err"]
-    assert end["exit"] in ENDED or phase == "waiting", end  # a rank that waits may abort: see the next test
-    assert end["seconds"] < 10
+    assert end["exit"] in ENDED, end
+    assert end["seconds"] < 20  # 18 interpreters end at once here
     assert "KeyboardInterrupt" in end["err"]
     assert end["left"] == []
 
 
-@pytest.mark.xfail(strict=True, reason="a lane whose collective ends when the interpreter is ending aborts the process")
 def test_ctrl_c_ends_a_rank_in_order_when_its_peer_ends_later(ends: dict[str, dict[str, Any]]) -> None:
     end = ends[f"{LATE}.0"]
     assert "KeyboardInterrupt" in end["err"]

@@ -30,6 +30,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from gradwire.bench.ranks import die_with
+
 __all__ = ["Given", "Outcome", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -173,7 +175,8 @@ class Worlds:
 
 
 def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, log: str) -> None:
-    """A rank's life: come up, then do jobs until the pipe closes."""
+    """A rank's life: come up, then do jobs until the pipe closes, or until the tests are killed."""
+    die_with(os.getppid())
     with Path(log).open("w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

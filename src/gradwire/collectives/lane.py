@@ -1,5 +1,6 @@
 """Lanes: a link and the one thread that submits to it."""
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -34,7 +35,7 @@ class Lane:
         return future
 
     def stop(self) -> None:
-        """End the thread; one that is stuck in a collective is left to its timeout."""
+        """End the thread. A collective that it is stuck in fails, here and on the other ranks."""
         self._finalizer()
 
 
@@ -55,5 +56,11 @@ def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) 
     if thread is threading.current_thread():
         return  # the job in hand dropped the last reference to the lane; the thread ends after it
     thread.join(timeout=1.0)
+    if thread.is_alive():
+        # it waits for a rank that does not come. Left to its timeout it would wake up in an interpreter that is ending,
+        # where a thread that comes back from C++ aborts the process
+        with contextlib.suppress(Exception):
+            link.break_off()
+        thread.join(timeout=1.0)
     if thread.is_alive():
         link.abandon()

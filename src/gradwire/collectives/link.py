@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradwire.collectives.connections import Connections
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
@@ -82,6 +83,7 @@ class Link:
     def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
         self.streams = streams_for(device)
+        self._connections = Connections()
         store = group.store(name)
         self.backend: Any  # the backends share no typed base
         if device.type == "cuda" and dist.is_nccl_available():
@@ -89,7 +91,7 @@ class Link:
             options._timeout = timeout
             self.backend = dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
         else:
-            with short_slices():
+            with short_slices(), self._connections.opened_here(expected=group.world_size - 1):
                 self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "Exchange":
@@ -123,9 +125,16 @@ class Link:
         it is done, and one that does so during interpreter exit aborts the process."""
         del self.backend
 
+    def break_off(self) -> None:
+        """Fail what waits on this link, here and on the other ranks, at once. From any thread; nothing can be sent after."""
+        backend = self.__dict__.get("backend")
+        if backend is not None and backend.name() == "nccl":
+            backend.abort()
+        self._connections.shut_down()
+
     def abandon(self) -> None:
         """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""
-        if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed at the last moment
+        if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 

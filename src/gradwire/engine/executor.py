@@ -111,6 +111,11 @@ class Executor:
             arrivals.put((-1, None))
         self._running = []  # their errors hold the frames they passed
 
+    def break_off(self) -> None:
+        """Fail the tasks of all ranks: this one cannot do its own."""
+        for lane in self.lanes:
+            lane.link.break_off()
+
     def failure(self) -> TaskFailed | None:
         """The error of a lane that has failed in this step."""
         errors = [future.exception() for future in self._running if future.done()]

@@ -88,8 +88,7 @@ def local_error(what: str, cause: BaseException, step: int, group: Group) -> Gra
     kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
     return kind(
         f"step {step}: rank {group.global_ranks[group.rank]} could not do its part of {what}: {type(cause).__name__}: "
-        f"{cause}. The network is not at fault. Other ranks wait for this part until their timeout or this rank's end; "
-        "restart all from a checkpoint."
+        f"{cause}. The network is not at fault. All other ranks fail in this step too; restart all from a checkpoint."
     )
 
 

@@ -51,8 +51,7 @@ class Backward:
         self.drift = DriftWatch(drift_check_steps)
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
-        self.step = 0
-        self.deferred = False
+        self.step, self.deferred = 0, False
         self.failure: GradwireError | None = None
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
@@ -382,7 +381,8 @@ class Backward:
             slot.view.copy_(own)
 
     def failed_here(self, what: str, cause: Exception) -> GradwireError:
-        """The error to raise when this rank could not do its part; from then on every step raises it."""
+        """The error to raise when this rank could not do its part; from then on every step raises it. Ends others' waits."""
+        self.executor.break_off()
         return self._fail(local_error(what, cause, self.step, self.group))
 
     def broken(self, what: str, cause: Exception) -> GradwireError:
