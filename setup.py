@@ -1,7 +1,8 @@
 """Builds the C++ kernels; everything else about the package is in pyproject.toml.
 
 The kernels are one shared object. `csrc/kernels.cpp` is compiled once per SIMD level, each time into a namespace of its
-own; `csrc/ops.cpp` registers the torch ops through libtorch's stable ABI and chooses among the levels at run time.
+own; `csrc/ops.cpp` chooses among the levels at run time; the files csrc/ops*.cpp register the torch ops through libtorch's
+stable ABI.
 -ffp-contract=off and the absence of -ffast-math are part of the meaning: every level gives the same bytes.
 """
 
@@ -62,7 +63,9 @@ class BuildKernels(build_ext):
             for level, flags in levels.items()
         }
         defines = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in levels]
-        jobs[temp / "ops.o"] = [*defines, *includes, "-DTORCH_TARGET_VERSION=0x020a000000000000", str(CSRC / "ops.cpp")]
+        for ops in sorted(CSRC.glob("ops*.cpp")):
+            stable = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+            jobs[temp / f"{ops.stem}.o"] = [*defines, *includes, stable, str(ops)]
         with ThreadPoolExecutor() as pool:
             list(
                 pool.map(lambda job: self.compile([compiler, *COMMON, *job[1], "-c", "-o", str(job[0])]), jobs.items())

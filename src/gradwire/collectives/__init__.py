@@ -3,7 +3,7 @@
 from gradwire.collectives.lane import Lane
 from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.schemes import AllGather, AllReduce, Piece, Scheme, TwoPhase
+from gradwire.collectives.schemes import AllGather, AllReduce, Memory, Piece, Program, Scheme, Summing, TwoPhase
 
 __all__ = [
     "AllGather",
@@ -12,10 +12,13 @@ __all__ = [
     "Lane",
     "Link",
     "LinkError",
+    "Memory",
     "Meter",
     "Piece",
+    "Program",
     "Scheme",
     "SilentLink",
+    "Summing",
     "TwoPhase",
     "transfer",
 ]

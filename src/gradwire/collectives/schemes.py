@@ -15,19 +15,65 @@ from gradwire.collectives.link import Exchange, Link, transfer
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.streams import Mark
 
-__all__ = ["AllGather", "AllReduce", "Codec", "Piece", "Scheme", "TwoPhase"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Codec",
+    "Memory",
+    "Piece",
+    "Program",
+    "Scheme",
+    "SummedCodec",
+    "Summing",
+    "TwoPhase",
+]
+
+Memory = dict[str, torch.Tensor]
+"""What one encode remembers between steps: name, as 'residual', to a tensor with a number for each element encoded."""
 
 
 class Codec(Protocol):
     """The part of a compressor that schemes use; see gradwire.compressors.base."""
 
-    feeds_back: bool
+    @property
+    def state(self) -> tuple[str, ...]: ...
+
+    @property
+    def encodes_own_part(self) -> bool: ...
+
+    def for_sum(self) -> "Codec": ...
 
     def payload_bytes(self, segments: Any, dtype: torch.dtype) -> int: ...
 
-    def encode(self, src: Any, residual: Any, segments: Any, context: Any, payload: Any) -> None: ...
+    def encode(self, src: Any, state: Any, segments: Any, context: Any, payload: Any) -> None: ...
 
     def decode(self, payload: Any, segments: Any, dtype: Any, add: bool, dst: Any, context: Any) -> None: ...
+
+
+class Program(Protocol):
+    """One piece's work with a codec whose payloads are summed on the wire, in rounds; see gradwire.compressors.base."""
+
+    payloads: list[torch.Tensor]
+    """Of each round, float32: what is summed."""
+    shared: Memory
+    """What is remembered and the same on all ranks, by tensor name."""
+
+    def fill(self, round_number: int, context: Any) -> None:
+        """Write the round's payload."""
+        ...
+
+    def finish(self, context: Any) -> None:
+        """Write the sum of gradients to the flat buffer."""
+        ...
+
+
+class SummedCodec(Protocol):
+    """A codec of such payloads."""
+
+    @property
+    def state(self) -> tuple[str, ...]: ...
+
+    def program(self, flat: Any, state: Any, segments: Any) -> Program: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +89,6 @@ class Piece:
     whole: Any
     """Segments of the run."""
     reduce_dtype: torch.dtype
-    residual_dtype: torch.dtype
     contexts: Sequence[Any]
     """One context for each encode of the scheme."""
 
@@ -53,8 +98,10 @@ class Scheme(Protocol):
 
     wire_bytes: int
     """Bytes this rank sends."""
-    residuals: list[torch.Tensor]
-    """One per encode, when the codec feeds back."""
+    memory: list[Memory]
+    """What each encode remembers: the first of the whole run, the second of the own shard."""
+    shared: Memory
+    """What is remembered and the same on all ranks, by tensor name."""
 
     def post(self, link: Link, tag: int) -> None:
         """At the start of a step: announce the exchanges, with tags from `tag` up, one for each phase."""
@@ -78,7 +125,8 @@ class AllReduce:
 
     def __init__(self, flat: torch.Tensor, world_size: int) -> None:
         self.flat = flat
-        self.residuals: list[torch.Tensor] = []
+        self.memory: list[Memory] = []
+        self.shared: Memory = {}
         self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
 
     def post(self, link: Link, tag: int) -> None:
@@ -103,7 +151,9 @@ class AllGather:
         self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
         wide = piece.flat.dtype != piece.reduce_dtype
         self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
-        self.residuals = [_residual(piece.flat, piece)] if codec.feeds_back else []
+        self.memory = [_memory(codec, piece.flat)]
+        self.shared: Memory = {}
+        self.state = list(self.memory[0].values())
         self.wire_bytes = (world_size - 1) * self.sent.numel()
 
     def post(self, link: Link, tag: int) -> None:
@@ -111,10 +161,9 @@ class AllGather:
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         flat, piece, context = self.piece.flat, self.piece, self.piece.contexts[0]
-        residual = self.residuals[0] if self.residuals else None
         with link.streams.encoding(ready) as stream:
             with meter.codec():
-                self.codec.encode(flat, residual, piece.whole, context.on(stream), self.sent)
+                self.codec.encode(flat, self.state, piece.whole, context.on(stream), self.sent)
             self.exchange.send([self.sent] * len(self.payloads))
         with link.streams.decoding() as stream:
             for source, payload in enumerate(self.payloads):
@@ -126,8 +175,8 @@ class AllGather:
             self.exchange.finish()
 
     def take_back(self, start: int, end: int) -> None:
-        if self.residuals and self.rank == 0:
-            self.residuals[0][start:end] += self.piece.flat[start:end]
+        if "residual" in self.memory[0] and self.rank == 0:
+            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
 
 
 class TwoPhase:
@@ -137,19 +186,21 @@ class TwoPhase:
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
+        self.again = codec.for_sum()
         bounds = piece.bounds
         self.parts = [piece.flat[bounds[j] : bounds[j + 1]] for j in range(world_size)]
         sizes = [codec.payload_bytes(segments, piece.flat.dtype) for segments in piece.shards]
         self.total = torch.empty_like(self.parts[rank], dtype=piece.reduce_dtype)
-        sum_sizes = [codec.payload_bytes(segments, self.total.dtype) for segments in piece.shards]
+        sum_sizes = [self.again.payload_bytes(segments, self.total.dtype) for segments in piece.shards]
         # to everybody another shard; from everybody the own shard; then the sums, of everybody's shard
         self.to_owners = _payloads(piece, [0 if j == rank else sizes[j] for j in range(world_size)])
+        self.own_part = _payloads(piece, [sizes[rank] if codec.encodes_own_part else 0])[0]
         self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
         self.sums = _payloads(piece, sum_sizes)
-        self.residuals = [_residual(piece.flat, piece), _residual(self.total, piece)] if codec.feeds_back else []
-        self.sent_residuals: list[torch.Tensor | None] = [None] * world_size
-        if self.residuals:
-            self.sent_residuals = [self.residuals[0][bounds[j] : bounds[j + 1]] for j in range(world_size)]
+        self.memory = [_memory(codec, piece.flat), _memory(self.again, self.total)]
+        self.shared: Memory = {}
+        self.states = [[m[bounds[j] : bounds[j + 1]] for m in self.memory[0].values()] for j in range(world_size)]
+        self.sum_state = list(self.memory[1].values())
         self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
         self.summed: Mark = None
 
@@ -170,15 +221,16 @@ class TwoPhase:
             with meter.codec():
                 for j, part in enumerate(self.parts):
                     if j != self.rank:
-                        residual, payload = self.sent_residuals[j], self.to_owners[j]
-                        codec.encode(part, residual, piece.shards[j], context.on(stream), payload)
+                        codec.encode(part, self.states[j], piece.shards[j], context.on(stream), self.to_owners[j])
             self.reduce.send(self.to_owners)
         with link.streams.decoding() as stream:
             for source in range(self.world_size):
                 self.reduce.wait(source)
                 with meter.codec():
-                    if source != self.rank:
-                        payload = self.for_sum[source]
+                    if source != self.rank or codec.encodes_own_part:
+                        if source == self.rank:
+                            codec.encode(mine, self.states[source], segments, context.on(stream), self.own_part)
+                        payload = self.own_part if source == self.rank else self.for_sum[source]
                         codec.decode(payload, segments, dtype, source > 0, self.total, context.on(stream))
                     elif source:
                         self.total.add_(mine)
@@ -188,12 +240,11 @@ class TwoPhase:
             self.summed = link.streams.mark()
 
     def _gather(self, link: Link, meter: Meter) -> None:
-        piece, codec, context, dtype = self.piece, self.codec, self.piece.contexts[1], self.total.dtype
+        piece, codec, context, dtype = self.piece, self.again, self.piece.contexts[1], self.total.dtype
         own = self.sums[self.rank]
-        residual = self.residuals[1] if self.residuals else None
         with link.streams.encoding(self.summed) as stream:
             with meter.codec():
-                codec.encode(self.total, residual, piece.shards[self.rank], context.on(stream), own)
+                codec.encode(self.total, self.sum_state, piece.shards[self.rank], context.on(stream), own)
             self.gather.send([own] * self.world_size)
         with link.streams.decoding() as stream:
             for j, part in enumerate(self.parts):
@@ -205,12 +256,47 @@ class TwoPhase:
     def take_back(self, start: int, end: int) -> None:
         own, stop = self.piece.bounds[self.rank], self.piece.bounds[self.rank + 1]
         low, high = max(start, own), min(end, stop)
-        if self.residuals and low < high:
-            self.residuals[1][low - own : high - own] += self.piece.flat[low:high]
+        if "residual" in self.memory[1] and low < high:
+            self.memory[1]["residual"][low - own : high - own] += self.piece.flat[low:high]
 
 
-def _residual(like: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return torch.zeros_like(like, dtype=piece.residual_dtype)
+class Summing:
+    """Payloads are summed on the wire by the backend, round after round; each is computed from the sum before it."""
+
+    def __init__(self, codec: SummedCodec, piece: Piece, rank: int, world_size: int) -> None:
+        self.piece, self.rank = piece, rank
+        self.memory = [_memory(codec, piece.flat)]
+        self.program = codec.program(piece.flat, list(self.memory[0].values()), piece.whole)
+        self.shared = self.program.shared
+        numel = sum(payload.numel() for payload in self.program.payloads)
+        self.wire_bytes = round(2 * (world_size - 1) / world_size * 4 * numel)
+        self.summed: Mark = None
+
+    def post(self, link: Link, tag: int) -> None:
+        pass
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        payload, context = self.program.payloads[phase], self.piece.contexts[0]
+        with link.streams.encoding(ready if phase == 0 else self.summed) as stream:
+            with meter.codec():
+                self.program.fill(phase, context.on(stream))
+            with transfer():
+                work = link.all_reduce(payload)
+        with link.streams.decoding() as stream:
+            with transfer():
+                work.wait()
+            self.summed = link.streams.mark()
+            if phase == len(self.program.payloads) - 1:
+                with meter.codec():
+                    self.program.finish(context.on(stream))
+
+    def take_back(self, start: int, end: int) -> None:
+        if "residual" in self.memory[0] and self.rank == 0:
+            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
+
+
+def _memory(codec: Codec | SummedCodec, like: torch.Tensor) -> Memory:
+    return {name: torch.zeros_like(like, dtype=torch.float32) for name in codec.state}
 
 
 def _payloads(piece: Piece, sizes: Sequence[int]) -> list[torch.Tensor]:

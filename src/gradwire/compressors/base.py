@@ -1,15 +1,16 @@
 """What a compressor is: encode and decode as functions of (tensor, state, context), nothing else."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.core.specs import Spec
+from gradwire.core.specs import Run, Spec
 from gradwire.errors import PayloadError
 from gradwire.kernels import Segments
 
-__all__ = ["Compressor", "Context"]
+__all__ = ["Compressor", "Context", "residual_in", "runs_of"]
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,41 @@ class Compressor(ABC):
     the caller, once; nothing here allocates what grows.
     """
 
-    granularity: int = 1
-    """A buffer may be cut only where a tensor ends or at multiples of so many elements from a tensor's start."""
-    feeds_back = False
-    """Whether encode takes a residual (float32, as long as src)."""
+    encodes_own_part = False
+    """Whether the sum over ranks is one of decoded values only: who adds up then encodes and decodes the own part too,
+    instead of adding it as it is."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
-    @abstractmethod
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of what encode remembers of every element, as in the spec."""
+        return self.spec.state
+
+    def for_sum(self) -> "Compressor":
+        """What encodes the sum over ranks again, where a scheme does."""
+        return self
+
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
         """Bytes of the payload of these segments when the gradient has this dtype. Static: never depends on values."""
+        return self.spec.payload_bytes(runs_of(segments), dtype.itemsize)
 
     @abstractmethod
     def encode(
         self,
         src: torch.Tensor,
-        residual: torch.Tensor | None,
+        state: Sequence[torch.Tensor],
         segments: Segments,
         context: Context,
         payload: torch.Tensor,
     ) -> None:
-        """Write the payload (uint8, `payload_bytes` long) of src. A residual is added first and left what was lost."""
+        """Write the payload (uint8, `payload_bytes` long) of src.
+
+        `state` has a tensor (float32, as long as src) for each name in `self.state`, in that order, or is empty: then
+        nothing is remembered, and a spec that would lose what it cannot remember only loses it. A residual is added to
+        src first and left what was lost.
+        """
 
     @abstractmethod
     def decode(
@@ -84,3 +98,14 @@ class Compressor(ABC):
                 f"{segments.numel} elements in {len(segments.rows)} segments take {expected} bytes of uint8. Ranks run "
                 "different plans or versions, or the bytes were cut."
             )
+
+
+def runs_of(segments: Segments) -> list[Run]:
+    """What sizes follow from."""
+    shapes = segments.shapes or [()] * len(segments.rows)
+    return [Run(row.numel, row.bits, shape) for row, shape in zip(segments.rows, shapes, strict=True)]
+
+
+def residual_in(state: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The residual, for compressors that remember nothing else."""
+    return state[0] if state else None

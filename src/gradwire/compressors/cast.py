@@ -1,8 +1,10 @@
 """A narrower float on the wire (float16 or bfloat16). Law: contractive, relative error at most 2^-11 or 2^-8."""
 
+from collections.abc import Sequence
+
 import torch
 
-from gradwire.compressors.base import Compressor, Context
+from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Cast
 from gradwire.kernels import Segments, kernels_for
 
@@ -16,18 +18,15 @@ class CastCompressor(Compressor):
         super().__init__(spec)
         self.wire: torch.dtype = getattr(torch, spec.dtype)
 
-    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        return segments.numel * self.wire.itemsize
-
     def encode(
         self,
         src: torch.Tensor,
-        residual: torch.Tensor | None,
+        state: Sequence[torch.Tensor],
         segments: Segments,
         context: Context,
         payload: torch.Tensor,
     ) -> None:
-        kernels_for(src.device.type).cast_encode(src, residual, self.wire, payload)
+        kernels_for(src.device.type).cast_encode(src, residual_in(state), self.wire, payload)
 
     def decode(
         self,

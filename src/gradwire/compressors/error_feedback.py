@@ -4,6 +4,8 @@ Law: telescoping. The sum over steps of what was sent equals the sum of what was
 The residual belongs to the caller, one for each encode of the option; the inner compressor's kernel updates it.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.compressors.base import Compressor, Context
@@ -16,26 +18,19 @@ __all__ = ["ErrorFeedbackCompressor"]
 class ErrorFeedbackCompressor(Compressor):
     """Only declares that a residual is wanted; encode and decode are the inner compressor's."""
 
-    feeds_back = True
-
     def __init__(self, spec: ErrorFeedback, inner: Compressor) -> None:
         super().__init__(spec)
         self.inner = inner
-        self.granularity = inner.granularity
-
-    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        return self.inner.payload_bytes(segments, dtype)
 
     def encode(
         self,
         src: torch.Tensor,
-        residual: torch.Tensor | None,
+        state: Sequence[torch.Tensor],
         segments: Segments,
         context: Context,
         payload: torch.Tensor,
     ) -> None:
-        assert residual is not None
-        self.inner.encode(src, residual, segments, context, payload)
+        self.inner.encode(src, state, segments, context, payload)
 
     def decode(
         self,

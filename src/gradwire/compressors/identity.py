@@ -1,5 +1,7 @@
 """No compression: the payload is the gradient's own bytes. Law: exact."""
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.compressors.base import Compressor, Context
@@ -11,13 +13,10 @@ __all__ = ["IdentityCompressor"]
 class IdentityCompressor(Compressor):
     """Copies bytes."""
 
-    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        return segments.numel * dtype.itemsize
-
     def encode(
         self,
         src: torch.Tensor,
-        residual: torch.Tensor | None,
+        state: Sequence[torch.Tensor],
         segments: Segments,
         context: Context,
         payload: torch.Tensor,

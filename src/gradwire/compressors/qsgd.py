@@ -5,10 +5,11 @@ scales contractive (minmax only from 4 bits on: zero is not one of its levels). 
 throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from gradwire.compressors.base import Compressor, Context
-from gradwire.core.payload import qsgd_bytes
+from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import QSGD
 from gradwire.kernels import Segments, kernels_for
 
@@ -20,22 +21,18 @@ class QSGDCompressor(Compressor):
 
     def __init__(self, spec: QSGD) -> None:
         super().__init__(spec)
-        self.granularity = spec.block
         self.block, self.scale, self.rounding = spec.block, spec.scale, spec.rounding
-
-    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        return sum(qsgd_bytes([(row.numel, row.bits) for row in segments.rows], self.block, self.scale))
 
     def encode(
         self,
         src: torch.Tensor,
-        residual: torch.Tensor | None,
+        state: Sequence[torch.Tensor],
         segments: Segments,
         context: Context,
         payload: torch.Tensor,
     ) -> None:
         kernels_for(src.device.type).qsgd_encode(
-            src, residual, segments, context.random, self.block, self.scale, self.rounding, payload
+            src, residual_in(state), segments, context.random, self.block, self.scale, self.rounding, payload
         )
 
     def decode(

@@ -6,7 +6,7 @@ import msgspec
 
 from gradwire.core.checks import each, freeze, freeze_pairs, number, only_version, show, whole, word
 from gradwire.core.made import Made
-from gradwire.core.specs import SpecField, as_spec
+from gradwire.core.specs.base import SpecField, as_spec
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 

@@ -1,25 +1,81 @@
-"""Bytes on the wire: pure formulas, shared by compressors, cost models and planner."""
+"""Bytes on the wire: pure formulas, shared by specs, kernels, cost models and planner."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-__all__ = ["SCALE_ALIGN", "qsgd_bytes"]
+__all__ = [
+    "SCALE_ALIGN",
+    "SIGN_UNIT",
+    "Sections",
+    "coded_bytes",
+    "index_bytes",
+    "index_low_bits",
+    "kept_of",
+    "qsgd_bytes",
+]
 
 SCALE_ALIGN = 16
-"""The codes of a QSGD payload begin at a multiple of so many bytes after its scales."""
+"""The codes of a payload begin at a multiple of so many bytes after its scales."""
+SIGN_UNIT = 512
+"""Elements of which the signs are packed together."""
 
 
-def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str) -> tuple[int, int]:
-    """(scale bytes, code bytes) of a payload that holds runs of (numel elements, bits) each beginning a new block.
+class Sections(NamedTuple):
+    """Bytes of the two sections of a payload."""
 
-    A block of n elements has one bfloat16 scale (two with 'minmax') and ceil(n / 8) * bits code bytes.
+    scales: int
+    codes: int
 
-    >>> qsgd_bytes([(256, 4), (1, 4)], block=128, scale="max")
-    (16, 132)
+
+def coded_bytes(runs: Iterable[tuple[int, int]], block: int, scales: int = 1) -> Sections:
+    """A payload that holds runs of (numel elements, bits), each beginning a new block; block 0: a run is one block.
+
+    A block of n elements has `scales` bfloat16 scales and ceil(n / 8) * bits code bytes.
+
+    >>> coded_bytes([(256, 4), (1, 4)], block=128)
+    Sections(scales=16, codes=132)
     """
     blocks = codes = 0
     for numel, bits in runs:
-        full, tail = divmod(numel, block)
+        full, tail = divmod(numel, block) if block else (0, numel)
         blocks += full + (tail > 0)
         codes += (full * (block // 8) + (tail + 7) // 8) * bits
-    scales = blocks * (4 if scale == "minmax" else 2)
-    return -(-scales // SCALE_ALIGN) * SCALE_ALIGN, codes
+    return Sections(-(-blocks * 2 * scales // SCALE_ALIGN) * SCALE_ALIGN, codes)
+
+
+def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str) -> Sections:
+    """`coded_bytes` of a QSGD payload: 'minmax' has two scales a block, the others one."""
+    return coded_bytes(runs, block, 2 if scale == "minmax" else 1)
+
+
+def kept_of(numel: int, ratio: float) -> int:
+    """How many of so many elements a sparsifier sends: at least one of each run that has any (notes 2.1).
+
+    >>> kept_of(1000, 0.01), kept_of(5, 0.01), kept_of(0, 0.01)
+    (10, 1, 0)
+    """
+    return min(numel, max(1, -int(-ratio * numel // 1))) if numel else 0
+
+
+def index_low_bits(kept: int, numel: int) -> int:
+    """Low bits of an index that are sent as they are; -1 where a bitmap of all elements is smaller.
+
+    Ascending indices are sent in Elias and Fano's form: the low bits of each, packed, and the rest in unary, as a row
+    of bits in which the i-th one stands at (index >> low) + i. Its size depends on nothing but the two numbers.
+    """
+    low = max(0, (numel // kept).bit_length() - 1) if kept else 0
+    return low if _elias_fano(kept, numel, low) < (numel + 7) // 8 else -1
+
+
+def index_bytes(kept: int, numel: int) -> int:
+    """Bytes of `kept` ascending indices below `numel`.
+
+    >>> index_bytes(10, 1000), index_bytes(500, 1000)
+    (11, 125)
+    """
+    low = index_low_bits(kept, numel)
+    return (numel + 7) // 8 if low < 0 else _elias_fano(kept, numel, low)
+
+
+def _elias_fano(kept: int, numel: int, low: int) -> int:
+    return (kept * low + 7) // 8 + (kept + (numel >> low) + 7) // 8

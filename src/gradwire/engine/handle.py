@@ -19,10 +19,10 @@ from gradwire.engine.assembly import Assembly, assemble
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook, leave_hooks_behind, tensors_in
+from gradwire.engine.memory import added_up
 from gradwire.engine.overlap import FirstGradient
 from gradwire.engine.prepare import Prepared, facts, prepare
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.residuals import unsent
 from gradwire.engine.states import read_state, warn_of_lost, write_state
 from gradwire.engine.stats import BucketStats, Stats, StepReport
 from gradwire.engine.step import Backward
@@ -104,7 +104,7 @@ class Handle:
         """
         link: Any = SilentLink(self._group)
         seconds = []
-        with self._residuals.kept(), _kept(self._flats()):
+        with self._memory.kept(), _kept(self._flats()):
             for _ in range(repeats):
                 meter = Meter()
                 for task in sorted((t for tasks in self._executor.tasks for t in tasks), key=lambda t: t.phase):
@@ -119,8 +119,8 @@ class Handle:
 
         Of the plan it holds what a policy makes it from again, and its digest. The tensors are copies.
         """
-        step, residuals = self._backward.step, self._residuals.state()
-        return write_state(self._group, step, self._order, self._plan.digest(), residuals)
+        step, memory = self._backward.step, self._memory.state()
+        return write_state(self._group, step, self._order, self._plan.digest(), memory)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up where `state_dict` was made. Between steps, on every rank; nothing is sent.
@@ -147,17 +147,17 @@ class Handle:
         built = self._built if plan == self._plan else assemble(plan, self._parameters, self._group, self._lanes)
         carried: dict[str, torch.Tensor] = {}
         if saved.own:
-            built.residuals.check(saved.residuals[0])
+            built.memory.check(saved.memory[0])
         else:
-            carried = unsent(saved.residuals)
-            built.residuals.check_carried(carried)
-            warn_of_lost(saved.missing, built.residuals.names())
+            carried = added_up(saved.memory)
+            built.memory.check_carried(carried)
+            warn_of_lost(saved.missing, built.memory.names())
         self._order, self._order_known = saved.order, self._policy is not None
         self._use(built)
         if saved.own:
-            self._residuals.load(saved.residuals[0])
+            self._memory.load(saved.memory[0])
         else:
-            self._residuals.take_over(carried)
+            self._memory.take_over(carried)
         self._backward.step = saved.step
 
     def attach(self) -> None:
@@ -193,12 +193,11 @@ class Handle:
         if problem is not None:
             raise problem
         assert prepared is not None
-        carried = self._residuals.carried()
+        carried = self._memory.carried()
         REGISTRY.forget(model, self._parameters.values())
         self._synchronise(model, prepared)
         REGISTRY.add(model, self._parameters.values(), self)
-        numels = {tensor.name: tensor.numel for tensor in self._tensors}
-        self._residuals.take_over({name: v for name, v in carried.items() if numels.get(name) == v.numel()})
+        self._memory.take_over(self._memory.fitting(carried))
         self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers after a change")
 
     def reset(self) -> None:
@@ -270,7 +269,7 @@ class Handle:
 
     def _use(self, built: Assembly) -> None:
         self._built, self._plan = built, built.executor.plan
-        self._executor, self._residuals = built.executor, built.residuals
+        self._executor, self._memory = built.executor, built.memory
         self._backward.attach(built.executor, built.random)
 
     def _flats(self) -> list[torch.Tensor]:
@@ -296,9 +295,9 @@ class Handle:
         self._order, self._order_known = order.tolist(), True
         plan = self._plan_of(policy, self._order)
         if plan != self._plan:
-            carried = self._residuals.carried()
+            carried = self._memory.carried()
             self._use(assemble(plan, self._parameters, self._group, self._lanes))
-            self._residuals.take_over(carried)
+            self._memory.take_over(carried)
 
     def _plan_of(self, policy: Policy, order: list[int]) -> Plan:
         return policy.plan([self._tensors[index] for index in order], self._group.world_size)

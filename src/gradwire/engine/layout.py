@@ -4,17 +4,17 @@ Everything here is made once, before the first step, and is the same on every ra
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, TwoPhase
+from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, Summing, TwoPhase
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core.plan import Bucket, Plan
-from gradwire.core.specs import QSGD, ErrorFeedback, Identity, Spec
+from gradwire.core.specs import Identity
 from gradwire.errors import PlanError
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
@@ -123,19 +123,19 @@ def _build(
     if coded is None:
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [AllReduce(flat, group.world_size)])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
-    bounds = cut(numels, codec.granularity, 0, flat.numel(), count)
-    rows = _Rows(bucket, numels)
+    granularity = codec.spec.granularity or max(numels)
+    bounds = cut(numels, granularity, 0, flat.numel(), count)
+    rows = _Rows(bucket, members)
     contexts = [Context(random[encode]) for encode in range(random.shape[0])]
     chunks: list[Scheme] = []
     for start, end in pairwise(bounds):
-        shards = cut(numels, codec.granularity, start, end, group.world_size)
+        shards = cut(numels, granularity, start, end, group.world_size)
         piece = Piece(
             flat=flat[start:end],
             bounds=tuple(edge - start for edge in shards),
             shards=[rows.between(a, b, flat.device) for a, b in pairwise(shards)],
             whole=rows.between(start, end, flat.device),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
-            residual_dtype=getattr(torch, bucket.residual_dtype),
             contexts=contexts,
         )
         chunks.append(coded(codec, piece, group.rank, group.world_size))
@@ -171,35 +171,40 @@ def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
 class _Rows:
     """The segments of any run of a bucket."""
 
-    def __init__(self, bucket: Bucket, numels: Sequence[int]) -> None:
+    def __init__(self, bucket: Bucket, members: Sequence[torch.nn.Parameter]) -> None:
         self.tensors, at = [], 0
-        for name, numel in zip(bucket.tensors, numels, strict=True):
-            self.tensors.append((at, numel, tensor_key(name), _bits(bucket.spec_of(name))))
-            at += numel
+        for name, member in zip(bucket.tensors, members, strict=True):
+            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.spec_of(name).element_bits)
+            self.tensors.append((whole, name, tuple(member.shape)))
+            at += member.numel()
 
     def between(self, start: int, end: int, device: torch.device) -> Segments:
-        rows = []
-        for at, numel, key, bits in self.tensors:
+        rows, names, shapes = [], [], []
+        for (at, numel, key, _, bits), name, shape in self.tensors:
             low, high = max(at, start), min(at + numel, end)
             if low < high:
                 rows.append(Segment(low - start, high - low, key, low - at, bits))
-        return Segments.of(rows, device)
+                names.append(name)
+                shapes.append(shape if high - low == numel else ())
+        return Segments(tuple(rows), device, tuple(names), tuple(shapes))
 
 
-def _bits(spec: Spec) -> int:
-    inner = spec.inner if isinstance(spec, ErrorFeedback) else spec
-    return inner.bits if isinstance(inner, QSGD) else 0
+_Coded = Callable[[Any, Piece, int, int], Scheme]
 
 
-def _coded_scheme(index: int, bucket: Bucket) -> type[AllGather] | type[TwoPhase] | None:
+def _coded_scheme(index: int, bucket: Bucket) -> _Coded | None:
     """Which scheme an option means; None is all-reduce, which codes nothing."""
-    plain = isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
+    spec = bucket.spec_of(bucket.tensors[0])
+    plain = isinstance(spec, Identity)
     tasks = tuple(task.partition(":")[0] for task in bucket.option)
     link_tasks = tuple(task for task in tasks if task not in ("comp", "decomp"))
-    coded: dict[tuple[str, ...], type[AllGather] | type[TwoPhase]] = {
-        ("comp", "allgather", "decomp"): AllGather,
-        ("comp", "alltoall", "decomp", "comp", "allgather", "decomp"): TwoPhase,
-    }
+    coded: dict[tuple[str, ...], _Coded] = {}
+    if "allgather" in spec.schemes:
+        coded["comp", "allgather", "decomp"] = AllGather
+    if "alltoall" in spec.schemes:
+        coded["comp", "alltoall", "decomp", "comp", "allgather", "decomp"] = TwoPhase
+    if spec.rounds:
+        coded[("comp", "allreduce") * spec.rounds + ("decomp",)] = Summing
     if all(not task.endswith(":intra") for task in bucket.option):
         if plain and link_tasks == ("allreduce",) and tasks == link_tasks:
             return None
@@ -208,9 +213,8 @@ def _coded_scheme(index: int, bucket: Bucket) -> type[AllGather] | type[TwoPhase
         if plain and tasks == link_tasks and tasks in (("allgather",), ("alltoall", "allgather")):
             return AllGather if len(tasks) == 1 else TwoPhase
     raise PlanError(
-        f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, which this version does not run. It "
-        "runs allreduce:inter (Identity only), comp allgather:inter decomp, and comp alltoall:inter decomp comp "
-        "allgather:inter decomp."
+        f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, which this version does not run. With "
+        f"this spec it runs {', or '.join(' '.join(tasks) for tasks in coded) or 'allreduce'}, collectives on the inter link."
     )
 
 

@@ -1,11 +1,12 @@
 """A handle's state as a flat dictionary of tensors, and what a rank takes of one: the same for any number of ranks.
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
-makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and `residual/{encode}/{tensor}`.
+makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
-sum is kept.
+sum is kept. What is shared, the same on all ranks, it takes of the first rank there is.
 """
 
 import re
@@ -22,6 +23,7 @@ __all__ = ["Saved", "read_state", "warn_of_lost", "write_state"]
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
+_MEMORY = re.compile(r"\w+/[01]/.+", re.DOTALL)
 _DIGEST_BYTES = 32
 _CURE = "Pass what handle.state_dict() returned."
 
@@ -34,15 +36,15 @@ class Saved(NamedTuple):
     plan: str
     """The digest of the plan that was run, hexadecimal."""
     own: bool
-    """Whether residuals are this rank's own, from a group of the same ranks."""
-    residuals: list[dict[str, torch.Tensor]]
-    """`residual/{encode}/{tensor}` of each rank whose residuals are taken."""
+    """Whether memory is this rank's own, from a group of the same ranks."""
+    memory: list[dict[str, torch.Tensor]]
+    """`{what}/{encode}/{tensor}` of each rank from which something is taken."""
     missing: list[int]
     """Ranks that should be among those but are not in the state."""
 
 
 def write_state(
-    group: Group, step: int, order: Iterable[int], plan: str, residuals: Mapping[str, torch.Tensor]
+    group: Group, step: int, order: Iterable[int], plan: str, memory: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The state of one rank."""
     fields = {
@@ -53,7 +55,7 @@ def write_state(
         "ranks": torch.tensor(group.global_ranks),
     }
     prefix = f"rank{group.global_ranks[group.rank]}"
-    return {f"{prefix}/{field}": value for field, value in {**fields, **residuals}.items()}
+    return {f"{prefix}/{field}": value for field, value in {**fields, **memory}.items()}
 
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
@@ -71,7 +73,7 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     if rank in by_rank:
         saved = _Fields(rank, by_rank[rank])
         if saved.ranks == group.global_ranks:
-            return Saved(saved.step, saved.order, saved.plan, True, [saved.residuals], [])
+            return Saved(saved.step, saved.order, saved.plan, True, [saved.memory], [])
     entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
     first = next(iter(entries.values()))
     for other in entries.values():
@@ -84,9 +86,10 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
                 )
     same = first.ranks == group.global_ranks
     taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
-    residuals = [entries[each].residuals for each in taken if each in entries]
+    memory = [entries[each].memory for each in taken if each in entries]
+    shared = {key: value for key, value in first.memory.items() if key.startswith("shared/")}
     missing = [each for each in taken if each not in entries]
-    return Saved(first.step, first.order, first.plan, False, residuals, missing)
+    return Saved(first.step, first.order, first.plan, False, [*memory, shared], missing)
 
 
 def warn_of_lost(ranks: list[int], names: list[str]) -> None:
@@ -121,16 +124,16 @@ class _Fields:
         if len(digest) != _DIGEST_BYTES:
             raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
         self.plan = bytes(digest).hex()
-        self.residuals = {field: value for field, value in fields.items() if field.startswith("residual/")}
-        known = {"version", "step", "order", "plan", "ranks", *self.residuals}
+        self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
+        known = {"version", "step", "order", "plan", "ranks", *self.memory}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
-        for field, value in self.residuals.items():
+        for field, value in self.memory.items():
             if not _is_whole(value, torch.float32):
                 raise ValueError(
                     f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
                 )
-            self.residuals[field] = value.detach()
+            self.memory[field] = value.detach()
 
     def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
         key = f"rank{self.rank}/{field}"

@@ -31,6 +31,10 @@ class Segments:
 
     rows: tuple[Segment, ...]
     device: torch.device
+    names: tuple[str, ...] = ()
+    """The tensors' names, where they are known."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The tensors' shapes, where they are known; () of one that is cut."""
 
     @cached_property
     def table(self) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Policy(Document, frozen=True, kw_only=True):
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
-    """One of SCHEMES for all buckets; None is allreduce for Identity and alltoall for the rest."""
+    """One of SCHEMES for all buckets; None is what each spec names first in its `schemes`."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later ones.
     None: 1 MiB for each rank, 2 to 8 MiB, since a rank sends a bucket in as many messages as there are ranks and each has
@@ -131,11 +131,12 @@ class Policy(Document, frozen=True, kw_only=True):
         own = {tensor.name: specs[tensor.name] for tensor in members}
         first = members[0]
         plain = isinstance(own[first.name], Identity)
-        scheme = self.scheme or ("allreduce" if plain else "alltoall")
-        if scheme == "allreduce" and not plain:
+        possible = own[first.name].schemes
+        scheme = self.scheme or possible[0]
+        if scheme not in possible:
             raise PlanError(
-                f"scheme is 'allreduce', but tensor {first.name!r} has spec {own[first.name]!r}: its payloads cannot "
-                "be summed on the wire. Use scheme='alltoall' or 'allgather', or leave it out."
+                f"scheme is {scheme!r}, but tensor {first.name!r} has spec {own[first.name]!r}, which that scheme cannot carry. "
+                f"Use scheme={' or '.join(map(repr, possible))}, or leave it out."
             )
         nbytes = sum(tensor.nbytes for tensor in members)
         cut = scheme != "allreduce" and nbytes > self.chunk_bytes
@@ -145,7 +146,7 @@ class Policy(Document, frozen=True, kw_only=True):
             tensors=tuple(own),
             spec=own if len(set(own.values())) > 1 else own[first.name],
             reduce_dtype=first.dtype if wide else "float32",
-            option=_option(scheme, first.device, plain),
+            option=_option(scheme, first.device, own[first.name]),
             chunk_bytes=self.chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),
         )
@@ -191,14 +192,14 @@ def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
     return rule[0], as_spec(f"rules[{index}][1]", rule[1])
 
 
-def _option(scheme: str, device: str, plain: bool) -> tuple[str, ...]:
+def _option(scheme: str, device: str, spec: Spec) -> tuple[str, ...]:
     comp, decomp = f"comp:{device}", f"decomp:{device}"
-    option = {
-        "allreduce": ("allreduce:inter",),
+    option: tuple[str, ...] = {
+        "allreduce": (comp, "allreduce:inter") * max(1, spec.rounds) + (decomp,),
         "allgather": (comp, "allgather:inter", decomp),
         "alltoall": (comp, "alltoall:inter", decomp, comp, "allgather:inter", decomp),
     }[scheme]
-    return tuple(task for task in option if task.endswith(":inter")) if plain else option
+    return tuple(task for task in option if task.endswith(":inter")) if isinstance(spec, Identity) else option
 
 
 def _useless(pattern: str, spec: Spec, matched: Sequence[str], names: Sequence[str]) -> str:

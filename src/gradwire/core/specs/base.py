@@ -1,41 +1,89 @@
-"""Specs: frozen data that names a compressor.
+"""What a spec is, and the registry by which JSON names it."""
 
-A spec is configuration, registry key, repr, equality and JSON at once. This module holds the data only; what a spec
-does is in `gradwire.compressors`, which looks it up by class.
-
->>> spec = ErrorFeedback(QSGD(bits=4))
->>> spec
-ErrorFeedback(QSGD(bits=4, block=128))
->>> spec.to_dict()
-{'id': 'error_feedback', 'inner': {'id': 'qsgd', 'bits': 4, 'block': 128}}
->>> spec_from_dict(spec.to_dict()) == spec
-True
-"""
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from gradwire.core.checks import changed, near, show, under, whole, word
+from gradwire.core.checks import changed, near, show, under
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
-__all__ = ["QSGD", "Cast", "ErrorFeedback", "Identity", "Spec", "register_spec", "registered_specs", "spec_from_dict"]
+__all__ = ["Law", "Run", "Spec", "SpecField", "as_spec", "register_spec", "registered_specs", "spec_from_dict"]
 
 _REGISTRY: dict[str, type["Spec"]] = {}
+
+
+class Run(NamedTuple):
+    """Elements of one tensor that are encoded together with others: what sizes follow from."""
+
+    numel: int
+    bits: int = 0
+    """Bits an element, where they differ by tensor; else 0."""
+    shape: tuple[int, ...] = ()
+    """The whole tensor's shape, where the compressor wants whole tensors; else empty."""
+
+
+class Law(NamedTuple):
+    """What one encode and decode of a gradient does to it, as tests measure it.
+
+    kind: exact; unbiased (the mean over the random stream is the gradient); contractive (the squared error is at most
+    1 - delta of the squared norm, over the random stream in the mean); none (only error feedback makes it right).
+    """
+
+    kind: str
+    delta: float = 0.0
+    """For contractive: how much is kept at least of a run's squared norm, whatever the run."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every spec. A subclass sets `id`, declares its fields, checks them in `__post_init__` and registers.
 
-    `id` is the word that stands for the class in JSON. `always_written` are fields that JSON and repr show even at
-    their default. `varies_in_family` are fields in which specs that share one exchange may differ.
+    What planner, engine and tests need to know of a method without running it is declared here: how large payloads are,
+    how they combine, what is remembered, and which law holds.
     """
 
     id: ClassVar[str] = ""
+    """The word that stands for the class in JSON."""
     always_written: ClassVar[tuple[str, ...]] = ()
+    """Fields that JSON and repr show even at their default."""
     varies_in_family: ClassVar[tuple[str, ...]] = ()
+    """Fields in which specs that share one exchange may differ."""
+    schemes: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
+    """The schemes that carry it, the default first."""
+    rounds: ClassVar[int] = 0
+    """How many times payloads are summed on the wire, as float32; 0 where they are gathered and decoded instead."""
+    state: ClassVar[tuple[str, ...]] = ()
+    """What it remembers between steps of every element, float32 each. 'residual': what was not sent yet."""
+
+    @property
+    def law(self) -> Law:
+        """What one encode does, without memory of other steps."""
+        return Law("none")
+
+    @property
+    def granularity(self) -> int:
+        """What is encoded at once may begin and end only where a tensor does, or at multiples of so many elements from a
+        tensor's start. 0: only where a tensor does."""
+        return 1
+
+    @property
+    def element_bits(self) -> int:
+        """`Run.bits` of tensors with this spec."""
+        return 0
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what one step loses is sent in a later one."""
+        return "residual" in self.state
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        """Bytes of the payload of these runs, of a gradient of so many bytes an element. Never depends on values."""
+        raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
+
+    def at_step(self, step: int) -> "Spec":
+        """What runs in this step, for specs that begin otherwise."""
+        return self
 
     def _shown(self) -> dict[str, Any]:
         shown = changed(self)
@@ -131,80 +179,3 @@ if TYPE_CHECKING:
     SpecField = Spec
 else:
     SpecField = Any  # msgspec leaves it as it is; __post_init__ reads it through the registry, which is open
-
-
-@register_spec
-class Identity(Spec, frozen=True):
-    """No compression: the payload is the gradient's own bytes. Exact, 4 bytes an element for float32."""
-
-    id: ClassVar[str] = "identity"
-
-
-@register_spec
-class Cast(Spec, frozen=True):
-    """A narrower float on the wire, rounded to nearest even: 2 bytes an element."""
-
-    id: ClassVar[str] = "cast"
-    always_written: ClassVar[tuple[str, ...]] = ("dtype",)
-
-    dtype: str = "float16"
-    """float16: less error, overflows beyond 65504; bfloat16: 8 times the error, float32's whole range."""
-
-    def __post_init__(self) -> None:
-        word("dtype", self.dtype, ("float16", "bfloat16"), error=SpecError)
-
-
-@register_spec
-class QSGD(Spec, frozen=True):
-    """Uniform quantisation to `bits` bits with one scale per block (QSGD; CGX's compressor; notes D6, D7).
-
-    Raises SpecError for a value outside its range.
-    """
-
-    id: ClassVar[str] = "qsgd"
-    always_written: ClassVar[tuple[str, ...]] = ("bits", "block")
-    varies_in_family: ClassVar[tuple[str, ...]] = ("bits",)
-
-    bits: int = 4
-    """2 to 8 bits an element, sign included. Fewer bits: fewer bytes, more error."""
-    block: int = 128
-    """Elements that share one scale: a power of two from 32 to 8192. Larger: fewer scale bytes, more error."""
-    scale: str = "max"
-    """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
-    scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison)."""
-    rounding: str = "stochastic"
-    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback)."""
-    seed: int = 0
-    """Of the stochastic rounding. Another seed: other noise, the same size of error."""
-
-    def __post_init__(self) -> None:
-        whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
-        whole("block", self.block, "the elements of a block", low=32, high=8192, error=SpecError)
-        if self.block & (self.block - 1):
-            lower = 1 << (self.block.bit_length() - 1)
-            raise SpecError(f"block is {self.block}: it must be a power of two. Use {lower} or {2 * lower}.")
-        word("scale", self.scale, ("max", "minmax", "l2"), error=SpecError)
-        word("rounding", self.rounding, ("stochastic", "nearest"), error=SpecError)
-        whole("seed", self.seed, "a seed", low=0, high=2**63 - 1, error=SpecError)
-
-
-@register_spec
-class ErrorFeedback(Spec, frozen=True):
-    """Carries what `inner` lost to the next step, one residual per encode (notes D3).
-
-    With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates.
-    Raises SpecError around Identity, which loses nothing, and around another ErrorFeedback.
-    """
-
-    id: ClassVar[str] = "error_feedback"
-
-    inner: SpecField
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner))
-        if isinstance(self.inner, Identity):
-            raise SpecError(
-                "inner is Identity(), which loses nothing, so there is nothing to carry. Use Identity() alone."
-            )
-        if isinstance(self.inner, ErrorFeedback):
-            raise SpecError(f"inner is {self.inner!r}: one residual already carries all of the error. Use it alone.")

@@ -1,6 +1,4 @@
-"""The meaning of the kernels, in plain torch: what csrc/ and later kernels must reproduce byte for byte.
-
-QSGD payload: the scales of all blocks (bfloat16, rounded so that they still bound the block; two for 'minmax'), zero
+"""QSGD payload: the scales of all blocks (bfloat16, rounded so that they still bound the block; two for 'minmax'), zero
 bytes up to a multiple of 16, then the codes of all blocks. A block of n elements is padded to m, a multiple of 8, and its
 b-bit codes are cut into planes of 4, 2 and 1 bits (7 = 4 + 2 + 1): a plane of width w takes m*w/8 bytes, byte j of it
 holding codes j, j+S, j+2S, .. with S = m*w/8. A code is found in fixed point with 16 fractional bits:
@@ -9,24 +7,20 @@ holding codes j, j+S, j+2S, .. with S = m*w/8. A code is found in fixed point wi
     value = base + (code - zero) * step
 
 A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale and decodes to NaN throughout: nothing
-non-finite becomes finite. Works on any device and is correct everywhere; hundreds of times slower than the C++ kernels.
+non-finite becomes finite.
 """
 
 import torch
 
 from gradwire.core.payload import qsgd_bytes
+from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_towards, bf16_up, bits_of, equal_blocks, narrow
+from gradwire.kernels.reference.planes import pack, unpack
+from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segments
 
-__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+__all__ = ["qsgd_decode", "qsgd_encode"]
 
-TINY = 2.0**-120  # below this a block's range counts as zero: the reciprocal would overflow
-HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
 SHORT = torch.tensor(1.0 - 2.0**-22).item()  # keeps the largest value from rounding past the largest code
-LARGEST_BF16 = 0x7F7F
-_M32 = 0xFFFFFFFF
-_MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
-_ADD = (0, 0x9E3779B9, 0x3C6EF372, 0xDAA66D2B)
-_M64 = 0xFFFFFFFFFFFFFFFF
 
 
 def qsgd_encode(
@@ -48,8 +42,8 @@ def qsgd_encode(
     words, keyed = [int(word) for word in stream.tolist()], 2 if scale == "minmax" else 1
     scale_at, code_at = 0, scale_bytes
     for seg in segments.rows:
-        key = _stream_key(words, seg.key)
-        for at, count, n in _equal_blocks(seg.numel, block):
+        key = stream_key(words, seg.key)
+        for at, count, n in equal_blocks(seg.numel, block):
             where = slice(seg.offset + at, seg.offset + at + count * n)
             v = src[where].to(torch.float32)
             if residual is not None:
@@ -61,7 +55,7 @@ def qsgd_encode(
             grid = _Grid(scales, scale, seg.bits)
             counter = (seg.first + at + torch.arange(count, device=src.device) * n) // 2
             codes = _quantise(torch.where(finite, v, 0.0), grid, counter, key if rounding == "stochastic" else None)
-            packed = _pack(torch.where(finite, codes, 0), seg.bits)
+            packed = pack(torch.where(finite, codes, 0), seg.bits)
             payload[code_at : code_at + packed.numel()] = packed.reshape(-1)
             code_at += packed.numel()
             if residual is not None:
@@ -77,85 +71,16 @@ def qsgd_decode(
     keyed = 2 if scale == "minmax" else 1
     scale_at, code_at = 0, scale_bytes
     for seg in segments.rows:
-        for at, count, n in _equal_blocks(seg.numel, block):
+        for at, count, n in equal_blocks(seg.numel, block):
             raw = payload[scale_at : scale_at + count * keyed * 2].clone()
             scale_at += count * keyed * 2
             grid = _Grid(raw.view(torch.int16).reshape(count, keyed), scale, seg.bits)
             size = count * ((n + 7) // 8) * seg.bits
-            codes = _unpack(payload[code_at : code_at + size].reshape(count, -1), n, seg.bits)
+            codes = unpack(payload[code_at : code_at + size].reshape(count, -1), n, seg.bits)
             code_at += size
             where = slice(seg.offset + at, seg.offset + at + count * n)
             value = grid.value(codes).reshape(-1)
-            dst[where] = dst[where] + value if add else _narrow(value, dst.dtype)
-
-
-def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
-    """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""
-    v = src.to(torch.float32) if residual is None else src.to(torch.float32) + residual
-    sent = _narrow(v, wire)
-    payload.copy_(sent.view(torch.uint8))
-    if residual is not None:
-        lost = v - sent.to(torch.float32)
-        residual.copy_(torch.where(lost.isfinite(), lost, residual))
-
-
-def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
-    """Write what payload holds to dst (flat), or add it to dst."""
-    value = payload.clone().view(wire).to(torch.float32)
-    dst.copy_(_narrow(dst.to(torch.float32) + value if add else value, dst.dtype))
-
-
-def _narrow(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
-    out = v.to(dtype)
-    return out if dtype == torch.float32 else torch.where(out.isnan(), torch.full_like(out, float("nan")), out)
-
-
-def _equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
-    """(start, number of blocks, elements of each): the full blocks, then the last partial one."""
-    full, tail = divmod(numel, block)
-    return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
-
-
-def _mix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _M64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
-    return x ^ (x >> 31)
-
-
-def _stream_key(words: list[int], tensor: int) -> int:
-    key = _mix64(words[0] & _M64)
-    for word in (*words[1:], tensor):
-        key = _mix64(key ^ (word & _M64))
-    return key
-
-
-def _random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
-    """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
-    group = counter // 16 % 4
-    hashed = _random_hash(counter - 16 * group, key)
-    x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & _M32
-    x = (x + torch.tensor(_ADD, device=hashed.device)[group]) & _M32
-    return torch.where(group == 0, x, x ^ (x >> 16))
-
-
-def _random_hash(counter: torch.Tensor, key: int) -> torch.Tensor:
-    x = (counter & _M32) ^ (key & _M32)
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _M32
-    x = (x + (key >> 32)) & _M32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _M32
-    return x ^ (x >> 16)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32).to(torch.int64) & _M32
-
-
-def _bf16_up(magnitude_bits: torch.Tensor) -> torch.Tensor:
-    return ((magnitude_bits + 0xFFFF) >> 16).clamp(max=LARGEST_BF16)
+            dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
 def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +92,7 @@ def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor
         # the minimum and maximum as bit patterns: -0.0 is below 0.0
         low = torch.where((low == 0) & ((safe == 0) & torch.signbit(safe)).any(dim=1), -0.0, low)
         high = torch.where((high == 0) & ((safe == 0) & ~torch.signbit(safe)).any(dim=1), 0.0, high)
-        raw = torch.stack([_bf16_towards(low, up=False), _bf16_towards(high, up=True)], dim=1)
+        raw = torch.stack([bf16_towards(low, up=False), bf16_towards(high, up=True)], dim=1)
     else:
         if scale == "max":
             bound = safe.abs().amax(dim=1)
@@ -179,16 +104,9 @@ def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor
             for width in (8, 4, 2, 1):
                 total = total[:, :width] + total[:, width : 2 * width]
             bound = total.sqrt().clamp(max=2.0**128 - 2.0**120).to(torch.float32)[:, 0]
-        raw = torch.where(bound >= TINY, _bf16_up(_bits(bound)), 0).unsqueeze(1)
+        raw = torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0).unsqueeze(1)
     raw = torch.where(finite, raw, 0x7FC0)
     return torch.where(raw >= 0x8000, raw - 0x10000, raw).to(torch.int16), finite
-
-
-def _bf16_towards(x: torch.Tensor, up: bool) -> torch.Tensor:
-    bits = _bits(x)
-    magnitude, negative = bits & 0x7FFFFFFF, bits >> 31 == 1
-    raw = torch.where(negative != up, _bf16_up(magnitude), magnitude >> 16)
-    return raw | torch.where(negative, 0x8000, 0)
 
 
 class _Grid:
@@ -218,42 +136,6 @@ def _quantise(v: torch.Tensor, grid: _Grid, counter: torch.Tensor, key: int | No
     fixed = ((v - grid.base) * grid.inverse + grid.origin).nan_to_num(0.0).to(torch.int32).to(torch.int64)
     if key is None:
         return (fixed + 0x8000) >> 16
-    words = _random_words(counter.unsqueeze(1) + torch.arange(half, device=v.device), key)
+    words = random_words(counter.unsqueeze(1) + torch.arange(half, device=v.device), key)
     u = torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n]
     return (fixed + u) >> 16
-
-
-def _planes(bits: int) -> list[tuple[int, int]]:
-    """(width, shift) of each plane."""
-    if bits == 8:
-        return [(8, 0)]
-    planes, shift = [], 0
-    for width in (4, 2, 1):
-        if bits & width:
-            planes.append((width, shift))
-            shift += width
-    return planes
-
-
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
-    out = []
-    for width, shift in _planes(bits):
-        plane = (codes >> shift) & ((1 << width) - 1)
-        parts = plane.reshape(codes.shape[0], 8 // width, -1)
-        shifts = torch.arange(0, 8, width, device=codes.device).reshape(1, -1, 1)
-        out.append((parts << shifts).sum(dim=1))
-    return torch.cat(out, dim=1).to(torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
-    m = (n + 7) // 8 * 8
-    codes = torch.zeros(packed.shape[0], m, dtype=torch.int64, device=packed.device)
-    at = 0
-    for width, shift in _planes(bits):
-        size = m * width // 8
-        part = packed[:, at : at + size].to(torch.int64).unsqueeze(1)
-        shifts = torch.arange(0, 8, width, device=packed.device).reshape(1, -1, 1)
-        codes |= (((part >> shifts) & ((1 << width) - 1)) << shift).reshape(packed.shape[0], m)
-        at += size
-    return codes[:, :n]

@@ -1,0 +1,52 @@
+"""Specs: frozen data that names a compressor.
+
+A spec is configuration, registry key, repr, equality and JSON at once. This package holds the data and what can be
+declared of it only; what a spec does is in `gradwire.compressors`, which looks it up by class.
+
+>>> spec = ErrorFeedback(QSGD(bits=4))
+>>> spec
+ErrorFeedback(QSGD(bits=4, block=128))
+>>> spec.to_dict()
+{'id': 'error_feedback', 'inner': {'id': 'qsgd', 'bits': 4, 'block': 128}}
+>>> spec_from_dict(spec.to_dict()) == spec
+True
+"""
+
+from gradwire.core.specs.base import Law, Run, Spec, as_spec, register_spec, registered_specs, spec_from_dict
+from gradwire.core.specs.dense import FP8, Cast, Identity, Natural, Truncate
+from gradwire.core.specs.feedback import ErrorFeedback, innermost
+from gradwire.core.specs.low_rank import PowerSGD
+from gradwire.core.specs.quantisers import QSGD, Int8, TernGrad, TwoBit
+from gradwire.core.specs.signs import EFSignSGD, OneBit, SignSGD, Signum
+from gradwire.core.specs.sparse import DGC, BlockTopK, RandomK, Threshold, TopK
+
+__all__ = [
+    "DGC",
+    "FP8",
+    "QSGD",
+    "BlockTopK",
+    "Cast",
+    "EFSignSGD",
+    "ErrorFeedback",
+    "Identity",
+    "Int8",
+    "Law",
+    "Natural",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "Run",
+    "SignSGD",
+    "Signum",
+    "Spec",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "Truncate",
+    "TwoBit",
+    "as_spec",
+    "innermost",
+    "register_spec",
+    "registered_specs",
+    "spec_from_dict",
+]

@@ -1,0 +1,138 @@
+"""Specs that keep every element, or none: plain bytes, narrower floats, and a fake that only drops."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from gradwire.core.checks import number, word
+from gradwire.core.payload import coded_bytes
+from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.fields import check_block, check_seed
+from gradwire.errors import SpecError
+
+__all__ = ["FP8", "Cast", "Identity", "Natural", "Truncate"]
+
+
+@register_spec
+class Identity(Spec, frozen=True):
+    """No compression: the payload is the gradient's own bytes. Exact, 4 bytes an element for float32."""
+
+    id: ClassVar[str] = "identity"
+    schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
+
+    @property
+    def law(self) -> Law:
+        return Law("exact")
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(run.numel for run in runs) * itemsize
+
+
+@register_spec
+class Cast(Spec, frozen=True):
+    """A narrower float on the wire, rounded to nearest even: 2 bytes an element."""
+
+    id: ClassVar[str] = "cast"
+    always_written: ClassVar[tuple[str, ...]] = ("dtype",)
+
+    dtype: str = "float16"
+    """float16: less error, overflows beyond 65504; bfloat16: 8 times the error, float32's whole range."""
+
+    def __post_init__(self) -> None:
+        word("dtype", self.dtype, ("float16", "bfloat16"), error=SpecError)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return 2 * sum(run.numel for run in runs)
+
+
+@register_spec
+class FP8(Spec, frozen=True):
+    """An 8-bit float on the wire with one scale per block, rounded to nearest even: about 1 byte an element.
+
+    The scale brings the block's largest magnitude to the format's largest number.
+    """
+
+    id: ClassVar[str] = "fp8"
+    always_written: ClassVar[tuple[str, ...]] = ("format",)
+
+    format: str = "e4m3"
+    """e4m3: relative error at most 1/16 over a range of 2^17; e5m2: 1/8 over 2^32."""
+    block: int = 128
+    """Elements that share one scale: a power of two from 32 to 8192."""
+
+    def __post_init__(self) -> None:
+        word("format", self.format, ("e4m3", "e5m2"), error=SpecError)
+        check_block(self.block)
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive", 0.9)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
+
+
+@register_spec
+class Natural(Spec, frozen=True):
+    """Natural compression: sign and a power of two, rounded to one of the two neighbours at random so that the mean is
+    right (Horvath et al. 2019). 1 byte an element: the powers of two are counted down from the block's largest, and what
+    lies below the 127th is rounded to it or to zero.
+    """
+
+    id: ClassVar[str] = "natural"
+
+    block: int = 1024
+    """Elements that share one scale: a power of two from 32 to 8192."""
+    seed: int = 0
+    """Of the rounding."""
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+        check_seed(self.seed)
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    @property
+    def law(self) -> Law:
+        return Law("unbiased")
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
+
+
+@register_spec
+class Truncate(Spec, frozen=True):
+    """Fake compression for measurements: of everything encoded together only the first 1/ratio is sent, and the rest
+    arrives as zeros (CGX, Fig. 1; notes D13). A model cannot be trained with it: `unsafe=True` says that you know.
+    """
+
+    id: ClassVar[str] = "truncate"
+
+    ratio: float
+    """How many times smaller: 1 or more."""
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        number("ratio", self.ratio, "how many times smaller the payload is", positive=True, error=SpecError)
+        if self.ratio < 1:
+            raise SpecError(f"ratio is {self.ratio}: it must be at least 1, 4 for a quarter of the bytes.")
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    def kept(self, numel: int) -> int:
+        """Elements sent of so many."""
+        return int(-(-numel // self.ratio))
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return self.kept(sum(run.numel for run in runs)) * itemsize

@@ -1,0 +1,77 @@
+"""Error feedback around a spec."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.specs.base import Law, Run, Spec, SpecField, as_spec, register_spec
+from gradwire.core.specs.dense import Identity
+from gradwire.core.specs.signs import SignSGD
+from gradwire.errors import SpecError
+
+__all__ = ["ErrorFeedback", "innermost"]
+
+
+@register_spec
+class ErrorFeedback(Spec, frozen=True):
+    """Carries what `inner` lost to the next step, one residual per encode (notes D3).
+
+    With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates.
+    Raises SpecError around what loses nothing, what remembers something itself, and what sends no magnitudes.
+    """
+
+    id: ClassVar[str] = "error_feedback"
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+
+    inner: SpecField
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner))
+        inner = self.inner
+        if isinstance(inner, Identity):
+            raise SpecError(
+                "inner is Identity(), which loses nothing, so there is nothing to carry. Use Identity() alone."
+            )
+        if inner.feedback:
+            raise SpecError(f"inner is {inner!r}: one residual already carries all of the error. Use it alone.")
+        if inner.state or isinstance(inner, SignSGD):
+            raise SpecError(
+                f"inner is {inner!r}: its signs have no magnitude, so what they lose cannot be told. Use EFSignSGD()."
+            )
+
+    @property
+    def schemes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.inner.schemes
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return self.inner.rounds
+
+    @property
+    def law(self) -> Law:
+        return self.inner.law
+
+    @property
+    def granularity(self) -> int:
+        return self.inner.granularity
+
+    @property
+    def element_bits(self) -> int:
+        return self.inner.element_bits
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return self.inner.payload_bytes(runs, itemsize)
+
+    def at_step(self, step: int) -> "ErrorFeedback":
+        return ErrorFeedback(self.inner.at_step(step))
+
+
+def innermost(spec: Spec) -> Spec:
+    """What a spec wraps, or itself.
+
+    >>> from gradwire.core.specs import QSGD
+    >>> innermost(ErrorFeedback(QSGD()))
+    QSGD(bits=4, block=128)
+    """
+    return spec.inner if isinstance(spec, ErrorFeedback) else spec

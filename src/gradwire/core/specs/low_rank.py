@@ -1,0 +1,75 @@
+"""Specs that send factors of matrices."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from gradwire.core.checks import number, whole
+from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.fields import check_seed
+from gradwire.errors import SpecError
+
+__all__ = ["PowerSGD"]
+
+
+@register_spec
+class PowerSGD(Spec, frozen=True):
+    """Each tensor as a matrix of its first dimension against the rest, sent as two factors of rank r, with its residual
+    (Vogels et al. 2019). Factors are summed on the wire, in two rounds; the second factor of a step begins the next one.
+
+    What would shrink too little (vectors, small matrices) is summed whole, in the first round.
+    """
+
+    id: ClassVar[str] = "powersgd"
+    always_written: ClassVar[tuple[str, ...]] = ("rank",)
+    schemes: ClassVar[tuple[str, ...]] = ("allreduce",)
+    rounds: ClassVar[int] = 2
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+
+    rank: int = 4
+    """Columns of the factors. Larger: less error, more bytes."""
+    min_compression: float = 2.0
+    """A matrix is sent whole where its factors would not be so many times smaller."""
+    warm_start: bool = True
+    """Begin with the last step's factor; without it with a random one in every step: more error."""
+    seed: int = 0
+    """Of the first factors."""
+
+    def __post_init__(self) -> None:
+        whole("rank", self.rank, "the columns of a factor", low=1, high=1024, error=SpecError)
+        number("min_compression", self.min_compression, "how many times smaller", positive=True, error=SpecError)
+        if not isinstance(self.warm_start, bool):
+            raise SpecError(f"warm_start is {self.warm_start!r}: it must be True or False.")
+        check_seed(self.seed)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    @property
+    def granularity(self) -> int:
+        return 0
+
+    def factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """(rows, columns) of the matrix, or None where the tensor is sent whole.
+
+        >>> PowerSGD(rank=4).factors((256, 64, 3, 3)), PowerSGD().factors((256,))
+        ((256, 576), None)
+        """
+        if len(shape) < 2:
+            return None
+        rows, columns = shape[0], math.prod(shape[1:])
+        small = (rows + columns) * self.rank * self.min_compression
+        return (rows, columns) if 0 < small <= rows * columns else None
+
+    def round_numels(self, runs: Sequence[Run]) -> tuple[int, int]:
+        """float32 numbers summed in each round."""
+        first = second = 0
+        for run in runs:
+            matrix = self.factors(run.shape)
+            first += matrix[0] * self.rank if matrix else run.numel
+            second += matrix[1] * self.rank if matrix else 0
+        return first, second
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return 4 * sum(self.round_numels(runs))

@@ -1,0 +1,170 @@
+"""Specs of quantisers with several bits an element."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from gradwire.core.checks import number, whole, word
+from gradwire.core.payload import coded_bytes, qsgd_bytes
+from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.fields import check_block, check_seed
+from gradwire.errors import SpecError
+
+__all__ = ["QSGD", "Int8", "TernGrad", "TwoBit"]
+
+
+@register_spec
+class QSGD(Spec, frozen=True):
+    """Quantisation to `bits` bits with one scale per block (QSGD; CGX's compressor; notes D6, D7).
+
+    Raises SpecError for a value outside its range.
+    """
+
+    id: ClassVar[str] = "qsgd"
+    always_written: ClassVar[tuple[str, ...]] = ("bits", "block")
+    varies_in_family: ClassVar[tuple[str, ...]] = ("bits",)
+
+    bits: int = 4
+    """2 to 8 bits an element, sign included. Fewer bits: fewer bytes, more error."""
+    block: int = 128
+    """Elements that share one scale: a power of two from 32 to 8192. Larger: fewer scale bytes, more error."""
+    scale: str = "max"
+    """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
+    scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison)."""
+    rounding: str = "stochastic"
+    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback)."""
+    seed: int = 0
+    """Of the stochastic rounding. Another seed: other noise, the same size of error."""
+    levels: str = "uniform"
+    """uniform: equal steps from zero to the scale; exponential: halves of it (NUQSGD), finer near zero, coarser far from
+    it: less error where most elements of a block are much smaller than its largest."""
+
+    def __post_init__(self) -> None:
+        whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
+        check_block(self.block)
+        word("scale", self.scale, ("max", "minmax", "l2"), error=SpecError)
+        word("rounding", self.rounding, ("stochastic", "nearest"), error=SpecError)
+        check_seed(self.seed)
+        word("levels", self.levels, ("uniform", "exponential"), error=SpecError)
+        if self.levels == "exponential" and self.scale == "minmax":
+            raise SpecError(
+                "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax ones need not. Use "
+                "scale='max'."
+            )
+
+    @property
+    def law(self) -> Law:
+        if self.rounding == "stochastic":
+            return Law("unbiased")
+        return Law("none") if self.scale == "minmax" and self.bits < 4 else Law("contractive")
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    @property
+    def element_bits(self) -> int:
+        return self.bits
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(qsgd_bytes([(run.numel, run.bits) for run in runs], self.block, self.scale))
+
+
+@register_spec
+class TernGrad(Spec, frozen=True):
+    """Minus the scale, zero or the scale, at random so that the mean is right (Wen et al. 2017). 2 bits an element."""
+
+    id: ClassVar[str] = "terngrad"
+
+    block: int = 1024
+    """Elements that share one scale, their largest magnitude: a power of two from 32 to 8192. The paper's is a layer."""
+    clip: float = 0.0
+    """Values beyond so many standard deviations of their block (its root mean square) count as those; the paper uses 2.5.
+    Smaller scale, less noise, but no longer unbiased. 0: none are."""
+    seed: int = 0
+    """Of the rounding."""
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+        number("clip", self.clip, "standard deviations, 0 for no clipping", error=SpecError)
+        if 0 < self.clip < 1:
+            raise SpecError(f"clip is {self.clip}: below one standard deviation most of the gradient is cut. Use 2.5.")
+        check_seed(self.seed)
+
+    @property
+    def law(self) -> Law:
+        return Law("none") if self.clip else Law("unbiased")
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    @property
+    def element_bits(self) -> int:
+        return 2
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 2) for run in runs], self.block))
+
+
+@register_spec
+class Int8(Spec, frozen=True):
+    """255 levels between minus and plus the block's largest magnitude, rounded to nearest: 1 byte an element."""
+
+    id: ClassVar[str] = "int8"
+
+    block: int = 128
+    """Elements that share one scale: a power of two from 32 to 8192."""
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive", 0.9)
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    @property
+    def element_bits(self) -> int:
+        return 8
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
+
+
+@register_spec
+class TwoBit(Spec, frozen=True):
+    """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's; notes D8): elements of gradient plus residual of
+    at least t travel as t, of at most -t as -t, all others as zero, and what was not sent stays.
+    """
+
+    id: ClassVar[str] = "twobit"
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+
+    threshold: float = 0.0
+    """t, for mean gradients: MXNet's 0.5 is for gradients summed over a batch, so divide it by the batch size. 0: t
+    follows each block, and travels with it."""
+    multiple: float = 1.0
+    """t of a block is so many times the mean magnitude of its gradient plus residual. Of normal elements 1 keeps the most,
+    nearly; larger: fewer are sent. Without effect where `threshold` is given."""
+    block: int = 1024
+    """Elements that share one t: a power of two from 32 to 8192."""
+
+    def __post_init__(self) -> None:
+        number("threshold", self.threshold, "what a sent element stands for, 0 for adaptive", error=SpecError)
+        number("multiple", self.multiple, "thresholds in mean magnitudes", positive=True, error=SpecError)
+        check_block(self.block)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive") if not self.threshold else Law("none")
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        sections = coded_bytes([(run.numel, 2) for run in runs], self.block)
+        return sections.codes + (0 if self.threshold else sections.scales)

@@ -1,0 +1,109 @@
+"""Specs that send one bit an element."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from gradwire.core.checks import number
+from gradwire.core.payload import coded_bytes
+from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.fields import check_block
+from gradwire.errors import SpecError
+
+__all__ = ["EFSignSGD", "OneBit", "SignSGD", "Signum"]
+
+_WHOLE = "the elements of a block, 0 for the tensor"
+
+
+@register_spec
+class SignSGD(Spec, frozen=True):
+    """Signs, and what the majority of ranks voted comes back: each element of the gradient becomes -1 or 1 (Bernstein et
+    al. 2018; a tie, and zero, count as 1). Choose the learning rate for steps of that size.
+    """
+
+    id: ClassVar[str] = "signsgd"
+    schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum((run.numel + 7) // 8 for run in runs)
+
+
+@register_spec
+class Signum(Spec, frozen=True):
+    """SignSGD on each rank's own running mean of gradients (Bernstein et al. 2018)."""
+
+    id: ClassVar[str] = "signum"
+    schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    momentum: float = 0.9
+    """m = momentum * m + (1 - momentum) * gradient."""
+
+    def __post_init__(self) -> None:
+        check_momentum(self.momentum)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return SignSGD().payload_bytes(runs, itemsize)
+
+
+@register_spec
+class EFSignSGD(Spec, frozen=True):
+    """The sign of gradient plus residual, times their mean magnitude in the block; what is lost stays in the residual
+    (Karimireddy et al. 2019; notes D10)."""
+
+    id: ClassVar[str] = "ef_signsgd"
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+
+    block: int = 1024
+    """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
+    once. Larger: fewer bytes, more error."""
+
+    def __post_init__(self) -> None:
+        if self.block != 0:
+            check_block(self.block, _WHOLE)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    @property
+    def granularity(self) -> int:
+        return self.block or 8192
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 1) for run in runs], self.block))
+
+
+@register_spec
+class OneBit(Spec, frozen=True):
+    """One bit an element: the mean of the block's elements of at least zero, or the mean of those below, of gradient plus
+    residual; what is lost stays in the residual (Seide et al. 2014; notes D9)."""
+
+    id: ClassVar[str] = "onebit"
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+
+    block: int = 0
+    """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
+    once. Smaller: less error, more bytes."""
+
+    def __post_init__(self) -> None:
+        if self.block != 0:
+            check_block(self.block, _WHOLE)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    @property
+    def granularity(self) -> int:
+        return self.block or 8192
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, 1) for run in runs], self.block, scales=2))
+
+
+def check_momentum(momentum: object) -> None:
+    """From 0 up to, not including, 1."""
+    number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
+    assert isinstance(momentum, (int, float))
+    if momentum >= 1:
+        raise SpecError(f"momentum is {momentum}: from 1 on nothing old is ever forgotten. Use 0.9.")

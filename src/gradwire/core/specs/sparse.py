@@ -1,0 +1,209 @@
+"""Specs that send some of the elements."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.checks import number, whole, word
+from gradwire.core.payload import index_bytes, kept_of
+from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.fields import check_block, check_ratio, check_seed
+from gradwire.core.specs.signs import check_momentum
+from gradwire.errors import SpecError
+
+__all__ = ["DGC", "BlockTopK", "RandomK", "Threshold", "TopK"]
+
+_WARM_UP = (0.25, 0.0625, 0.0156, 0.004, 0.001)
+"""The ratios that DGC begins with, in turn."""
+
+
+class _Selected(Spec, frozen=True):
+    """Values of the elements sent, then their indices: of each tensor on its own, or of all as if they were one."""
+
+    schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+    varies_in_family: ClassVar[tuple[str, ...]] = ()
+
+    def _groups(self, runs: Sequence[Run]) -> list[int]:
+        numels = [run.numel for run in runs]
+        return [sum(numels)] if getattr(self, "per", "tensor") == "bucket" else numels
+
+    def _bytes(self, runs: Sequence[Run], itemsize: int, ratio: float) -> int:
+        kept = [(kept_of(numel, ratio), numel) for numel in self._groups(runs)]
+        return sum(k for k, _ in kept) * itemsize + sum(index_bytes(k, n) for k, n in kept)
+
+
+@register_spec
+class TopK(_Selected, frozen=True):
+    """The elements of largest magnitude, `ratio` of them, in the gradient's own dtype (Aji and Heafield 2017).
+
+    Biased: give it ErrorFeedback. At 1 % and float32 a sent element takes about 5 bytes, its index one of them.
+    """
+
+    id: ClassVar[str] = "topk"
+
+    ratio: float
+    """The part that is sent, rounded up, at least one element."""
+    selection: str = "exact"
+    """exact: the largest, of equal ones the first; sampled: those above a threshold found on a sample, then the largest of
+    these: faster on accelerators, and a few of the largest may be missed."""
+    per: str = "tensor"
+    """tensor: the largest of each tensor; bucket: of all that is encoded at once (Cupcake's fused encoding), so that a
+    tensor of small gradients may send nothing for long."""
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        word("selection", self.selection, ("exact", "sampled"), error=SpecError)
+        word("per", self.per, ("tensor", "bucket"), error=SpecError)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive", self.ratio if self.selection == "exact" else 0.0)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return self._bytes(runs, itemsize, self.ratio)
+
+
+@register_spec
+class BlockTopK(Spec, frozen=True):
+    """The elements of largest magnitude of every block: no search through the tensor, indices of one byte."""
+
+    id: ClassVar[str] = "block_topk"
+    schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+
+    ratio: float
+    """The part that is sent of each block, rounded up, at least one element."""
+    block: int = 256
+    """A power of two from 32 to 256."""
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        check_block(self.block, high=256)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive", self.ratio)
+
+    @property
+    def granularity(self) -> int:
+        return self.block
+
+    def kept(self, numel: int) -> int:
+        """Elements sent of a run of so many."""
+        full, tail = divmod(numel, self.block)
+        return full * kept_of(self.block, self.ratio) + kept_of(tail, self.ratio)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(self.kept(run.numel) for run in runs) * (itemsize + 1)
+
+
+@register_spec
+class Threshold(_Selected, frozen=True):
+    """The elements of at least a fixed magnitude, up to `capacity` of them, the largest first; room that is not needed
+    travels as zeros, since payload sizes never depend on values. Biased: give it ErrorFeedback.
+    """
+
+    id: ClassVar[str] = "threshold"
+
+    threshold: float
+    """The smallest magnitude that is sent, for mean gradients."""
+    capacity: float = 0.02
+    """The part of each tensor that there is room for."""
+
+    def __post_init__(self) -> None:
+        number("threshold", self.threshold, "the smallest magnitude that is sent", positive=True, error=SpecError)
+        check_ratio("capacity", self.capacity)
+
+    @property
+    def law(self) -> Law:
+        return Law("contractive")
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return self._bytes(runs, itemsize, self.capacity)
+
+
+@register_spec
+class RandomK(Spec, frozen=True):
+    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them (notes D12). No index
+    travels: both sides draw the same ones.
+
+    Without error feedback what is sent is multiplied by the length of its run, which makes the mean right.
+    """
+
+    id: ClassVar[str] = "randomk"
+
+    ratio: float
+    """The part that is sent, rounded up, at least one element."""
+    indices: str = "common"
+    """common: the same on all ranks, so that values are summed on the wire; own: each rank its own, gathered."""
+    seed: int = 0
+    """Of the choice."""
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        word("indices", self.indices, ("common", "own"), error=SpecError)
+        check_seed(self.seed)
+
+    @property
+    def law(self) -> Law:
+        return Law("unbiased")
+
+    @property
+    def schemes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("allreduce",) if self.indices == "common" else ("allgather", "alltoall")
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return 1 if self.indices == "common" else 0
+
+    def kept(self, runs: Sequence[Run]) -> int:
+        """Elements sent."""
+        return sum(kept_of(run.numel, self.ratio) for run in runs)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return 4 * self.kept(runs) if self.indices == "common" else 8 + self.kept(runs) * itemsize
+
+
+@register_spec
+class DGC(_Selected, frozen=True):
+    """Deep gradient compression (Lin et al. 2018; notes D11): Top-k of what momentum and residual gathered, both cleared
+    where an element is sent.
+
+    It owns the momentum: u = momentum * u + gradient, v = v + u, and the largest of v travel. Train with an optimizer
+    without momentum.
+    """
+
+    id: ClassVar[str] = "dgc"
+    state: ClassVar[tuple[str, ...]] = ("residual", "momentum")
+
+    ratio: float = 0.01
+    """The part of each tensor that is sent."""
+    momentum: float = 0.9
+    """Of the gradients, before they are selected."""
+    clip: float = 0.0
+    """The norm to which each tensor's gradient is cut back before it is added up, divided by the root of the number of
+    ranks on each of them; 0: none is."""
+    warm_up_steps: int = 0
+    """Steps in which the ratio comes down from 0.25 to `ratio`, a quarter at a time. 0: none."""
+    selection: str = "exact"
+    """As in TopK."""
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        check_momentum(self.momentum)
+        number("clip", self.clip, "a norm, 0 for no clipping", error=SpecError)
+        whole("warm_up_steps", self.warm_up_steps, "steps of warm-up", error=SpecError)
+        word("selection", self.selection, ("exact", "sampled"), error=SpecError)
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return self._bytes(runs, itemsize, self.ratio)
+
+    def at_step(self, step: int) -> "DGC":
+        """
+        >>> DGC(warm_up_steps=500).at_step(0).ratio, DGC(warm_up_steps=500).at_step(499).ratio
+        (0.25, 0.0156)
+        """
+        stages = [ratio for ratio in _WARM_UP if ratio > self.ratio]
+        if step >= self.warm_up_steps or not stages:
+            return msgspec.structs.replace(self, warm_up_steps=0)
+        return msgspec.structs.replace(self, ratio=stages[step * len(stages) // self.warm_up_steps], warm_up_steps=0)

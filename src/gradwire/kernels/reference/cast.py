@@ -1,0 +1,23 @@
+"""Casts to half the bytes."""
+
+import torch
+
+from gradwire.kernels.reference.numbers import narrow
+
+__all__ = ["cast_decode", "cast_encode"]
+
+
+def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
+    """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""
+    v = src.to(torch.float32) if residual is None else src.to(torch.float32) + residual
+    sent = narrow(v, wire)
+    payload.copy_(sent.view(torch.uint8))
+    if residual is not None:
+        lost = v - sent.to(torch.float32)
+        residual.copy_(torch.where(lost.isfinite(), lost, residual))
+
+
+def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
+    """Write what payload holds to dst (flat), or add it to dst."""
+    value = payload.clone().view(wire).to(torch.float32)
+    dst.copy_(narrow(dst.to(torch.float32) + value if add else value, dst.dtype))

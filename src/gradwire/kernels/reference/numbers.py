@@ -1,0 +1,37 @@
+"""Conversions and blocks that all reference kernels share."""
+
+import torch
+
+__all__ = ["HUGE", "TINY", "bf16_towards", "bf16_up", "bits_of", "equal_blocks", "narrow"]
+
+TINY = 2.0**-120  # below this a block's range counts as zero: the reciprocal would overflow
+HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
+LARGEST_BF16 = 0x7F7F
+M32 = 0xFFFFFFFF
+
+
+def narrow(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
+    out = v.to(dtype)
+    return out if dtype == torch.float32 else torch.where(out.isnan(), torch.full_like(out, float("nan")), out)
+
+
+def equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
+    """(start, number of blocks, elements of each): the full blocks, then the last partial one."""
+    full, tail = divmod(numel, block)
+    return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32).to(torch.int64) & M32
+
+
+def bf16_up(magnitude_bits: torch.Tensor) -> torch.Tensor:
+    return ((magnitude_bits + 0xFFFF) >> 16).clamp(max=LARGEST_BF16)
+
+
+def bf16_towards(x: torch.Tensor, up: bool) -> torch.Tensor:
+    bits = bits_of(x)
+    magnitude, negative = bits & 0x7FFFFFFF, bits >> 31 == 1
+    raw = torch.where(negative != up, bf16_up(magnitude), magnitude >> 16)
+    return raw | torch.where(negative, 0x8000, 0)

@@ -1,0 +1,43 @@
+"""The counter-based random stream: 32-bit words as a pure function of key and counter. See csrc/random.hpp."""
+
+import torch
+
+__all__ = ["random_words", "stream_key"]
+
+_M32 = 0xFFFFFFFF
+_MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
+_ADD = (0, 0x9E3779B9, 0x3C6EF372, 0xDAA66D2B)
+_M64 = 0xFFFFFFFFFFFFFFFF
+
+
+def mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)
+
+
+def stream_key(words: list[int], tensor: int) -> int:
+    key = mix64(words[0] & _M64)
+    for word in (*words[1:], tensor):
+        key = mix64(key ^ (word & _M64))
+    return key
+
+
+def random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
+    """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
+    group = counter // 16 % 4
+    hashed = random_hash(counter - 16 * group, key)
+    x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & _M32
+    x = (x + torch.tensor(_ADD, device=hashed.device)[group]) & _M32
+    return torch.where(group == 0, x, x ^ (x >> 16))
+
+
+def random_hash(counter: torch.Tensor, key: int) -> torch.Tensor:
+    x = (counter & _M32) ^ (key & _M32)
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _M32
+    x = (x + (key >> 32)) & _M32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _M32
+    return x ^ (x >> 16)
