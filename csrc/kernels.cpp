@@ -18,6 +18,7 @@ namespace GRADWIRE_LEVEL {
 #include "planes.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "low_rank.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -77,8 +78,37 @@ static void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dty
   }
 }
 
+// Returns `call` with T the type of numbers of `dtype`.
+#define GW_TYPED(call)                                                 \
+  switch (dtype) {                                                     \
+    case Dtype::float32: { using T = float; return call; }             \
+    case Dtype::bfloat16: { using T = bf16; return call; }             \
+    case Dtype::float16: { using T = f16; return call; }               \
+  }
+
+static void project(const void* src, Dtype dtype, const float* residual, const Matrix* matrices, int64_t count, int64_t rank,
+                    const float* q, float* p) {
+  if (residual) { GW_TYPED((project_all<T, true>(static_cast<const T*>(src), residual, matrices, count, rank, q, p))) }
+  else { GW_TYPED((project_all<T, false>(static_cast<const T*>(src), nullptr, matrices, count, rank, q, p))) }
+}
+
+static void back_project(const void* src, Dtype dtype, const float* residual, const Matrix* matrices, int64_t count,
+                         int64_t rank, const float* p, float* q) {
+  if (residual) { GW_TYPED((back_project_all<T, true>(static_cast<const T*>(src), residual, matrices, count, rank, p, q))) }
+  else { GW_TYPED((back_project_all<T, false>(static_cast<const T*>(src), nullptr, matrices, count, rank, p, q))) }
+}
+
+static void reconstruct(void* dst, Dtype dtype, float* residual, const Matrix* matrices, int64_t count, int64_t rank,
+                        const float* p, const float* q_sum, const float* q_own) {
+  if (residual) { GW_TYPED((reconstruct_all<T, true>(static_cast<T*>(dst), residual, matrices, count, rank, p, q_sum, q_own))) }
+  else { GW_TYPED((reconstruct_all<T, false>(static_cast<T*>(dst), nullptr, matrices, count, rank, p, q_sum, q_own))) }
+}
+
 extern const Kernels kernels;
-const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode};
+const Kernels kernels = {
+    GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
+    project, back_project, orthogonalise, reconstruct,
+};
 
 }  // namespace GRADWIRE_LEVEL
 }  // namespace gradwire

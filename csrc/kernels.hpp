@@ -50,6 +50,13 @@ inline PayloadSize payload_size(const Segment* segments, int64_t count, const Qu
   return {(scales + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
 }
 
+// A tensor of a flat buffer, seen as a matrix, and where its factors lie among those of others.
+struct Matrix {
+  int64_t offset;   // elements, in the flat buffer
+  int64_t rows, columns;
+  int64_t p_at, q_at;  // numbers, in the factors
+};
+
 struct Kernels {
   const char* level;
   // Reads src (+ residual, when given) and writes a payload; residual becomes what the payload lost.
@@ -61,6 +68,14 @@ struct Kernels {
   // numel elements of src (+ residual) as wire (bfloat16 or float16).
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
+  // PowerSGD, M being src + residual: P = M Q', Q = P' M, dst = P Q.
+  void (*project)(const void* src, Dtype dtype, const float* residual, const Matrix* matrices, int64_t count, int64_t rank,
+                  const float* q, float* p);
+  void (*back_project)(const void* src, Dtype dtype, const float* residual, const Matrix* matrices, int64_t count, int64_t rank,
+                       const float* p, float* q);
+  void (*orthogonalise)(float* p, const Matrix* matrices, int64_t count, int64_t rank);
+  void (*reconstruct)(void* dst, Dtype dtype, float* residual, const Matrix* matrices, int64_t count, int64_t rank,
+                      const float* p, const float* q_sum, const float* q_own);
 };
 
 }  // namespace gradwire

@@ -7,8 +7,9 @@ from gradwire.compressors.base import Compressor, Context
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
-from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, Spec
+from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, PowerSGD, Spec
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
@@ -17,6 +18,7 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Identity: IdentityCompressor,
     Cast: CastCompressor,
     QSGD: QSGDCompressor,
+    PowerSGD: PowerSGDCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
 }
 

@@ -42,6 +42,9 @@ class Compressor(ABC):
     """Whether the sum over ranks is one of decoded values only: who adds up then encodes and decodes the own part too,
     instead of adding it as it is."""
 
+    ranks = 1
+    """Over how many ranks gradients are averaged; src has been divided by it. Set by the engine."""
+
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 

@@ -6,12 +6,14 @@ import torch
 
 from gradwire.collectives import Group, Lane
 from gradwire.core.plan import Plan
-from gradwire.core.specs import innermost
+from gradwire.core.specs import Spec, innermost
 from gradwire.engine.executor import Executor
 from gradwire.engine.layout import build_buckets
 from gradwire.engine.memory import Remembered
 
 __all__ = ["Assembly", "assemble"]
+
+_LAST_STEP = 2**62
 
 
 class Assembly(NamedTuple):
@@ -21,15 +23,27 @@ class Assembly(NamedTuple):
     memory: Remembered
     random: torch.Tensor
     """Keys of the random streams, int64 of shape (buckets, encodes, 4): seed, step, encode, rank."""
+    step: int
+    """The step whose specs it runs."""
+    changing: tuple[Spec, ...]
+    """Those of its specs that are others in other steps."""
+
+    def outdated(self, step: int) -> bool:
+        """Whether in this step a spec is another one than in the step it was made for."""
+        return any(spec.at_step(step) != spec.at_step(self.step) for spec in self.changing)
 
 
-def assemble(plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, lanes: list[Lane]) -> Assembly:
-    """Raises PlanError for what this version cannot run, naming it."""
+def assemble(
+    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, lanes: list[Lane], step: int
+) -> Assembly:
+    """Buckets that run a plan from this step on. Raises PlanError for what this version cannot run, naming it."""
     device = next(iter(parameters.values())).device
     random = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
         random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
     random[:, 1, 2] = 1
     random[:, :, 3] = group.rank
-    buckets = build_buckets(plan, parameters, group, random)
-    return Assembly(Executor(plan, buckets, lanes), Remembered(buckets, group.rank), random)
+    specs = {spec for bucket in plan.buckets for spec in bucket.specs}
+    changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
+    buckets = build_buckets(plan, parameters, group, random, step)
+    return Assembly(Executor(plan, buckets, lanes), Remembered(buckets, group.rank), random, step, changing)

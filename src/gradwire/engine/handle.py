@@ -144,7 +144,8 @@ class Handle:
                 f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.digest()[:16]}: shards "
                 "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
             )
-        built = self._built if plan == self._plan else assemble(plan, self._parameters, self._group, self._lanes)
+        usable = plan == self._plan and not self._built.outdated(saved.step)
+        built = self._built if usable else self._assemble(plan, saved.step)
         carried: dict[str, torch.Tensor] = {}
         if saved.own:
             built.memory.check(saved.memory[0])
@@ -201,10 +202,9 @@ class Handle:
         self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers after a change")
 
     def reset(self) -> None:
-        """Go on after a backward that a rank left in the middle, by an exception that its script caught.
+        """Go on after a backward that a rank left in the middle, by an exception that its script caught. Collective.
 
-        Call it on all ranks; each waits for the others. That rank calls it where it caught the exception; the others
-        get StepStateError from their backward of that step and call it there. Gradients are dropped (`grad` is None) and
+        That rank calls it where it caught the exception; the others get StepStateError from their backward of that step and call it there. Gradients are dropped (`grad` is None) and
         the next backward is a step of its own. With error feedback what ranks had computed in the void step travels with
         the next one. Does nothing when nothing failed; raises the failure again when it is one that cannot be mended,
         such as a dead rank.
@@ -264,7 +264,7 @@ class Handle:
         self._order = list(range(len(prepared.tensors)))[::-1]
         self._order_known = False
         self._backward.watch(prepared.parameters)
-        self._use(assemble(prepared.plan, self._parameters, self._group, self._lanes))
+        self._use(self._assemble(prepared.plan, self._backward.step))
         self._buffers = ModelBuffers(model, self._flats()[0].device)
 
     def _use(self, built: Assembly) -> None:
@@ -283,11 +283,13 @@ class Handle:
         )
         if self._policy is not None and not self._order_known:
             self._plan_again(self._policy)
+        elif self._built.outdated(self._backward.step):
+            self._change_to(self._plan)
 
     def _plan_again(self, policy: Policy) -> None:
         """Buckets by the order in which rank 0's gradients came; what never came goes last."""
         came = self._backward.ready_order
-        order = torch.tensor([*came, *(i for i in range(len(self._tensors)) if i not in set(came))])
+        order = torch.tensor([*came, *sorted(set(range(len(self._tensors))) - set(came))])
         try:
             self._control.submit(partial(broadcast_bytes, tensors=[order])).result()
         except LinkError as error:
@@ -295,9 +297,16 @@ class Handle:
         self._order, self._order_known = order.tolist(), True
         plan = self._plan_of(policy, self._order)
         if plan != self._plan:
-            carried = self._memory.carried()
-            self._use(assemble(plan, self._parameters, self._group, self._lanes))
-            self._memory.take_over(carried)
+            self._change_to(plan)
+
+    def _change_to(self, plan: Plan) -> None:
+        """Run this plan from the next step on; nothing that is remembered is lost."""
+        carried = self._memory.carried()
+        self._use(self._assemble(plan, self._backward.step))
+        self._memory.take_over(carried)
+
+    def _assemble(self, plan: Plan, step: int) -> Assembly:
+        return assemble(plan, self._parameters, self._group, self._lanes, step)
 
     def _plan_of(self, policy: Policy, order: list[int]) -> Plan:
         return policy.plan([self._tensors[index] for index in order], self._group.world_size)

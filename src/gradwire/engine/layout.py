@@ -91,17 +91,17 @@ class BucketBuffers:
 
 
 def build_buckets(
-    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor
+    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
 ) -> list[BucketBuffers]:
-    """Allocate every bucket. `random` is int64 of shape (buckets, encodes, 4), on the parameters' device.
+    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, encodes, 4), on the parameters' device.
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
-    return [_build(i, bucket, parameters, group, random[i]) for i, bucket in enumerate(plan.buckets)]
+    return [_build(i, bucket, parameters, group, random[i], step) for i, bucket in enumerate(plan.buckets)]
 
 
 def _build(
-    index: int, bucket: Bucket, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor
+    index: int, bucket: Bucket, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
 ) -> BucketBuffers:
     members = [parameters[name] for name in bucket.tensors]
     first = members[0]
@@ -117,7 +117,8 @@ def _build(
     for name, member in zip(bucket.tensors, members, strict=True):
         slots.append(Slot(name, index, at, _view(flat, at, member)))
         at += member.numel()
-    codec = compressor_for(bucket.spec_of(bucket.tensors[0]))
+    codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
+    codec.ranks = group.world_size
     coded = _coded_scheme(index, bucket)
     _check(index, bucket, first, codec, all_reduce=coded is None)
     if coded is None:

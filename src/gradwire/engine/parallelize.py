@@ -68,7 +68,7 @@ def parallelize(
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
         prepared, problem = prepare(model, plan, group.world_size), None
-        check_optimizers(optimizer, prepared.parameters.values())
+        check_optimizers(optimizer, prepared)
     except Exception as error:
         prepared, problem = None, error
     told = facts(prepared, problem) | {"drift_check_steps": repr(drift_check_steps)}

@@ -1,7 +1,7 @@
 """What a rank can know alone, before ranks compare notes: the parameters, and a plan that fits them."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,11 +110,17 @@ def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Polic
     return plan.plan(tensors[::-1], ranks), plan
 
 
-def check_optimizers(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raises PlanError for one that steps nothing of the model."""
+def check_optimizers(optimizer: Any, prepared: Prepared) -> None:
+    """Raises PlanError for one that steps nothing of the model, and for momentum beside a spec that has its own."""
+    owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
     if optimizer is None:
+        if owners:
+            raise PlanError(
+                f"{owners[0]!r} applies momentum to the gradients, so the optimizer must not, and none was passed to look at. "
+                "Call gw.parallelize(model, optimizer, plan=...)."
+            )
         return
-    ours = {id(parameter) for parameter in parameters}
+    ours = {id(parameter) for parameter in prepared.parameters.values()}
     for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         if not hasattr(each, "param_groups"):
             raise PlanError(f"optimizer is a {type(each).__name__}: pass a torch optimizer or a list of them.")
@@ -123,6 +129,14 @@ def check_optimizers(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -
                 f"no parameter of this {type(each).__name__} is a trainable parameter of the model. Was it made for another "
                 "copy, or before model.to(...)?"
             )
+        for group in each.param_groups if owners else ():
+            field = next((name for name in ("momentum", "betas") if group.get(name)), "")
+            value = group.get(field, 0)
+            if (value[0] if isinstance(value, (tuple, list)) else value) > 0:
+                raise PlanError(
+                    f"this {type(each).__name__} has {field}={value}, and {owners[0]!r} applies momentum already: gradients "
+                    "would be averaged over time twice. Use torch.optim.SGD without momentum, or DGC(momentum=0)."
+                )
 
 
 def _info(name: str, parameter: torch.nn.Parameter) -> TensorInfo:

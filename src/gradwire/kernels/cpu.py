@@ -10,7 +10,19 @@ import torch
 
 from gradwire.kernels.segments import Segments
 
-__all__ = ["available", "cast_decode", "cast_encode", "levels", "qsgd_decode", "qsgd_encode", "use_level"]
+__all__ = [
+    "available",
+    "back_project",
+    "cast_decode",
+    "cast_encode",
+    "levels",
+    "orthogonalise",
+    "project",
+    "qsgd_decode",
+    "qsgd_encode",
+    "reconstruct",
+    "use_level",
+]
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 _SCALES = {"max": 0, "minmax": 1, "l2": 2}
@@ -82,3 +94,45 @@ def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dt
 def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
     """As `reference.cast_decode`."""
     torch.ops.gradwire.cast_decode(payload, _WIRES[wire], add, dst)
+
+
+def project(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    matrices: torch.Tensor,
+    rank: int,
+    q: torch.Tensor,
+    p: torch.Tensor,
+) -> None:
+    """As `reference.project`, sums taken in another order."""
+    torch.ops.gradwire.project(src, residual, matrices, rank, q, p)
+
+
+def back_project(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    matrices: torch.Tensor,
+    rank: int,
+    p: torch.Tensor,
+    q: torch.Tensor,
+) -> None:
+    """As `reference.back_project`, sums taken in another order."""
+    torch.ops.gradwire.back_project(src, residual, matrices, rank, p, q)
+
+
+def orthogonalise(matrices: torch.Tensor, rank: int, p: torch.Tensor) -> None:
+    """As `reference.orthogonalise`; the same bits on every machine."""
+    torch.ops.gradwire.orthogonalise(matrices, rank, p)
+
+
+def reconstruct(
+    dst: torch.Tensor,
+    residual: torch.Tensor | None,
+    matrices: torch.Tensor,
+    rank: int,
+    p: torch.Tensor,
+    q_sum: torch.Tensor,
+    q_own: torch.Tensor,
+) -> None:
+    """As `reference.reconstruct`; the same bits on every machine."""
+    torch.ops.gradwire.reconstruct(dst, residual, matrices, rank, p, q_sum, q_own)

@@ -57,6 +57,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it remembers between steps of every element, float32 each. 'residual': what was not sent yet."""
 
     @property
+    def owns_momentum(self) -> bool:
+        """Whether it applies momentum itself, so that an optimizer beside it must not."""
+        return False
+
+    @property
     def law(self) -> Law:
         """What one encode does, without memory of other steps."""
         return Law("none")

@@ -195,6 +195,10 @@ class DGC(_Selected, frozen=True):
         whole("warm_up_steps", self.warm_up_steps, "steps of warm-up", error=SpecError)
         word("selection", self.selection, ("exact", "sampled"), error=SpecError)
 
+    @property
+    def owns_momentum(self) -> bool:
+        return self.momentum > 0
+
     def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.ratio)
 

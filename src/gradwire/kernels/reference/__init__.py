@@ -4,6 +4,16 @@ Works on any device and is correct everywhere; hundreds of times slower than the
 """
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
+from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
 
-__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+__all__ = [
+    "back_project",
+    "cast_decode",
+    "cast_encode",
+    "orthogonalise",
+    "project",
+    "qsgd_decode",
+    "qsgd_encode",
+    "reconstruct",
+]

@@ -1,0 +1,118 @@
+"""PowerSGD: matrices as two factors of rank r, summed on the wire in two rounds (Vogels et al. 2019, algorithms 1 and 2).
+
+Round 1 sums P = M Q', and what is sent whole; its columns are made orthonormal. Round 2 sums Q = P' M; P Q is the sum of
+gradients, and Q begins the next step. Law: each rank keeps M - P P' M, which is no longer than M (P's columns are orthonormal),
+and the sum over ranks of what was kept and what was sent is the sum of what was given.
+
+The residual is that of the rank's own factor, not the difference to the mean of all (as in PyTorch's hook): both sum up
+to the same, but the difference between ranks' gradients, which compression did not cause, is not carried.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context, runs_of
+from gradwire.core.specs import PowerSGD
+from gradwire.errors import PlanError
+from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels.reference.random import random_words, stream_key
+
+__all__ = ["PowerSGDCompressor"]
+
+
+class PowerSGDCompressor(Compressor):
+    """Has no payload of its own kind: what is summed belongs to a program."""
+
+    def __init__(self, spec: PowerSGD) -> None:
+        super().__init__(spec)
+        self.power = spec
+
+    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> "PowerProgram":
+        """The work on one flat buffer of whole tensors."""
+        return PowerProgram(self.power, flat, state[0] if state else None, segments)
+
+    def encode(self, *arguments: Any) -> None:
+        raise PlanError(
+            f"{self.spec!r} has no payload that can be gathered: its factors are summed. Use scheme='allreduce'."
+        )
+
+    def decode(self, *arguments: Any) -> None:
+        self.encode()
+
+
+class PowerProgram:
+    """See `gradwire.collectives.schemes.Program`."""
+
+    def __init__(self, spec: PowerSGD, flat: torch.Tensor, residual: torch.Tensor | None, segments: Segments) -> None:
+        self.spec, self.flat, self.residual = spec, flat, residual
+        runs, rank, device = runs_of(segments), spec.rank, flat.device
+        rows: list[tuple[int, int, int, int, int]] = []
+        self.whole: list[tuple[slice, slice]] = []
+        """Of each tensor that is sent whole, its place in the flat buffer and in the first round."""
+        self.names: list[tuple[str, int, slice]] = []
+        p_at = q_at = 0
+        for index, (row, run) in enumerate(zip(segments.rows, runs, strict=True)):
+            if matrix := spec.factors(run.shape):
+                rows.append((row.offset, *matrix, p_at, q_at))
+                name = segments.names[index] if segments.names else str(index)
+                self.names.append((name, row.key, slice(q_at, q_at + matrix[1] * rank)))
+                p_at, q_at = p_at + matrix[0] * rank, q_at + matrix[1] * rank
+        self.factor_numel = p_at
+        for row, run in zip(segments.rows, runs, strict=True):
+            if not spec.factors(run.shape):
+                self.whole.append((slice(row.offset, row.offset + row.numel), slice(p_at, p_at + row.numel)))
+                p_at += row.numel
+        self.matrices = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 5)
+        first, self.q_sum = torch.zeros(p_at, device=device), torch.zeros(q_at, device=device)
+        assert (p_at, q_at) == spec.round_numels(runs)
+        self.payloads = [first, self.q_sum]
+        self.q_own, self.q_next = torch.zeros_like(self.q_sum), torch.zeros_like(self.q_sum)
+        self.columns = [m[2] for m in rows for _ in range(rank)]
+        self.starts = [0, *accumulate(self.columns)]
+        self.shared = {name: self.q_next[where] for name, _, where in self.names} if spec.warm_start else {}
+        self._draw(0)
+
+    def _draw(self, step: int) -> None:
+        """Factors of random numbers between -1 and 1, the same on all ranks."""
+        for _, key, where in self.names:
+            stream = stream_key([self.spec.seed, step, 0, 0], key)
+            words = random_words(torch.arange(where.stop - where.start), stream)
+            self.q_next[where] = ((words.double() + 0.5) * 2.0**-31 - 1).float().to(self.q_next.device)
+
+    def fill(self, round_number: int, context: Context) -> None:
+        kernels, rank = kernels_for(self.flat.device.type), self.spec.rank
+        first = self.payloads[0]
+        if round_number == 0:
+            if not self.spec.warm_start:
+                self._draw(int(context.random[1]))
+            kernels.project(self.flat, self.residual, self.matrices, rank, self.q_next, first)
+            for there, here in self.whole:
+                first[here] = self.flat[there]
+                if self.residual is not None:
+                    first[here] += self.residual[there]
+        else:
+            kernels.orthogonalise(self.matrices, rank, first)
+            kernels.back_project(self.flat, self.residual, self.matrices, rank, first, self.q_own)
+            self.q_sum.copy_(self.q_own)
+
+    def finish(self, context: Context) -> None:
+        kernels, first = kernels_for(self.flat.device.type), self.payloads[0]
+        kernels.reconstruct(self.flat, self.residual, self.matrices, self.spec.rank, first, self.q_sum, self.q_own)
+        for there, here in self.whole:
+            self.flat[there] = first[here].to(self.flat.dtype)
+            if self.residual is not None:
+                finite = first[here].isfinite()
+                self.residual[there] = torch.where(finite, 0.0, self.residual[there])
+        if self.spec.warm_start:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """The sums begin the next step, brought to length one; a row that says nothing leaves the old one."""
+        for start, stop in zip(self.starts, self.starts[1:], strict=False):
+            row = self.q_sum[start:stop]
+            norm = torch.linalg.vector_norm(row, dtype=torch.float64)
+            usable = norm.isfinite() & (norm > 0)
+            self.q_next[start:stop] = torch.where(usable, (row / norm).float(), self.q_next[start:stop])
