@@ -6,24 +6,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, Spec, register_spec, spec_from_dict
+import gradwire.core as core
+from gradwire.core import (
+    DGC,
+    FP8,
+    QSGD,
+    BlockTopK,
+    Cast,
+    EFSignSGD,
+    ErrorFeedback,
+    Identity,
+    Int8,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Spec,
+    TernGrad,
+    Threshold,
+    TopK,
+    Truncate,
+    TwoBit,
+    register_spec,
+    spec_from_dict,
+)
+from gradwire.core.specs import Run, innermost, registered_specs
 from gradwire.errors import SpecError
 
+blocks = st.sampled_from([2**power for power in range(5, 14)])
+seeds = st.integers(0, 2**63 - 1)
+ratios = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
 qsgd = st.builds(
     QSGD,
     bits=st.integers(2, 8),
-    block=st.sampled_from([2**power for power in range(5, 14)]),
+    block=blocks,
     scale=st.sampled_from(["max", "minmax", "l2"]),
     rounding=st.sampled_from(["stochastic", "nearest"]),
-    seed=st.integers(0, 2**63 - 1),
+    seed=seeds,
 )
-cast = st.builds(Cast, dtype=st.sampled_from(["float16", "bfloat16"]))
-specs = st.one_of(st.just(Identity()), cast, qsgd, st.builds(ErrorFeedback, st.one_of(cast, qsgd)))
+lossy = st.one_of(
+    qsgd,
+    st.builds(QSGD, bits=st.integers(2, 8), levels=st.just("exponential"), scale=st.sampled_from(["max", "l2"])),
+    st.builds(Cast, dtype=st.sampled_from(["float16", "bfloat16"])),
+    st.builds(FP8, format=st.sampled_from(["e4m3", "e5m2"]), block=blocks),
+    st.builds(Natural, block=blocks, seed=seeds),
+    st.builds(Int8, block=blocks),
+    st.builds(TernGrad, block=blocks, clip=st.sampled_from([0.0, 1.0, 2.5]), seed=seeds),
+    st.builds(TopK, ratios, st.sampled_from(["exact", "sampled"]), st.sampled_from(["tensor", "bucket"])),
+    st.builds(BlockTopK, ratios, st.sampled_from([32, 64, 128, 256])),
+    st.builds(Threshold, st.floats(1e-9, 10), ratios),
+    st.builds(RandomK, ratios, st.sampled_from(["common", "own"]), seeds),
+    st.builds(Truncate, st.floats(1, 1e6), st.booleans()),
+)
+remembering = st.one_of(
+    st.builds(TwoBit, st.floats(0, 1), st.floats(0.1, 10), blocks),
+    st.builds(SignSGD),
+    st.builds(Signum, st.floats(0, 0.999)),
+    st.builds(EFSignSGD, blocks | st.just(0)),
+    st.builds(OneBit, blocks | st.just(0)),
+    st.builds(DGC, ratios, st.floats(0, 0.999), st.floats(0, 10), st.integers(0, 10**6)),
+    st.builds(PowerSGD, st.integers(1, 64), st.floats(0.1, 10), st.booleans(), seeds),
+)
+specs = st.one_of(st.just(Identity()), lossy, remembering, st.builds(ErrorFeedback, lossy))
 
 
 @given(specs)
 def test_repr_is_code_and_json_round_trips(spec: Spec) -> None:
-    again = eval(repr(spec), {"QSGD": QSGD, "Cast": Cast, "ErrorFeedback": ErrorFeedback, "Identity": Identity})
+    again = eval(repr(spec), vars(core))
     assert again == spec == spec_from_dict(spec.to_dict())
     assert hash(again) == hash(spec)
     assert repr(again) == repr(spec)
@@ -50,6 +101,39 @@ def test_a_family_ignores_bits_and_nothing_else() -> None:
     assert ErrorFeedback(QSGD(bits=2)).family == ErrorFeedback(QSGD(bits=3)).family
 
 
+@given(specs, st.integers(0, 2**62))
+def test_what_runs_in_a_step_is_of_the_same_kind_and_stays(spec: Spec, step: int) -> None:
+    now = spec.at_step(step)
+    assert now == now.at_step(step)
+    assert type(innermost(now)) is type(innermost(spec))
+    assert (now.state, now.schemes, now.rounds) == (spec.state, spec.schemes, spec.rounds)
+
+
+@given(specs, st.lists(st.integers(0, 10**6), max_size=4), st.sampled_from([2, 4]))
+def test_sizes_are_whole_numbers_that_grow_with_the_tensors(spec: Spec, numels: list[int], itemsize: int) -> None:
+    runs = [Run(numel, spec.element_bits, (numel,)) for numel in numels]
+    size = spec.payload_bytes(runs, itemsize)
+    assert isinstance(size, int) and size >= 0
+    assert spec.payload_bytes([*runs, Run(1000, spec.element_bits, (1000,))], itemsize) > size
+
+
+def test_every_registered_spec_is_drawn_and_declares_how_it_travels() -> None:
+    drawn = {QSGD, Cast, FP8, Natural, Int8, TernGrad, TopK, BlockTopK, Threshold, RandomK, Truncate, Identity}
+    drawn |= {TwoBit, SignSGD, Signum, EFSignSGD, OneBit, DGC, PowerSGD, ErrorFeedback}
+    assert drawn == set(registered_specs().values())
+    for spec in (Identity(), QSGD(), TopK(0.01), RandomK(0.01), RandomK(0.01, indices="own"), PowerSGD(), SignSGD()):
+        assert set(spec.schemes) <= {"allreduce", "alltoall", "allgather"}
+        assert ("allreduce" in spec.schemes) == (spec.rounds > 0 or spec == Identity())
+
+
+def test_dgc_comes_down_to_its_ratio_a_quarter_at_a_time() -> None:
+    spec = DGC(0.01, warm_up_steps=300)
+    assert [spec.at_step(step).ratio for step in (0, 99, 100, 199, 200, 299, 300)] == [
+        0.25, 0.25, 0.0625, 0.0625, 0.0156, 0.0156, 0.01,
+    ]  # fmt: skip
+    assert DGC(0.5, warm_up_steps=300).at_step(0).ratio == 0.5
+
+
 def test_specs_are_frozen() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         QSGD().bits = 3  # type: ignore[misc]
@@ -68,6 +152,24 @@ WRONG_VALUES = [
     (lambda: Cast(dtype="float32"), ["dtype is 'float32'", "float16, bfloat16"]),
     (lambda: ErrorFeedback(Identity()), ["inner is Identity()", "loses nothing", "alone"]),
     (lambda: ErrorFeedback(ErrorFeedback(QSGD())), ["inner is ErrorFeedback", "already carries"]),
+    (lambda: ErrorFeedback(EFSignSGD()), ["inner is EFSignSGD()", "already carries"]),
+    (lambda: ErrorFeedback(SignSGD()), ["inner is SignSGD()", "no magnitude", "EFSignSGD"]),
+    (lambda: ErrorFeedback(Signum()), ["inner is Signum()", "EFSignSGD"]),
+    (lambda: QSGD(levels="exponential", scale="minmax"), ["levels is 'exponential'", "scale='max'"]),
+    (lambda: TopK(0), ["ratio is 0"]),
+    (lambda: TopK(2), ["ratio is 2", "0.01"]),
+    (lambda: TopK(0.1, selection="fast"), ["selection is 'fast'", "exact, sampled"]),
+    (lambda: BlockTopK(0.1, block=512), ["block is 512", "from 32 to 256"]),
+    (lambda: DGC(momentum=1.0), ["momentum is 1.0", "0.9"]),
+    (lambda: DGC(warm_up_steps=-1), ["warm_up_steps is -1"]),
+    (lambda: PowerSGD(rank=0), ["rank is 0", "from 1 to 1024"]),
+    (lambda: PowerSGD(warm_start=1), ["warm_start is 1", "True or False"]),  # type: ignore[arg-type]
+    (lambda: Truncate(0.5), ["ratio is 0.5", "at least 1"]),
+    (lambda: TernGrad(clip=0.5), ["clip is 0.5", "2.5"]),
+    (lambda: FP8("e3m4"), ["format is 'e3m4'", "e4m3, e5m2"]),
+    (lambda: TwoBit(multiple=0), ["multiple is 0"]),
+    (lambda: Threshold(0), ["threshold is 0"]),
+    (lambda: RandomK(0.1, indices="shared"), ["indices is 'shared'", "common, own"]),
     (lambda: ErrorFeedback(4), ["inner is 4", "must be a spec"]),  # type: ignore[arg-type]
     (lambda: spec_from_dict({"id": "qgsd"}), ["id is 'qgsd'", "did you mean 'qsgd'", "register_spec"]),
     (lambda: spec_from_dict({"id": ["qsgd"]}), ["id is ['qsgd']"]),
@@ -88,7 +190,7 @@ def test_wrong_values_are_refused_by_name(make, words) -> None:  # type: ignore[
 
 
 def test_a_third_party_spec_is_read_from_json_once_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.core.specs._REGISTRY", {})
+    monkeypatch.setattr("gradwire.core.specs.base._REGISTRY", {})
 
     class Halve(Spec, frozen=True):
         id: ClassVar[str] = "halve"

@@ -9,19 +9,19 @@ from test_core_specs import specs
 import gradwire.core as core
 from gradwire.core import QSGD, Backward, Delayed, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
 from gradwire.errors import FormatError, PlanError, SpecError
-from gradwire.planner import Policy, Uniform
+from gradwire.planner import Policy, Uniform, Where
 
 TWO_PHASES = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
 
 
 def tensor(name: str, numel: int, dtype: str = "float32", device: str = "cpu") -> TensorInfo:
-    return TensorInfo(name, (numel,), dtype, device)
+    return TensorInfo(name, (numel, 1), dtype, device)
 
 
 def test_uniform_is_the_policy_without_rules() -> None:
-    assert Uniform(QSGD()) == Policy(default=QSGD())
+    assert Uniform(QSGD()) == Policy(default=QSGD(), exempt_vectors=False)
     assert Uniform(QSGD(), schedule="pipelined", bucket_bytes=7) == Policy(
-        default=QSGD(), schedule=Pipelined(), bucket_bytes=7
+        default=QSGD(), exempt_vectors=False, schedule=Pipelined(), bucket_bytes=7
     )
     (bucket,) = Uniform(QSGD()).plan([tensor("fc.bias", 10)]).buckets
     assert bucket.spec == QSGD()
@@ -121,6 +121,55 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert [spec.bits for spec in bucket.specs if isinstance(spec, QSGD)] == [8, 2, 4]
 
 
+VECTORS = [
+    TensorInfo("head.bias", (10,), "float32"),
+    TensorInfo("head.weight", (10, 64), "float32"),
+    TensorInfo("norm.scale", (64,), "float32"),
+    TensorInfo("embed.weight", (1000, 64), "float32"),
+    TensorInfo("temperature", (), "float32"),
+]
+
+
+def test_vectors_travel_as_they_are_and_together() -> None:
+    plan = Policy(default=QSGD(bits=4)).plan(VECTORS)
+    assert {b.tensors: b.spec for b in plan.buckets} == {
+        ("head.weight", "embed.weight"): QSGD(bits=4),
+        ("head.bias", "norm.scale"): Identity(),
+        ("temperature",): Identity(),  # all but a crumb has left before the last gradient
+    }
+    (bucket,) = Policy(default=QSGD(bits=4), exempt_vectors=False).plan(VECTORS).buckets
+    assert len(bucket.tensors) == 5
+    named = Policy(default=QSGD(bits=4), rules=[("head.bias", QSGD(bits=8))]).plan(VECTORS)
+    assert {spec for b in named.buckets for spec in b.specs if "head.bias" in b.tensors} == {QSGD(bits=4), QSGD(bits=8)}
+
+
+def test_exempt_tensors_of_a_deep_model_take_two_exchanges() -> None:
+    layers = [(f"{i}.{kind}", shape) for i in range(40) for kind, shape in (("weight", (256, 256)), ("bias", (256,)))]
+    plan = Policy(default=QSGD()).plan([TensorInfo(name, shape, "float32") for name, shape in layers])
+    exempt = [b for b in plan.buckets if b.spec == Identity()]
+    assert [len(b.tensors) for b in exempt] == [35, 5]
+    assert len(plan.launch) == 2 + 2 * (len(plan.buckets) - 2)
+
+
+@pytest.mark.parametrize(
+    ("which", "names"),
+    [
+        ("*.bias|norm*", {"head.bias", "norm.scale"}),
+        (Where("*.weight"), {"head.weight", "embed.weight"}),
+        (Where(min_numel=1000), {"embed.weight"}),
+        (Where(max_numel=10), {"head.bias", "temperature"}),
+        (Where(max_dims=1), {"head.bias", "norm.scale", "temperature"}),
+        (Where("*weight", min_dims=2, max_numel=1000), {"head.weight"}),
+        (Where(dtype="float32", min_dims=1, max_dims=1), {"head.bias", "norm.scale"}),
+    ],
+)
+def test_rules_by_name_size_dimensions_and_dtype(which: str | Where, names: set[str]) -> None:
+    policy = Policy(default=QSGD(bits=4), rules=[(which, QSGD(bits=2))], exempt_vectors=False)
+    assert Policy.from_json(policy.to_json()) == policy
+    plan = policy.plan(VECTORS)
+    assert {name for b in plan.buckets for name in b.tensors if b.spec_of(name) == QSGD(bits=2)} == names
+
+
 def test_chunks_are_for_divisible_exchanges_above_one_chunk() -> None:
     tensors = [tensor("big", 100), tensor("small", 10)]
     policy = Uniform(QSGD(), bucket_bytes=1, chunk_bytes=40)
@@ -159,6 +208,8 @@ def test_models_that_cannot_be_planned() -> None:
         ({"default": QSGD(), "rules": [("a",)]}, FormatError, r"rules\[0\] is \('a',\): it must be a pair"),
         ({"default": QSGD(), "rules": [("a", 4)]}, SpecError, r"rules\[0\]\[1\] is 4"),
         ({"default": QSGD(), "rules": [("", QSGD())]}, FormatError, r"rules\[0\]\[0\] is ''"),
+        ({"default": QSGD(), "rules": [({"name": "x"}, QSGD())]}, FormatError, r"rules\[0\]\[0\].*name"),
+        ({"default": QSGD(), "rules": [({"min_dims": -1}, QSGD())]}, FormatError, r"rules\[0\]\[0\].min_dims is -1"),
         ({"default": QSGD(), "rules": QSGD()}, FormatError, "rules is QSGD"),
         ({"default": QSGD(), "schedule": "pipelned"}, FormatError, "did you mean 'pipelined'"),
         ({"default": QSGD(), "scheme": "ring"}, FormatError, "scheme is 'ring'"),

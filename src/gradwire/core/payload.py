@@ -71,7 +71,7 @@ def index_bytes(kept: int, numel: int) -> int:
     """Bytes of `kept` ascending indices below `numel`.
 
     >>> index_bytes(10, 1000), index_bytes(500, 1000)
-    (11, 125)
+    (12, 125)
     """
     low = index_low_bits(kept, numel)
     return (numel + 7) // 8 if low < 0 else _elias_fano(kept, numel, low)

@@ -10,19 +10,18 @@
 """
 
 from collections.abc import Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
-from gradwire.core.checks import changed, freeze, show, text, unique, whole, word
+from gradwire.core.checks import changed, freeze, unique, whole, word
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
-from gradwire.errors import FormatError, PlanError
+from gradwire.errors import PlanError
+from gradwire.planner.rules import Where, as_rule, useless
 
 __all__ = ["SCHEMES", "Policy", "Uniform", "executable"]
 
@@ -31,10 +30,13 @@ SCHEMES = ("allreduce", "allgather", "alltoall")
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
-    RulesField: TypeAlias = Sequence[tuple[str, Spec]]
+    RulesField: TypeAlias = Sequence[tuple[str | Where, Spec]]
     ScheduleField: TypeAlias = Schedule | str
 else:
     SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
+
+
+_EXEMPT = Identity()
 
 
 class Policy(Document, frozen=True, kw_only=True):
@@ -42,12 +44,16 @@ class Policy(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "scheme", "bucket_bytes")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes")
 
     default: SpecField
     """Spec of the tensors that no rule matches."""
     rules: RulesField = ()
-    """(pattern, spec) pairs; patterns as in fnmatch, case counts, on whole tensor names; the first match wins."""
+    """(which, spec) pairs, the first match wins. `which` is a pattern as in fnmatch, case counts, on whole tensor names, with
+    | between alternatives ("*.bias|*norm*"), or a `Where`, which knows sizes, dimensions and dtypes too."""
+    exempt_vectors: bool = True
+    """Tensors of one dimension or none (biases, norms) that no rule matches travel as they are, in buckets of their own, as
+    in CGX: they are few bytes, and errors in them cost most."""
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
@@ -67,7 +73,7 @@ class Policy(Document, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "default", as_spec("default", self.default))
         freeze(self, "rules")
-        msgspec.structs.force_setattr(self, "rules", tuple(_as_rule(i, rule) for i, rule in enumerate(self.rules)))
+        msgspec.structs.force_setattr(self, "rules", tuple(as_rule(i, rule) for i, rule in enumerate(self.rules)))
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         if self.scheme is not None:
             word("scheme", self.scheme, SCHEMES)
@@ -99,19 +105,28 @@ class Policy(Document, frozen=True, kw_only=True):
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
         specs: dict[str, Spec] = {}
-        for pattern, spec in self.rules:
-            matched = [tensor.name for tensor in tensors if fnmatchcase(tensor.name, pattern)]
+        for which, spec in self.rules:
+            where = which if isinstance(which, Where) else Where(which)
+            matched = [tensor.name for tensor in tensors if where.matches(tensor)]
             fresh = [name for name in matched if name not in specs]
             if not fresh:
-                raise PlanError(_useless(pattern, spec, matched, [tensor.name for tensor in tensors]))
+                raise PlanError(useless(which, spec, matched, tensors))
             specs.update(dict.fromkeys(fresh, spec))
+        exempt = [tensor.name for tensor in tensors if self.exempt_vectors and len(tensor.shape) < 2]
+        specs = dict.fromkeys(exempt, _EXEMPT) | specs
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends)."""
+        """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends).
+
+        What is exempt among compressed tensors is little: two buckets at most but for `bucket_bytes`, the second small, since
+        nothing hides the last exchange.
+        """
         full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
         filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
         filled: dict[tuple[str, str, str], int] = {}
+        exempt = sum(tensor.nbytes for tensor in tensors if specs[tensor.name] is _EXEMPT)
+        exempt_to_come = exempt
         closed: list[list[tuple[int, TensorInfo]]] = []
         sent, to_come = 0, sum(tensor.nbytes for tensor in tensors)
         for position, tensor in enumerate(tensors):
@@ -119,7 +134,11 @@ class Policy(Document, frozen=True, kw_only=True):
             key = (tensor.dtype, tensor.device, specs[tensor.name].family)
             filling.setdefault(key, []).append((position, tensor))
             filled[key] = filled.get(key, 0) + tensor.nbytes
-            if filled[key] >= min(full, max(min(sent, to_come), self.edge_bytes)):
+            least = max(min(sent, to_come), self.edge_bytes)
+            if specs[tensor.name] is _EXEMPT and 0 < exempt < sent + to_come:
+                exempt_to_come -= tensor.nbytes
+                least = filled[key] if 0 < exempt_to_come <= exempt // 8 < filled[key] else full
+            if filled[key] >= min(full, least):
                 sent += filled[key]
                 closed.append(filling.pop(key))
                 filled.pop(key)
@@ -163,10 +182,11 @@ def Uniform(
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
 
     >>> Uniform(Identity())
-    Policy(default=Identity())
+    Policy(default=Identity(), exempt_vectors=False)
     """
     return Policy(
         default=spec,
+        exempt_vectors=False,
         schedule=schedule,
         scheme=scheme,
         bucket_bytes=bucket_bytes,
@@ -185,13 +205,6 @@ def executable(schedule: Schedule | str) -> Backward:
     return schedule
 
 
-def _as_rule(index: int, rule: Any) -> tuple[str, Spec]:
-    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
-        raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
-    text(f"rules[{index}][0]", rule[0], "a pattern of tensor names")
-    return rule[0], as_spec(f"rules[{index}][1]", rule[1])
-
-
 def _option(scheme: str, device: str, spec: Spec) -> tuple[str, ...]:
     comp, decomp = f"comp:{device}", f"decomp:{device}"
     option: tuple[str, ...] = {
@@ -200,13 +213,3 @@ def _option(scheme: str, device: str, spec: Spec) -> tuple[str, ...]:
         "alltoall": (comp, "alltoall:inter", decomp, comp, "allgather:inter", decomp),
     }[scheme]
     return tuple(task for task in option if task.endswith(":inter")) if isinstance(spec, Identity) else option
-
-
-def _useless(pattern: str, spec: Spec, matched: Sequence[str], names: Sequence[str]) -> str:
-    rule = f"rule ({pattern!r}, {spec!r})"
-    if matched:
-        return (
-            f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
-        )
-    close = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or list(names[:3])
-    return f"{rule} matches none of the {len(names)} tensors. Nearest names: {', '.join(close)}. Correct or remove it."
