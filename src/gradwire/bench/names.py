@@ -8,6 +8,7 @@ from typing import Any
 from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
 from gradwire.core.reading import check_plain, parse
+from gradwire.core.specs import installed_specs, spec_from_text
 from gradwire.errors import FormatError
 from gradwire.planner.policy import Policy, Uniform
 
@@ -75,10 +76,12 @@ def parse_policy(text: str) -> Policy | str:
         return Policy.from_dict(read) if "default" in read else Uniform(spec_from_dict(read))
     if os.path.isfile(text):
         return Policy.load(text) if _is_policy(Path(text)) else text
+    if "(" in text or text in {cls.__name__ for cls in installed_specs().values()}:
+        return Uniform(spec_from_text(text))
     raise FormatError(
         f"{text[:300]!r} is no policy, and no file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
-        'error feedback), a spec such as {"id":"qsgd","bits":4}, a policy such as {"default":{"id":"qsgd","bits":4},'
-        '"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
+        "error feedback), a spec such as ErrorFeedback(TopK(0.01)), as in Python or as JSON, a policy such as "
+        '{"default":{"id":"qsgd","bits":4},"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
     )
 
 
@@ -91,7 +94,7 @@ def _is_policy(path: Path) -> bool:
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a comma-separated list. Commas inside braces belong to a JSON spec and do not separate.
+    """The names in a comma-separated list. Commas inside braces and parentheses belong to a spec and do not separate.
 
     >>> split_names('ddp,gradwire:{"id":"qsgd","bits":4}')
     ['ddp', 'gradwire:{"id":"qsgd","bits":4}']
@@ -99,7 +102,7 @@ def split_names(text: str) -> list[str]:
     names: list[str] = []
     depth = start = 0
     for position, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
+        depth += (letter in "{(") - (letter in "})")
         if letter == "," and depth == 0:
             names.append(text[start:position])
             start = position + 1

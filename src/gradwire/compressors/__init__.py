@@ -1,6 +1,7 @@
 """Compressors: one method a file, found by the class of its spec."""
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
@@ -13,6 +14,9 @@ from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, PowerSGD, S
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
+
+ENTRY_POINTS = "gradwire.compressors"
+"""The group in which other packages name, by the spec's id, the class that runs it; called with the spec."""
 
 _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Identity: IdentityCompressor,
@@ -35,10 +39,12 @@ def compressor_for(spec: Spec) -> Compressor:
     >>> compressor_for(QSGD(bits=4)).granularity
     128
     """
+    for found in entry_points(group=ENTRY_POINTS, name=spec.id) if type(spec) not in _BY_SPEC else ():
+        register_compressor(type(spec), found.load())
     make = _BY_SPEC.get(type(spec))
     if make is None:
         raise SpecError(
             f"{spec!r} has no compressor: its class {type(spec).__name__} is registered as a spec only. Call "
-            "gradwire.compressors.register_compressor with what runs it."
+            f"gradwire.compressors.register_compressor with what runs it, or name it in the entry points of {ENTRY_POINTS}."
         )
     return make(spec)

@@ -12,10 +12,20 @@ ErrorFeedback(QSGD(bits=4, block=128))
 True
 """
 
-from gradwire.core.specs.base import Law, Run, Spec, as_spec, register_spec, registered_specs, spec_from_dict
+from gradwire.core.specs.base import (
+    Law,
+    Run,
+    Spec,
+    as_spec,
+    installed_specs,
+    register_spec,
+    registered_specs,
+    spec_from_dict,
+)
 from gradwire.core.specs.dense import FP8, Cast, Identity, Natural, Truncate
 from gradwire.core.specs.feedback import ErrorFeedback, innermost
 from gradwire.core.specs.low_rank import PowerSGD
+from gradwire.core.specs.notation import spec_from_text
 from gradwire.core.specs.quantisers import QSGD, Int8, TernGrad, TwoBit
 from gradwire.core.specs.signs import EFSignSGD, OneBit, SignSGD, Signum
 from gradwire.core.specs.sparse import DGC, BlockTopK, RandomK, Threshold, TopK
@@ -46,7 +56,9 @@ __all__ = [
     "TwoBit",
     "as_spec",
     "innermost",
+    "installed_specs",
     "register_spec",
     "registered_specs",
     "spec_from_dict",
+    "spec_from_text",
 ]

@@ -1,6 +1,7 @@
 """What a spec is, and the registry by which JSON names it."""
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +13,8 @@ from gradwire.errors import GradwireError, SpecError
 __all__ = ["Law", "Run", "Spec", "SpecField", "as_spec", "register_spec", "registered_specs", "spec_from_dict"]
 
 _REGISTRY: dict[str, type["Spec"]] = {}
+ENTRY_POINTS = "gradwire.specs"
+"""The group in which other packages name their specs; they name compressors in gradwire.compressors."""
 
 
 class Run(NamedTuple):
@@ -138,8 +141,35 @@ def register_spec(cls: type[S]) -> type[S]:
 
 
 def registered_specs() -> dict[str, type[Spec]]:
-    """The registered classes by id, a copy."""
+    """The registered classes by id, a copy. Those of installed packages that were not needed yet are not among them."""
     return dict(_REGISTRY)
+
+
+def installed_specs() -> dict[str, type[Spec]]:
+    """The registered classes by id and those of all installed packages."""
+    for found in entry_points(group=ENTRY_POINTS):
+        _load(found)
+    return registered_specs()
+
+
+def _installed(name: object) -> type[Spec] | None:
+    """The class that an installed package has under this id."""
+    for found in entry_points(group=ENTRY_POINTS, name=name) if isinstance(name, str) else ():
+        _load(found)
+    return _REGISTRY.get(name) if isinstance(name, str) else None
+
+
+def _load(found: EntryPoint) -> None:
+    """Entry points are `id = "module:SpecClass"`."""
+    try:
+        cls = found.load()
+        if getattr(cls, "id", None) != found.name:
+            raise SpecError(f"its class {cls!r} has another id: name the entry point as the class's `id`.")
+        register_spec(cls)
+    except Exception as error:
+        raise SpecError(
+            f"entry point {found.name} = {found.value!r} of {ENTRY_POINTS} cannot be used: {error}"
+        ) from error
 
 
 def spec_from_dict(data: Mapping[str, object]) -> Spec:
@@ -156,11 +186,11 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
     if "id" not in data:
         raise SpecError(f"id is missing in {show(dict(data))}: it says which compressor. Known: {', '.join(known)}.")
     name = data["id"]
-    cls = _REGISTRY.get(name) if isinstance(name, str) else None
+    cls = (_REGISTRY.get(name) if isinstance(name, str) else None) or _installed(name)
     if cls is None:
         raise SpecError(
             f"id is {show(name)}, which is no registered compressor: it must be one of {', '.join(known)}"
-            f"{near(name, known)}. A compressor of your own is registered with `register_spec`."
+            f"{near(name, known)}. A compressor of your own is registered with `register_spec`, or by its package's entry point."
         )
     try:
         return convert({key: value for key, value in data.items() if key != "id"}, cls)
