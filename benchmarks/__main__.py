@@ -8,11 +8,12 @@ import sys
 
 PARTS = {
     "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
+    "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
 }
-DEFAULT = ("kernels", "exchange")
+DEFAULT = ("kernels", "compressors", "exchange")
 
 
 def main(arguments: list[str]) -> int:

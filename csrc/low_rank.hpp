@@ -46,31 +46,36 @@ static void project_all(const T* src, const float* residual, const Matrix* matri
 // Q[k, j] = sum over rows of P[i, k] * M[i, j], eight rows at a time, a strip of columns at a time.
 constexpr i64 kStrip = 1024;
 
+// Adds the products of R rows, from row i on, to K rows of Q.
+template <class T, bool Residual, int K, int R>
+GW_INLINE void add_rows(const T* __restrict src, const float* __restrict residual, i64 columns, i64 width, const float* p,
+                        i64 rank, float* __restrict q, i64 stride) {
+  float factor[R][K];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < K; ++c) factor[r][c] = p[r * rank + c];
+  for (i64 j = 0; j < width; ++j) {
+    float sums[K] = {};
+    for (int r = 0; r < R; ++r) {
+      const float x = element<T, Residual>(src, residual, r * columns + j);
+      for (int c = 0; c < K; ++c) sums[c] += factor[r][c] * x;
+    }
+    for (int c = 0; c < K; ++c) q[c * stride + j] += sums[c];
+  }
+}
+
 template <class T, bool Residual, int K>
 static void back_project_strip(const T* src, const float* residual, const Matrix& m, i64 rank, i64 k, i64 first, i64 width,
                                const float* p, float* q) {
-  for (int c = 0; c < K; ++c)
-    for (i64 j = 0; j < width; ++j) q[(k + c) * m.columns + first + j] = 0.0f;
-  for (i64 i = 0; i < m.rows; i += 8) {
-    const i64 rows = m.rows - i < 8 ? m.rows - i : 8;
-    float factor[8][K];
-    for (i64 r = 0; r < 8; ++r)
-      for (int c = 0; c < K; ++c) factor[r][c] = r < rows ? p[(i + r) * rank + k + c] : 0.0f;
+  alignas(64) float strip[K * kStrip] = {};
+  i64 i = 0;
+  for (; i < m.rows; i += i + 8 <= m.rows ? 8 : 1) {
     const i64 start = m.offset + i * m.columns + first;
-    for (i64 j = 0; j < width; ++j) {
-      float x[8];
-      for (i64 r = 0; r < 8; ++r) x[r] = 0.0f;
-      if (rows == 8)
-        for (i64 r = 0; r < 8; ++r) x[r] = element<T, Residual>(src + start, residual + (Residual ? start : 0), r * m.columns + j);
-      else
-        for (i64 r = 0; r < rows; ++r) x[r] = element<T, Residual>(src + start, residual + (Residual ? start : 0), r * m.columns + j);
-      for (int c = 0; c < K; ++c) {
-        float sum = 0.0f;
-        for (int r = 0; r < 8; ++r) sum += factor[r][c] * x[r];
-        q[(k + c) * m.columns + first + j] += sum;
-      }
-    }
+    const T* from = src + start;
+    const float* left = Residual ? residual + start : nullptr;
+    if (i + 8 <= m.rows) add_rows<T, Residual, K, 8>(from, left, m.columns, width, p + i * rank + k, rank, strip, kStrip);
+    else add_rows<T, Residual, K, 1>(from, left, m.columns, width, p + i * rank + k, rank, strip, kStrip);
   }
+  for (int c = 0; c < K; ++c) __builtin_memcpy(q + (k + c) * m.columns + first, strip + c * kStrip, size_t(width) * sizeof(float));
 }
 
 template <class T, bool Residual>

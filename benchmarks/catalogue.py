@@ -1,0 +1,61 @@
+"""Every compressor at the settings that benchmarks and docs show, with where it comes from and when to use it."""
+
+from typing import NamedTuple
+
+import gradwire as gw
+from gradwire.core import Spec
+
+__all__ = ["ENTRIES", "Entry"]
+
+
+class Entry(NamedTuple):
+    """One row of the page of compressors."""
+
+    spec: Spec
+    source: str
+    use: str
+    encode: float | None = None
+    """The ratio to `copy_` that encoding is to reach at 4 and 64 MB, with a residual 0.6 of it; or, where `gbps`, GB/s."""
+    gbps: bool = False
+    trains: bool = True
+    """Whether a model can be trained with it as it is, by the optimizer of the bench's jobs."""
+
+
+QUANTISER, SIGN = 0.7, 1.0
+
+ENTRIES: list[Entry] = [
+    Entry(gw.Identity(), "none", "exact sums; fast networks"),
+    Entry(gw.Cast("float16"), "PyTorch's fp16 hook", "twice fewer bytes with next to no loss; overflows beyond 65504"),
+    Entry(gw.Cast("bfloat16"), "PyTorch's bf16 hook", "as float16, without overflow, with 8 times the error"),
+    Entry(gw.FP8("e4m3"), "FP8 formats (Micikevicius et al. 2022)", "4 times fewer bytes, tiny loss", QUANTISER),
+    Entry(gw.Int8(), "QSGD at 8 bits, nearest", "4 times fewer bytes, tiny loss", QUANTISER),
+    Entry(gw.Natural(), "Horvath et al. 2019", "values over many powers of two, unbiased", QUANTISER),
+    *(
+        Entry(gw.QSGD(bits=bits), "QSGD (Alistarh et al. 2017); CGX section 3", use, QUANTISER)
+        for bits, use in (
+            (8, "unbiased at 4 times fewer bytes"),
+            (6, "between 8 and 4 bits"),
+            (4, "the usual choice: 7.5 times fewer bytes, full accuracy without feedback"),
+            (3, "fewer bytes than 4 bits; give it error feedback"),
+            (2, "with error feedback, on very slow links"),
+        )
+    ),
+    Entry(gw.QSGD(levels="exponential"), "NUQSGD (Ramezani-Kebrya et al. 2021)", "blocks with a few large values"),
+    Entry(gw.ErrorFeedback(gw.QSGD(bits=2)), "QSGD with notes D3", "2 bits that learn as well as more", QUANTISER),
+    Entry(gw.TernGrad(), "Wen et al. 2017", "2 bits, unbiased, noisy", QUANTISER),
+    Entry(gw.TwoBit(), "MXNet; CD-SGD section 3", "2 bits with a residual of its own", QUANTISER),
+    Entry(gw.SignSGD(), "Bernstein et al. 2018", "with learning rates for steps of size one", SIGN, trains=False),
+    Entry(gw.Signum(), "Bernstein et al. 2018", "as SignSGD, less noise", SIGN, trains=False),
+    Entry(gw.EFSignSGD(), "Karimireddy et al. 2019; Cupcake", "1 bit that learns", SIGN),
+    Entry(gw.OneBit(), "Seide et al. 2014; Cupcake", "1 bit, fewest bytes of the dense ones", SIGN),
+    Entry(gw.ErrorFeedback(gw.TopK(0.01)), "Aji and Heafield 2017; Cupcake", "very slow links, few ranks", 1.0, True),
+    Entry(gw.ErrorFeedback(gw.BlockTopK(0.01)), "Top-k in blocks", "as Top-k, cheaper to find", 1.0, True),
+    Entry(gw.ErrorFeedback(gw.Threshold(1e-3)), "Strom 2015", "gradients whose scale is known"),
+    Entry(
+        gw.ErrorFeedback(gw.RandomK(0.01)), "Stich et al. 2018; Cupcake", "cheapest to find, summed on the wire", SIGN
+    ),
+    Entry(gw.DGC(0.01), "Lin et al. 2018; ByteComp, Cupcake", "Top-k with plain SGD", 1.0, True, trains=False),
+    Entry(
+        gw.PowerSGD(rank=4), "Vogels et al. 2019", "matrices; many ranks, as factors are summed on the wire", 1.3, True
+    ),
+]

@@ -1,0 +1,124 @@
+"""Encode and decode-and-add of every compressor as the engine calls them, beside `copy_`; one thread.
+
+    python -m benchmarks compressors [--megabytes 1 4 64] [--pairs 15] [--only TopK]
+
+Each is timed in turn with `copy_` between two warm float32 tensors of the same size, A B A B; the ratio is the median over
+the pairs of copy time / codec time. GB/s count float32 elements at 4 bytes. PowerSGD's matrices are as square as the size
+allows, its "encode" is both rounds and its "decode" what follows them.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.catalogue import ENTRIES, Entry
+from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.kernels import seconds
+from gradwire.collectives import Program
+from gradwire.compressors import Context, compressor_for
+from gradwire.core import Spec
+from gradwire.core.specs import Run
+from gradwire.kernels import Segment, Segments, cpu
+
+
+class Row(NamedTuple):
+    """One compressor at one size."""
+
+    spec: str
+    megabytes: int
+    encode_gbps: float
+    encode_ratio: float
+    decode_gbps: float
+    decode_ratio: float
+    payload_bytes: int
+    wanted: float | None
+    """Of the encode ratio, or of its GB/s where `in_gbps`."""
+    in_gbps: bool
+    ok: bool
+
+
+def calls(spec: Spec, numel: int) -> tuple[Callable[[], object], Callable[[], object], int]:
+    """Encode, decode-and-add, payload bytes."""
+    compressor = compressor_for(spec)
+    rows = 2 ** (int(math.log2(numel)) // 2)
+    segments = Segments(
+        (Segment(0, numel, 1, 0, spec.element_bits),), torch.device("cpu"), ("w",), ((rows, numel // rows),)
+    )
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    state = [torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 1e-3 for _ in spec.state]
+    context = Context(torch.tensor([0, 1, 0, 0]))
+    size = spec.payload_bytes([Run(numel, spec.element_bits, segments.shapes[0])], 4)
+    if spec.rounds:
+        program: Program = compressor.program(gradient, state, segments)  # type: ignore[attr-defined]
+
+        def fill() -> None:
+            for number in range(spec.rounds):
+                program.fill(number, context)
+
+        return fill, lambda: program.finish(context), size
+    payload, total = torch.zeros(size, dtype=torch.uint8), torch.zeros(numel)
+    return (
+        lambda: compressor.encode(gradient, state, segments, context, payload),
+        lambda: compressor.decode(payload, segments, torch.float32, True, total, context),
+        size,
+    )
+
+
+def measure(entry: Entry, megabytes: int, pairs: int) -> Row:
+    numel = megabytes * 2**18
+    source, target = torch.randn(numel), torch.zeros(numel)
+    encode, decode, size = calls(entry.spec, numel)
+    found: list[float] = []
+    for call in (encode, decode):
+        copy = lambda: target.copy_(source)  # noqa: E731
+        for warm_up in (encode, copy, call, copy, call):
+            warm_up()
+        times = [(seconds(copy), seconds(call)) for _ in range(pairs)]
+        found.append(numel * 4e-9 / statistics.median(taken for _, taken in times))
+        found.append(statistics.median(copied / taken for copied, taken in times))
+    wanted = entry.encode
+    if wanted is not None and not entry.gbps and entry.spec.feedback:
+        wanted *= 0.6
+    reached = found[0] if entry.gbps else found[1]
+    ok = wanted is None or megabytes < 4 or reached >= wanted
+    return Row(repr(entry.spec), megabytes, *found, size, wanted, entry.gbps, ok)
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, print and write benchmarks/results/compressors.json; 1 if one is slower than promised."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compressors")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 64])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", default="", help="a part of the spec's name")
+    options = parser.parse_args(arguments)
+    if problem := cpu.available():
+        print(f"the plain-torch reference is measured: {problem}")
+    torch.set_num_threads(1)
+    rows, console = [], Console(width=150)
+    for megabytes in options.megabytes:
+        table = Table(title=f"{megabytes} MB of float32, one thread: GB/s (ratio to copy_)", title_justify="left")
+        for column in ("compressor", "encode", "wanted", "decode and add", "bytes an element"):
+            table.add_column(column, justify="left" if column == "compressor" else "right")
+        for entry in ENTRIES:
+            if options.only not in repr(entry.spec):
+                continue
+            rows.append(row := measure(entry, megabytes, options.pairs))
+            wanted = "" if row.wanted is None else f"{row.wanted:.2f}{' GB/s' if row.in_gbps else ''}"
+            style = "" if row.ok else "bold red"
+            encode = f"{row.encode_gbps:.2f} ({row.encode_ratio:.2f})"
+            decode = f"{row.decode_gbps:.2f} ({row.decode_ratio:.2f})"
+            table.add_row(row.spec, encode, wanted, decode, f"{row.payload_bytes / megabytes / 2**18:.3f}", style=style)
+        console.print(table)
+    slow = [row for row in rows if not row.ok]
+    for row in slow:
+        print(f"slower than promised: {row.spec} at {row.megabytes} MB")
+    console.print(f"{cpu_name()}, torch {torch.__version__}. Ratio 1.00: as fast as the copy.", style="dim")
+    if not options.only:
+        write(RESULTS / "compressors.json", {"torch": torch.__version__, "rows": [row._asdict() for row in rows]})
+    return 1 if slow else 0
