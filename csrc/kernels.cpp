@@ -18,6 +18,11 @@ namespace GRADWIRE_LEVEL {
 #include "planes.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "selection.hpp"
+#include "indices.hpp"
+#include "sparse.hpp"
+#include "block_topk.hpp"
+#include "randomk.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -78,7 +83,9 @@ static void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dty
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode};
+const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
+                         select_encode, select_decode, block_topk_encode, block_topk_decode,
+                         stream_base, random_gather, random_scatter};
 
 }  // namespace GRADWIRE_LEVEL
 }  // namespace gradwire

@@ -5,5 +5,27 @@ Works on any device and is correct everywhere; hundreds of times slower than the
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
+from gradwire.kernels.reference.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
+from gradwire.kernels.reference.sparse import (
+    block_topk_decode,
+    block_topk_encode,
+    dgc_encode,
+    topk_decode,
+    topk_encode,
+)
 
-__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+__all__ = [
+    "block_topk_decode",
+    "block_topk_encode",
+    "cast_decode",
+    "cast_encode",
+    "dgc_encode",
+    "gather_random",
+    "qsgd_decode",
+    "qsgd_encode",
+    "randomk_decode",
+    "randomk_encode",
+    "scatter_random",
+    "topk_decode",
+    "topk_encode",
+]
