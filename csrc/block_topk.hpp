@@ -3,52 +3,59 @@
 
 constexpr i64 kMaxPlaces = 256;  // elements of a block: a place is one byte
 
-// The places of the k largest of n values, ascending; of equal ones the first. bits has kMaxPlaces, zeros from n on.
-static void largest_places(const u32* __restrict bits, i64 n, i64 k, u8* __restrict places) {
-  alignas(64) u8 passed[kMaxPlaces];
-  const Bound bound = find_bound(bits, (n + 15) / 16 * 16, k);
-  for (i64 i = 0; i < (n + 15) / 16 * 16; ++i) passed[i] = key_of(bits[i]) >= bound.key;
-  GW_SETTLE(passed);
-  i64 ties = bound.at_least == k ? n : k - count_from(bits, n, bound.key + 1), sent = 0;
-  for (i64 w = 0; w < n; w += 8) {
-    u64 word;
-    __builtin_memcpy(&word, passed + w, 8);
-    for (; word; word &= word - 1) {
-      const i64 at = w + __builtin_ctzll(word) / 8;
-      const bool tie = key_of(bits[at]) == bound.key;
-      if (at >= n || (tie && ties <= 0)) continue;
-      ties -= tie;
-      places[sent++] = u8(at);
+constexpr i64 kLanes = 32, kFew = 16;  // lanes of a block, and how many it keeps for these to be worth while
+
+// A key that at least k <= kLanes of n values reach, hardly more as a rule: the k-th largest of the lanes' largest. The
+// values are filled up with zeros to a multiple of kLanes.
+static u32 lane_bound(const float* __restrict value, i64 n, i64 k) {
+  alignas(64) i32 most[kLanes] = {}, larger[kLanes] = {};
+  for (i64 i = 0; i < n; i += kLanes)
+    for (i64 j = 0; j < kLanes; ++j) {
+      const i32 key = key_of(value[i + j]);
+      most[j] = key > most[j] ? key : most[j];
     }
-  }
+  for (i64 i = 0; i < kLanes; ++i)
+    for (i64 j = 0; j < kLanes; ++j) larger[j] += most[i] > most[j];
+  i32 low = i32(kNanKey);
+  for (i64 j = 0; j < kLanes; ++j) low = larger[j] < k && most[j] < low ? most[j] : low;
+  return u32(low);
 }
 
 template <class T, bool Residual>
 static void block_select_as(const T* src, float* residual, const Segment* segments, i64 count, i64 block, double ratio,
                             u8* payload) {
-  alignas(64) u32 bits[kMaxPlaces];
+  alignas(64) float value[kMaxPlaces];
+  alignas(64) u8 passed[kMaxPlaces];
+  u32 index[kMaxPlaces], bits[kMaxPlaces];
   u8 *values = payload, *places = payload;
   for (i64 s = 0; s < count; ++s) places += block_kept(segments[s].numel, block, ratio) * i64(sizeof(T));
+  const i64 whole = kept_of(block, ratio);
   for (i64 s = 0; s < count; ++s) {
     for (i64 at = 0; at < segments[s].numel; at += block) {
-      const i64 n = segments[s].numel - at < block ? segments[s].numel - at : block, kept = kept_of(n, ratio);
+      const i64 left_over = segments[s].numel - at, n = left_over < block ? left_over : block;
+      const i64 kept = n == block ? whole : kept_of(n, ratio), filled = (n + kLanes - 1) / kLanes * kLanes;
       const T* __restrict from = src + segments[s].offset + at;
       float* __restrict left = Residual ? residual + segments[s].offset + at : nullptr;
       for (i64 i = 0; i < n; ++i) {
         const float v = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
         if (Residual) left[i] = (bits_of(v) & 0x7fffffffu) < Carried<T>::below ? v : left[i];
-        bits[i] = bits_of(v);
+        value[i] = v;
       }
-      for (i64 i = n; i < (n + 15) / 16 * 16; ++i) bits[i] = 0;
-      largest_places(bits, n, kept, places);
+      for (i64 i = n; i < filled; ++i) value[i] = 0.0f;
+      const u32 low = kept <= kFew ? lane_bound(value, n, kept) : u32(find_bound(value, n, kept).key);
+      for (i64 i = 0; i < filled; ++i) passed[i] = u8((bits_of(value[i]) & 0x7fffffffu) >= low);
+      for (i64 i = n; i < filled; ++i) passed[i] = 0;
+      GW_SETTLE(passed);
+      Candidates found{index, bits, 0};
+      append(passed, value, n, 0, found);
+      if (found.count > kept) keep_largest(found, kept);
       for (i64 i = 0; i < kept; ++i, values += sizeof(T)) {
-        const u32 raw = bits[places[i]];
         T sent;
-        from_float(one_nan(float_of(raw)), sent);
+        from_float(one_nan(float_of(bits[i])), sent);
         __builtin_memcpy(values, &sent, sizeof(T));
-        if (Residual && (raw & 0x7fffffffu) < Carried<T>::below) left[places[i]] = float_of(raw) - to_float(sent);
+        *places++ = u8(index[i]);
+        if (Residual && (bits[i] & 0x7fffffffu) < Carried<T>::below) left[index[i]] = float_of(bits[i]) - to_float(sent);
       }
-      places += kept;
     }
   }
 }

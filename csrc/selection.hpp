@@ -17,9 +17,12 @@ struct Candidates {
   i64 count;
 };
 
-static i64 count_from(const u32* __restrict bits, i64 count, i32 low) {
+GW_INLINE i32 key_of(float value) { return key_of(bits_of(value)); }
+
+template <class V>
+static i64 count_from(const V* __restrict value, i64 count, i32 low) {
   i32 found = 0;
-  for (i64 i = 0; i < count; ++i) found += key_of(bits[i]) >= low;
+  for (i64 i = 0; i < count; ++i) found += key_of(value[i]) >= low;
   return found;
 }
 
@@ -28,15 +31,16 @@ struct Bound {
   i64 at_least;  // how many are; more than k: some of exactly this key are too many
 };
 
-// Of count >= k >= 1 values. Halves the range of keys until k are found, or one key is left.
-GW_INLINE Bound find_bound(const u32* bits, i64 count, i64 k) {
+// Of count >= k >= 1 values, or their bits. Halves the range of keys until k are found, or one key is left.
+template <class V>
+static Bound find_bound(const V* value, i64 count, i64 k) {
   i32 low = 0, most = 0;
-  for (i64 i = 0; i < count; ++i) most = key_of(bits[i]) > most ? key_of(bits[i]) : most;
+  for (i64 i = 0; i < count; ++i) most = key_of(value[i]) > most ? key_of(value[i]) : most;
   i32 high = most + 1;  // at least k keys are >= low, fewer than k are >= high
   i64 found = count;
   while (found != k && high - low > 1) {
     const i32 middle = low + (high - low) / 2;
-    const i64 above = count_from(bits, count, middle);
+    const i64 above = count_from(value, count, middle);
     if (above >= k) {
       low = middle;
       found = above;
