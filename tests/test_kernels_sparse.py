@@ -1,7 +1,7 @@
 """Sparsifiers: every SIMD level and the reference select, write, read and remember the same, and refuse what is damaged."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,8 +13,17 @@ from gradwire.kernels import Segment, Segments, cpu, tensor_key
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
 
 NUMELS = (0, 1, 7, 8, 9, 123, 127, 128, 129, 4097, 70001)
-RATIOS = (1e-5, 0.01, 0.09, 0.5, 1.0)
+RATIOS = (1e-5, 0.02, 0.3, 1.0)
 LEAST = 0.03  # Threshold's, in the tests below
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference's many small operations only wait for each other on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def one_after_another(numels: tuple[int, ...]) -> Segments:
@@ -172,10 +181,10 @@ def misleading_and_not_finite(n: int) -> torch.Tensor:
 @pytest.mark.parametrize("order", ORDERS)
 def test_bytes_whatever_the_order(order: str) -> None:
     """Long ones, so that candidates are dropped on the way and bounds from samples are too low or too high."""
-    numels = (70001, 33333)
+    numels = (20011, 9973)
     x = ORDERS[order](sum(numels))
     for dtype in DTYPES:
-        for spec in (TopK(0.01), TopK(0.01, per="bucket"), TopK(0.1), DGC(0.001), BlockTopK(0.02)):
+        for spec in (TopK(0.01), TopK(0.02, per="bucket"), DGC(0.001), BlockTopK(0.02)):
             assert_all_alike(
                 lambda w, s=spec, d=dtype: run(w, x.to(d), one_after_another(numels), s), f"{spec} {dtype}"
             )
