@@ -165,7 +165,7 @@ ORDERS: dict[str, Callable[[int], torch.Tensor]] = {
     "two values": lambda n: torch.where(torch.arange(n) % 3 == 0, 2.0, -1.0),
     "denormals": lambda n: torch.arange(n).to(torch.int32).view(torch.float32),
     # large only where samples may be taken: the bound found on a sample is far too high
-    "misleading": lambda n: heavy(n).index_fill(0, torch.arange(0, n, 63)[:90], 1e6),
+    "misleading": lambda n: heavy(n).index_fill(0, torch.arange(0, n, 19)[:90], 1e6),
     "misleading and not finite": lambda n: misleading_and_not_finite(n),
     "huge": lambda n: heavy(n) * 1e38,
 }
@@ -189,6 +189,20 @@ def test_bytes_whatever_the_order(order: str) -> None:
                 lambda w, s=spec, d=dtype: run(w, x.to(d), one_after_another(numels), s), f"{spec} {dtype}"
             )
     assert_all_alike(lambda w: run_random(w, x, one_after_another(numels), 0.01), "Random-k")
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_where_a_misleading_sample_meets_what_cannot_be_carried(dtype: torch.dtype) -> None:
+    """The second search, below the sampled bound, reads the residual, which is not the sum where that is not finite."""
+    x, old = ORDERS["misleading"](20011).clamp(max=1e4).to(dtype), torch.zeros(20011)
+    x[5:400:11], old[5:400:11] = NAN, 100.0
+
+    def run_with_large_residual(w: Way) -> dict[str, torch.Tensor]:
+        residual = old.clone()
+        return {"payload": encode_topk(w, x, residual, whole(20011, 0), TopK(0.01)), "residual": residual}
+
+    assert_all_alike(run_with_large_residual, str(dtype))
 
 
 # ---- what is selected

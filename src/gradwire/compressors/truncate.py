@@ -39,12 +39,11 @@ class TruncateCompressor(Compressor):
         residual = residual_in(state)
         for where, sent, to in self._runs(segments, src.element_size()):
             v = src[where] if residual is None else src[where].to(torch.float32) + residual[where]
-            narrow = v.to(src.dtype)
-            payload[to].copy_(narrow[:sent].view(torch.uint8))
+            value = v.to(src.dtype)
+            payload[to].copy_(value[:sent].view(torch.uint8))
             if residual is not None:
-                carried = narrow.isfinite()
-                narrow[sent:] = 0
-                residual[where] = torch.where(carried, v - narrow.to(torch.float32), residual[where])
+                rest = torch.cat([v[:sent] - value[:sent].to(torch.float32), v[sent:]])
+                residual[where] = torch.where(value.isfinite(), rest, residual[where])
 
     def decode(
         self,
