@@ -19,6 +19,11 @@ namespace GRADWIRE_LEVEL {
 #include "qsgd.hpp"
 #include "cast.hpp"
 #include "low_rank.hpp"
+#include "selection.hpp"
+#include "indices.hpp"
+#include "sparse.hpp"
+#include "block_topk.hpp"
+#include "randomk.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -106,8 +111,9 @@ static void reconstruct(void* dst, Dtype dtype, float* residual, const Matrix* m
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
-    project, back_project, orthogonalise, reconstruct,
+    GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode, project, back_project, orthogonalise,
+    reconstruct, select_encode, select_decode, block_topk_encode, block_topk_decode, stream_base, random_gather,
+    random_scatter,
 };
 
 }  // namespace GRADWIRE_LEVEL

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "sparse_layout.hpp"
+
 namespace gradwire {
 
 enum class Dtype : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
@@ -76,6 +78,22 @@ struct Kernels {
   void (*orthogonalise)(float* p, const Matrix* matrices, int64_t count, int64_t rank);
   void (*reconstruct)(void* dst, Dtype dtype, float* residual, const Matrix* matrices, int64_t count, int64_t rank,
                       const float* p, const float* q_sum, const float* q_own);
+  // Top-k and Threshold (no momentum) and DGC. Decoders return false, and write nothing, if the indices are damaged;
+  // `value` is the dtype of the payload's values, `index` has room for all indices.
+  void (*select_encode)(const void* src, Dtype dtype, float* residual, float* momentum, const Segment* segments, int64_t count,
+                        const Selector& selector, const Scratch& scratch, uint8_t* payload);
+  bool (*select_decode)(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                        int64_t count, const Selector& selector, uint32_t* index);
+  void (*block_topk_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                            int64_t block, double ratio, uint8_t* payload);
+  bool (*block_topk_decode)(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                            int64_t count, int64_t block, double ratio);
+  // Random-k's values alone, as float32 if `wide`; `stream_base` is the key of its random stream.
+  uint64_t (*stream_base)(const Stream& stream);
+  void (*random_gather)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count, double ratio,
+                        uint64_t stream, bool wide, uint8_t* values);
+  void (*random_scatter)(const uint8_t* values, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                         int64_t count, double ratio, uint64_t stream);
 };
 
 }  // namespace gradwire

@@ -5,12 +5,31 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
+from gradwire.compressors.block_topk import BlockTopKCompressor
 from gradwire.compressors.cast import CastCompressor
+from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.identity import IdentityCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
-from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, PowerSGD, Spec
+from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
+from gradwire.compressors.threshold import ThresholdCompressor
+from gradwire.compressors.topk import TopKCompressor
+from gradwire.compressors.truncate import TruncateCompressor
+from gradwire.core.specs import (
+    DGC,
+    QSGD,
+    BlockTopK,
+    Cast,
+    ErrorFeedback,
+    Identity,
+    PowerSGD,
+    RandomK,
+    Spec,
+    Threshold,
+    TopK,
+    Truncate,
+)
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
@@ -24,6 +43,12 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     QSGD: QSGDCompressor,
     PowerSGD: PowerSGDCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
+    TopK: TopKCompressor,
+    Threshold: ThresholdCompressor,
+    BlockTopK: BlockTopKCompressor,
+    RandomK: lambda spec: CommonRandomKCompressor(spec) if spec.indices == "common" else OwnRandomKCompressor(spec),
+    DGC: lambda spec: DGCCompressor(spec, compressor_for(ErrorFeedback(TopK(spec.ratio, spec.selection)))),
+    Truncate: TruncateCompressor,
 }
 
 

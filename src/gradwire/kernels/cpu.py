@@ -13,14 +13,23 @@ from gradwire.kernels.segments import Segments
 __all__ = [
     "available",
     "back_project",
+    "block_topk_decode",
+    "block_topk_encode",
     "cast_decode",
     "cast_encode",
+    "dgc_encode",
+    "gather_random",
     "levels",
     "orthogonalise",
     "project",
     "qsgd_decode",
     "qsgd_encode",
+    "randomk_decode",
+    "randomk_encode",
     "reconstruct",
+    "scatter_random",
+    "topk_decode",
+    "topk_encode",
     "use_level",
 ]
 
@@ -28,6 +37,7 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 _SCALES = {"max": 0, "minmax": 1, "l2": 2}
 _ROUNDINGS = {"stochastic": 0, "nearest": 1}
 _WIRES = {torch.bfloat16: 1, torch.float16: 2}
+_VALUES = {torch.float32: 0} | _WIRES
 
 
 @functools.cache
@@ -136,3 +146,106 @@ def reconstruct(
 ) -> None:
     """As `reference.reconstruct`; the same bits on every machine."""
     torch.ops.gradwire.reconstruct(dst, residual, matrices, rank, p, q_sum, q_own)
+
+
+def topk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    together: bool,
+    threshold: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.topk_encode`, in one pass."""
+    torch.ops.gradwire.topk_encode(src, residual, segments.table, ratio, together, threshold, payload)
+
+
+def dgc_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    momentum: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    decay: float,
+    bound: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.dgc_encode`, in one pass, and one before for a bound."""
+    torch.ops.gradwire.dgc_encode(src, residual, momentum, segments.table, ratio, decay, bound, payload)
+
+
+def topk_decode(
+    payload: torch.Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    ratio: float,
+    together: bool,
+    add: bool,
+    dst: torch.Tensor,
+) -> None:
+    """As `reference.topk_decode`."""
+    torch.ops.gradwire.topk_decode(payload, segments.table, _VALUES[dtype], ratio, together, add, dst)
+
+
+def block_topk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    block: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.block_topk_encode`."""
+    torch.ops.gradwire.block_topk_encode(src, residual, segments.table, ratio, block, payload)
+
+
+def block_topk_decode(
+    payload: torch.Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    ratio: float,
+    block: int,
+    add: bool,
+    dst: torch.Tensor,
+) -> None:
+    """As `reference.block_topk_decode`."""
+    torch.ops.gradwire.block_topk_decode(payload, segments.table, _VALUES[dtype], ratio, block, add, dst)
+
+
+def randomk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.randomk_encode`, at the speed of memory."""
+    torch.ops.gradwire.randomk_encode(src, residual, segments.table, stream, ratio, payload)
+
+
+def randomk_decode(
+    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.randomk_decode`."""
+    torch.ops.gradwire.randomk_decode(payload, segments.table, _VALUES[dtype], ratio, add, dst)
+
+
+def gather_random(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    values: torch.Tensor,
+) -> None:
+    """As `reference.gather_random`, at the speed of memory."""
+    torch.ops.gradwire.gather_random(src, residual, segments.table, stream, ratio, values.view(torch.uint8))
+
+
+def scatter_random(
+    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.scatter_random`."""
+    torch.ops.gradwire.scatter_random(values.view(torch.uint8), segments.table, stream, ratio, add, dst)

@@ -6,14 +6,31 @@ Works on any device and is correct everywhere; hundreds of times slower than the
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
+from gradwire.kernels.reference.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
+from gradwire.kernels.reference.sparse import (
+    block_topk_decode,
+    block_topk_encode,
+    dgc_encode,
+    topk_decode,
+    topk_encode,
+)
 
 __all__ = [
     "back_project",
+    "block_topk_decode",
+    "block_topk_encode",
     "cast_decode",
     "cast_encode",
+    "dgc_encode",
+    "gather_random",
     "orthogonalise",
     "project",
     "qsgd_decode",
     "qsgd_encode",
+    "randomk_decode",
+    "randomk_encode",
     "reconstruct",
+    "scatter_random",
+    "topk_decode",
+    "topk_encode",
 ]
