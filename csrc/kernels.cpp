@@ -18,6 +18,8 @@ namespace GRADWIRE_LEVEL {
 #include "planes.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "signs.hpp"
+#include "ternary.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -78,7 +80,8 @@ static void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dty
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode};
+const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
+                         sign_encode, mean_sign_encode, sign_decode, threshold_encode, threshold_decode, terngrad_encode};
 
 }  // namespace GRADWIRE_LEVEL
 }  // namespace gradwire

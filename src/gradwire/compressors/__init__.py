@@ -7,8 +7,24 @@ from gradwire.compressors.base import Compressor, Context
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.mean_signs import MeanSignCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
-from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, Spec
+from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
+from gradwire.compressors.terngrad import TernGradCompressor
+from gradwire.compressors.twobit import TwoBitCompressor
+from gradwire.core.specs import (
+    QSGD,
+    Cast,
+    EFSignSGD,
+    ErrorFeedback,
+    Identity,
+    OneBit,
+    SignSGD,
+    Signum,
+    Spec,
+    TernGrad,
+    TwoBit,
+)
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
@@ -18,6 +34,12 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Cast: CastCompressor,
     QSGD: QSGDCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
+    SignSGD: SignSGDCompressor,
+    Signum: SignumCompressor,
+    EFSignSGD: MeanSignCompressor,
+    OneBit: MeanSignCompressor,
+    TwoBit: TwoBitCompressor,
+    TernGrad: TernGradCompressor,
 }
 
 

@@ -10,7 +10,21 @@ import torch
 
 from gradwire.kernels.segments import Segments
 
-__all__ = ["available", "cast_decode", "cast_encode", "levels", "qsgd_decode", "qsgd_encode", "use_level"]
+__all__ = [
+    "available",
+    "cast_decode",
+    "cast_encode",
+    "levels",
+    "mean_sign_encode",
+    "qsgd_decode",
+    "qsgd_encode",
+    "sign_decode",
+    "sign_encode",
+    "terngrad_encode",
+    "threshold_decode",
+    "threshold_encode",
+    "use_level",
+]
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 _SCALES = {"max": 0, "minmax": 1, "l2": 2}
@@ -82,3 +96,62 @@ def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dt
 def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
     """As `reference.cast_decode`."""
     torch.ops.gradwire.cast_decode(payload, _WIRES[wire], add, dst)
+
+
+def sign_encode(
+    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
+) -> None:
+    """As `reference.sign_encode`, at the speed of memory."""
+    torch.ops.gradwire.sign_encode(src, momentum, keep, segments.table, payload)
+
+
+def mean_sign_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    means: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.mean_sign_encode`, at the speed of memory."""
+    torch.ops.gradwire.mean_sign_encode(src, residual, segments.table, block, means, payload)
+
+
+def sign_decode(
+    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.sign_decode`."""
+    torch.ops.gradwire.sign_decode(payload, segments.table, block, means, add, dst)
+
+
+def threshold_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    threshold: float,
+    multiple: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.threshold_encode`, at the speed of memory."""
+    torch.ops.gradwire.threshold_encode(src, residual, segments.table, block, threshold, multiple, payload)
+
+
+def threshold_decode(
+    payload: torch.Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.threshold_decode`."""
+    torch.ops.gradwire.threshold_decode(payload, segments.table, block, threshold, add, dst)
+
+
+def terngrad_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    clip: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.terngrad_encode`."""
+    torch.ops.gradwire.terngrad_encode(src, residual, segments.table, stream, block, clip, payload)
