@@ -3,21 +3,21 @@
 
 constexpr i64 kMaxPlaces = 256;  // elements of a block: a place is one byte
 
-constexpr i64 kLanes = 32, kFew = 16;  // lanes of a block, and how many it keeps for these to be worth while
+constexpr i64 kScanLanes = 32, kFew = 16;  // lanes of a block, and how many it keeps for these to be worth while
 
-// A key that at least k <= kLanes of n values reach, hardly more as a rule: the k-th largest of the lanes' largest. The
-// values are filled up with zeros to a multiple of kLanes.
+// A key that at least k <= kScanLanes of n values reach, hardly more as a rule: the k-th largest of the lanes' largest. The
+// values are filled up with zeros to a multiple of kScanLanes.
 static u32 lane_bound(const float* __restrict value, i64 n, i64 k) {
-  alignas(64) i32 most[kLanes] = {}, larger[kLanes] = {};
-  for (i64 i = 0; i < n; i += kLanes)
-    for (i64 j = 0; j < kLanes; ++j) {
+  alignas(64) i32 most[kScanLanes] = {}, larger[kScanLanes] = {};
+  for (i64 i = 0; i < n; i += kScanLanes)
+    for (i64 j = 0; j < kScanLanes; ++j) {
       const i32 key = key_of(value[i + j]);
       most[j] = key > most[j] ? key : most[j];
     }
-  for (i64 i = 0; i < kLanes; ++i)
-    for (i64 j = 0; j < kLanes; ++j) larger[j] += most[i] > most[j];
+  for (i64 i = 0; i < kScanLanes; ++i)
+    for (i64 j = 0; j < kScanLanes; ++j) larger[j] += most[i] > most[j];
   i32 low = i32(kNanKey);
-  for (i64 j = 0; j < kLanes; ++j) low = larger[j] < k && most[j] < low ? most[j] : low;
+  for (i64 j = 0; j < kScanLanes; ++j) low = larger[j] < k && most[j] < low ? most[j] : low;
   return u32(low);
 }
 
@@ -33,7 +33,7 @@ static void block_select_as(const T* src, float* residual, const Segment* segmen
   for (i64 s = 0; s < count; ++s) {
     for (i64 at = 0; at < segments[s].numel; at += block) {
       const i64 left_over = segments[s].numel - at, n = left_over < block ? left_over : block;
-      const i64 kept = n == block ? whole : kept_of(n, ratio), filled = (n + kLanes - 1) / kLanes * kLanes;
+      const i64 kept = n == block ? whole : kept_of(n, ratio), filled = (n + kScanLanes - 1) / kScanLanes * kScanLanes;
       const T* __restrict from = src + segments[s].offset + at;
       float* __restrict left = Residual ? residual + segments[s].offset + at : nullptr;
       for (i64 i = 0; i < n; ++i) {

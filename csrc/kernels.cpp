@@ -18,6 +18,8 @@ namespace GRADWIRE_LEVEL {
 #include "planes.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "signs.hpp"
+#include "ternary.hpp"
 #include "low_rank.hpp"
 #include "selection.hpp"
 #include "indices.hpp"
@@ -113,7 +115,7 @@ extern const Kernels kernels;
 const Kernels kernels = {
     GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode, project, back_project, orthogonalise,
     reconstruct, select_encode, select_decode, block_topk_encode, block_topk_decode, stream_base, random_gather,
-    random_scatter,
+    random_scatter, sign_encode, mean_sign_encode, sign_decode, threshold_encode, threshold_decode, terngrad_encode,
 };
 
 }  // namespace GRADWIRE_LEVEL

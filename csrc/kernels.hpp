@@ -59,6 +59,24 @@ struct Matrix {
   int64_t p_at, q_at;  // numbers, in the factors
 };
 
+// The same for `scales` bfloat16 scales a block and `bits` bits an element; block 0: a run is one block.
+inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits) {
+  int64_t blocks = 0, codes = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t numel = segments[i].numel;
+    blocks += block ? (numel + block - 1) / block : numel != 0;
+    codes += (numel + 7) / 8 * bits;
+  }
+  return {(2 * scales * blocks + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
+}
+
+// Elements of at least `threshold` travel as it; 0: it is so many times a block's mean magnitude.
+struct Ternary {
+  int64_t block;
+  float threshold;
+  double multiple;
+};
+
 struct Kernels {
   const char* level;
   // Reads src (+ residual, when given) and writes a payload; residual becomes what the payload lost.
@@ -94,6 +112,22 @@ struct Kernels {
                         uint64_t stream, bool wide, uint8_t* values);
   void (*random_scatter)(const uint8_t* values, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
                          int64_t count, double ratio, uint64_t stream);
+  // Signs of src, or of momentum, which becomes keep * momentum + take * src first.
+  void (*sign_encode)(const void* src, Dtype dtype, float* momentum, float keep, float take, const Segment* segments,
+                      int64_t count, uint8_t* payload);
+  // Signs and one mean magnitude a block, or two means: of what is at least zero and of what is below.
+  void (*mean_sign_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                           int64_t block, int means, uint8_t* payload);
+  // Both of these: no means are signs alone.
+  void (*sign_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                      int64_t block, int means);
+  void (*threshold_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                           const Ternary& q, uint8_t* payload);
+  void (*threshold_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                           const Ternary& q);
+  // QSGD with 2 bits, of values cut back to `clip` times the root mean square of their block.
+  void (*terngrad_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                          const Stream& stream, int64_t block, double clip, uint8_t* payload);
 };
 
 }  // namespace gradwire

@@ -10,25 +10,35 @@ from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.mean_signs import MeanSignCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
+from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
+from gradwire.compressors.terngrad import TernGradCompressor
 from gradwire.compressors.threshold import ThresholdCompressor
 from gradwire.compressors.topk import TopKCompressor
 from gradwire.compressors.truncate import TruncateCompressor
+from gradwire.compressors.twobit import TwoBitCompressor
 from gradwire.core.specs import (
     DGC,
     QSGD,
     BlockTopK,
     Cast,
+    EFSignSGD,
     ErrorFeedback,
     Identity,
+    OneBit,
     PowerSGD,
     RandomK,
+    SignSGD,
+    Signum,
     Spec,
+    TernGrad,
     Threshold,
     TopK,
     Truncate,
+    TwoBit,
 )
 from gradwire.errors import SpecError
 
@@ -42,6 +52,12 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Cast: CastCompressor,
     QSGD: QSGDCompressor,
     PowerSGD: PowerSGDCompressor,
+    SignSGD: SignSGDCompressor,
+    Signum: SignumCompressor,
+    EFSignSGD: MeanSignCompressor,
+    OneBit: MeanSignCompressor,
+    TwoBit: TwoBitCompressor,
+    TernGrad: TernGradCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
     TopK: TopKCompressor,
     Threshold: ThresholdCompressor,

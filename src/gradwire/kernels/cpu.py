@@ -20,6 +20,7 @@ __all__ = [
     "dgc_encode",
     "gather_random",
     "levels",
+    "mean_sign_encode",
     "orthogonalise",
     "project",
     "qsgd_decode",
@@ -28,6 +29,11 @@ __all__ = [
     "randomk_encode",
     "reconstruct",
     "scatter_random",
+    "sign_decode",
+    "sign_encode",
+    "terngrad_encode",
+    "threshold_decode",
+    "threshold_encode",
     "topk_decode",
     "topk_encode",
     "use_level",
@@ -249,3 +255,62 @@ def scatter_random(
 ) -> None:
     """As `reference.scatter_random`."""
     torch.ops.gradwire.scatter_random(values.view(torch.uint8), segments.table, stream, ratio, add, dst)
+
+
+def sign_encode(
+    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
+) -> None:
+    """As `reference.sign_encode`, at the speed of memory."""
+    torch.ops.gradwire.sign_encode(src, momentum, keep, segments.table, payload)
+
+
+def mean_sign_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    means: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.mean_sign_encode`, at the speed of memory."""
+    torch.ops.gradwire.mean_sign_encode(src, residual, segments.table, block, means, payload)
+
+
+def sign_decode(
+    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.sign_decode`."""
+    torch.ops.gradwire.sign_decode(payload, segments.table, block, means, add, dst)
+
+
+def threshold_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    threshold: float,
+    multiple: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.threshold_encode`, at the speed of memory."""
+    torch.ops.gradwire.threshold_encode(src, residual, segments.table, block, threshold, multiple, payload)
+
+
+def threshold_decode(
+    payload: torch.Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.threshold_decode`."""
+    torch.ops.gradwire.threshold_decode(payload, segments.table, block, threshold, add, dst)
+
+
+def terngrad_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    clip: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.terngrad_encode`."""
+    torch.ops.gradwire.terngrad_encode(src, residual, segments.table, stream, block, clip, payload)

@@ -7,13 +7,9 @@ from gradwire.kernels.reference.cast import cast_decode, cast_encode
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
 from gradwire.kernels.reference.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
-from gradwire.kernels.reference.sparse import (
-    block_topk_decode,
-    block_topk_encode,
-    dgc_encode,
-    topk_decode,
-    topk_encode,
-)
+from gradwire.kernels.reference.signs import mean_sign_encode, sign_decode, sign_encode
+from gradwire.kernels.reference.sparse import block_topk_decode, block_topk_encode, dgc_encode, topk_decode, topk_encode
+from gradwire.kernels.reference.ternary import terngrad_encode, threshold_decode, threshold_encode
 
 __all__ = [
     "back_project",
@@ -23,6 +19,7 @@ __all__ = [
     "cast_encode",
     "dgc_encode",
     "gather_random",
+    "mean_sign_encode",
     "orthogonalise",
     "project",
     "qsgd_decode",
@@ -31,6 +28,11 @@ __all__ = [
     "randomk_encode",
     "reconstruct",
     "scatter_random",
+    "sign_decode",
+    "sign_encode",
+    "terngrad_encode",
+    "threshold_decode",
+    "threshold_encode",
     "topk_decode",
     "topk_encode",
 ]
