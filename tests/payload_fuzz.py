@@ -28,11 +28,22 @@ def main() -> int:
     if library := os.environ.get(INSIDE):
         return fuzz(Path(library), options.payloads, options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", f"{folder}/temp"]
+        command = [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build_ext",
+            "--build-lib",
+            folder,
+            "--build-temp",
+            f"{folder}/temp",
+        ]
         flags = os.environ | {"GRADWIRE_CXXFLAGS": "-fsanitize=address -fno-omit-frame-pointer -g1"}
         subprocess.run(command, cwd=ROOT, env=flags, check=True, stderr=subprocess.DEVNULL)
         libraries = [  # the sanitizer looks for the thrower of exceptions when it starts
-            subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(
+                ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+            ).stdout.strip()
             for name in ("libasan.so", "libstdc++.so")
         ]
         environment = os.environ | {
