@@ -141,15 +141,13 @@ def damaged(spec: Spec, numel: int) -> dict[str, torch.Tensor]:
 def test_damaged_indices_are_refused_and_nothing_is_written(way: Way, spec: Spec) -> None:
     segments = one_after_another((4097, 4097))
     good = encode_topk(REFERENCE, heavy(2 * 4097), None, segments, spec)
-    for what, bad in damaged(spec, 4097).items():
-        size = index_bytes(kept_of(4097, getattr(spec, "ratio", 0)), 4097)
-        payload = good.clone()
-        payload[-size:] = bad[-size:]  # of the second tensor, when the first is right
-        for add in (False, True):
-            dst = torch.ones(2 * 4097)
-            with pytest.raises(RuntimeError, match=DAMAGED):
-                decode_topk(way, payload, segments, spec, torch.float32, add, dst)
-            assert torch.equal(dst, torch.ones(2 * 4097)), what
+    size = index_bytes(kept_of(4097, getattr(spec, "ratio", 0)), 4097)
+    for (what, bad), start, add in itertools.product(damaged(spec, 4097).items(), (-2 * size, -size), (False, True)):
+        payload, dst = good.clone(), torch.ones(2 * 4097)
+        payload[start : start + size or None] = bad[-size:]  # of one tensor, when the other is right
+        with pytest.raises(RuntimeError, match=DAMAGED):
+            decode_topk(way, payload, segments, spec, torch.float32, add, dst)
+        assert torch.equal(dst, torch.ones(2 * 4097)), what
 
 
 @way
