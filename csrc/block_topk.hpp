@@ -97,7 +97,7 @@ static void block_restore_as(const u8* values, const u8* places, void* dst, cons
   const i64 whole = kept_of(block, ratio);
   for (i64 s = 0; s < count; ++s) {
     D* to = static_cast<D*>(dst) + segments[s].offset;
-    if (!Add) __builtin_memset(to, 0, size_t(segments[s].numel) * sizeof(D));
+    if (!Add) clear(to, segments[s].numel * i64(sizeof(D)));
     for (i64 at = 0; at < segments[s].numel; at += block, to += block) {
       const i64 kept = segments[s].numel - at < block ? kept_of(segments[s].numel - at, ratio) : whole;
       for (i64 i = 0; i < kept; ++i) {

@@ -2,10 +2,14 @@
 // Elias-Fano: the `low` lowest bits of each index, packed, up to a whole byte; then a row of bits in which the i-th index
 // sets bit (index >> low) + i, up to a whole byte. Bits count from the lowest of the first byte.
 
+GW_INLINE void clear(void* from, i64 bytes) {
+  if (bytes > 0) __builtin_memset(from, 0, size_t(bytes));  // of nothing there may be no pointer
+}
+
 static void write_indices(const u32* index, i64 k, i64 n, u8* out) {
   const int low = index_low_bits(k, n);
   if (low < 0) {
-    __builtin_memset(out, 0, size_t((n + 7) / 8));
+    clear(out, (n + 7) / 8);
     for (i64 i = 0; i < k; ++i) out[index[i] >> 3] = u8(out[index[i] >> 3] | (1u << (index[i] & 7)));
     return;
   }
@@ -17,7 +21,7 @@ static void write_indices(const u32* index, i64 k, i64 n, u8* out) {
     for (held += low; held >= 8; held -= 8, pending >>= 8) *out++ = u8(pending);
   }
   if (held) *out = u8(pending);
-  __builtin_memset(unary, 0, size_t((k + (n >> low) + 7) / 8));
+  clear(unary, (k + (n >> low) + 7) / 8);
   for (i64 i = 0; i < k; ++i) {
     const i64 bit = i64(index[i] >> low) + i;
     unary[bit >> 3] = u8(unary[bit >> 3] | (1u << (bit & 7)));

@@ -110,7 +110,7 @@ template <class V, class D, bool Add>
 static void random_scatter_as(const u8* values, void* dst, const Segment* segments, i64 count, double ratio, u64 stream) {
   for (i64 s = 0; s < count; ++s) {
     D* to = static_cast<D*>(dst) + segments[s].offset;
-    if (!Add) __builtin_memset(to, 0, size_t(segments[s].numel) * sizeof(D));
+    if (!Add) clear(to, segments[s].numel * i64(sizeof(D)));
     for (Stretches runs(segments[s], ratio, stream); runs.draw(); values += runs.count * i64(sizeof(V))) {
       for (i64 i = 0; i < runs.count; ++i) {
         const float value = read_value<V>(values, i);

@@ -235,7 +235,7 @@ static void restore_as(const u8* payload, const u32* index, void* dst, const Seg
                        const Selector& selector) {
   D* to = static_cast<D*>(dst);
   if (!Add)
-    for (i64 s = 0; s < count; ++s) __builtin_memset(to + segments[s].offset, 0, size_t(segments[s].numel) * sizeof(D));
+    for (i64 s = 0; s < count; ++s) clear(to + segments[s].offset, segments[s].numel * i64(sizeof(D)));
   for_groups(segments, count, selector.together, [&](const Segment* rows, i64 rows_count, i64 numel) {
     const i64 kept = kept_of(numel, selector.ratio);
     scatter<V, D, Add>(payload, index, kept, rows, rows_count, to);
