@@ -129,7 +129,9 @@ def test_dgc_clips_each_tensor_by_the_norm_of_the_raw_gradient() -> None:
 
 
 def test_dgc_encodes_sums_as_top_k_with_feedback() -> None:
-    again = compressor_for(DGC(ratio=0.02, clip=1.0, selection="sampled")).for_sum()
+    compressor = compressor_for(DGC(ratio=0.02, clip=1.0, selection="sampled"))
+    again = compressor.for_sum()
+    assert compressor.encodes_own_part and not again.encodes_own_part
     assert again.spec == ErrorFeedback(TopK(0.02, "sampled"))
     assert again.state == ("residual",)
 

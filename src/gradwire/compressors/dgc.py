@@ -23,6 +23,7 @@ __all__ = ["DGCCompressor"]
 class DGCCompressor(Compressor):
     """Values in the gradient's own dtype, then their indices. Without state it is the first step's Top-k."""
 
+    encodes_own_part = True  # momentum is in what is decoded, not in the gradient
     ranks = 1
     """How many ranks' gradients are added up: the gradients given are divided by it already. The engine sets it."""
 
