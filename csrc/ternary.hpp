@@ -2,7 +2,7 @@
 // namespace, after signs.hpp. The meaning is src/gradwire/kernels/reference/ternary.py; this file only has to give the
 // same bytes.
 
-constexpr int kChunk = 64;  // bytes of codes that are found together
+constexpr int kCodeRun = 64;  // bytes of codes that are found together
 
 // n elements as float32, filled up with zeros to a multiple of 8.
 template <class T, bool Residual>
@@ -60,11 +60,11 @@ static i64 send_thresholds(const T* __restrict from, float* __restrict left, i64
     return stride;
   }
   const float t = threshold.t > 0.0f ? threshold.t : float_of(kInfBits);  // a block of zeros sends zeros
-  if (n % (4 * kChunk) == 0) {
-    for (i64 c = 0; c < stride; c += kChunk) {
-      alignas(64) u32 bytes[kChunk];
+  if (n % (4 * kCodeRun) == 0) {
+    for (i64 c = 0; c < stride; c += kCodeRun) {
+      alignas(64) u32 bytes[kCodeRun];
 #pragma GCC ivdep
-      for (int j = 0; j < kChunk; ++j) {
+      for (int j = 0; j < kCodeRun; ++j) {
         u32 byte = 0;
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
@@ -75,7 +75,7 @@ static i64 send_thresholds(const T* __restrict from, float* __restrict left, i64
         bytes[j] = byte;
       }
       GW_SETTLE(bytes);
-      for (int j = 0; j < kChunk; ++j) out[c + j] = u8(bytes[j]);
+      for (int j = 0; j < kCodeRun; ++j) out[c + j] = u8(bytes[j]);
     }
   } else {
     alignas(64) u8 codes[kMaxBlock];
@@ -143,13 +143,13 @@ static void threshold_decode_as(const u8* payload, void* dst, const Segment* seg
         scales += 2;
         t = bf16_value(raw);
       }
-      if (n % (4 * kChunk) == 0) {
-        for (i64 c = 0; c < stride; c += kChunk) {
-          alignas(64) u32 bytes[kChunk];
-          for (int j = 0; j < kChunk; ++j) bytes[j] = in[c + j];
+      if (n % (4 * kCodeRun) == 0) {
+        for (i64 c = 0; c < stride; c += kCodeRun) {
+          alignas(64) u32 bytes[kCodeRun];
+          for (int j = 0; j < kCodeRun; ++j) bytes[j] = in[c + j];
           GW_SETTLE(bytes);
 #pragma GCC ivdep
-          for (int j = 0; j < kChunk; ++j) {
+          for (int j = 0; j < kCodeRun; ++j) {
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
               T& element = to[c + j + k * stride];
@@ -231,9 +231,9 @@ static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n,
     __builtin_memset(out, 0, size_t(stride));
     return stride;
   }
-  if (n % (4 * kChunk) == 0) {
-    for (i64 c = 0; c < stride; c += kChunk) {
-      alignas(64) u32 bytes[kChunk], near[16], far[16];
+  if (n % (4 * kCodeRun) == 0) {
+    for (i64 c = 0; c < stride; c += kCodeRun) {
+      alignas(64) u32 bytes[kCodeRun], near[16], far[16];
       for (u32 l = 0; l < 16; ++l) near[l] = random_hash(counter + u32(c) + l, key_low, key_high);
       for (u32 l = 0; l < 16; ++l) far[l] = random_hash(counter + u32(c + stride) + l, key_low, key_high);
 #pragma GCC ivdep
@@ -254,7 +254,7 @@ static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n,
         }
       }
       GW_SETTLE(bytes);
-      for (int j = 0; j < kChunk; ++j) out[c + j] = u8(bytes[j]);
+      for (int j = 0; j < kCodeRun; ++j) out[c + j] = u8(bytes[j]);
     }
     return stride;
   }
