@@ -16,8 +16,12 @@ namespace GRADWIRE_LEVEL {
 #include "numbers.hpp"
 #include "random.hpp"
 #include "planes.hpp"
+#include "scales.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "scaled.hpp"
+#include "fp8.hpp"
+#include "powers.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -77,8 +81,59 @@ static void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dty
   }
 }
 
+template <class Coder>
+static void scaled_encode_as(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                             const Stream& stream, int64_t block, Coder coder, uint8_t* payload) {
+#define GW_ENCODE(T)                                                                                                   \
+  return residual ? scaled_encode_from<Coder, T, true>(static_cast<const T*>(src), residual, segments, count, stream, \
+                                                       block, coder, payload)                                          \
+                  : scaled_encode_from<Coder, T, false>(static_cast<const T*>(src), residual, segments, count, stream, \
+                                                        block, coder, payload)
+  switch (dtype) {
+    case Dtype::float32: GW_ENCODE(float);
+    case Dtype::bfloat16: GW_ENCODE(bf16);
+    case Dtype::float16: GW_ENCODE(f16);
+  }
+#undef GW_ENCODE
+}
+
+static void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                          const Stream& stream, const Scaled& how, uint8_t* payload) {
+  const bool stochastic = how.rounding == Rounding::stochastic;
+  switch (how.code) {
+    case Code::e4m3: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Fp8<3>{}, payload);
+    case Code::e5m2: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Fp8<2>{}, payload);
+    case Code::natural: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Powers<true>{}, payload);
+    case Code::exponential:
+      return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Powers<false>{how.scale, stochastic}, payload);
+  }
+}
+
+template <class Coder>
+static void scaled_decode_as(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                             int64_t block) {
+  switch (dtype) {
+    case Dtype::float32:
+      if (add) return scaled_decode_to<Coder, float, true>(payload, static_cast<float*>(dst), segments, count, block);
+      return scaled_decode_to<Coder, float, false>(payload, static_cast<float*>(dst), segments, count, block);
+    case Dtype::bfloat16: return scaled_decode_to<Coder, bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
+    case Dtype::float16: return scaled_decode_to<Coder, f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
+  }
+}
+
+static void scaled_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                          const Scaled& how) {
+  switch (how.code) {
+    case Code::e4m3: return scaled_decode_as<Fp8<3>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::e5m2: return scaled_decode_as<Fp8<2>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::natural: return scaled_decode_as<Powers<true>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::exponential: return scaled_decode_as<Powers<false>>(payload, dst, dtype, add, segments, count, how.block);
+  }
+}
+
 extern const Kernels kernels;
-const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode};
+const Kernels kernels = {GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
+                         scaled_encode, scaled_decode};
 
 }  // namespace GRADWIRE_LEVEL
 }  // namespace gradwire

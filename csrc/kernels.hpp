@@ -33,21 +33,36 @@ struct Quantiser {
   Rounding rounding;
 };
 
+// What a payload of blocks with one scale each holds, beside QSGD's uniform levels.
+enum class Code : int32_t { e4m3 = 0, e5m2 = 1, natural = 2, exponential = 3 };
+
+struct Scaled {
+  int64_t block;
+  Code code;
+  Scale scale;        // of exponential levels
+  Rounding rounding;  // of those too
+};
+
 // bytes of the two sections of a payload
 struct PayloadSize {
   int64_t scales;  // padded to kScaleAlign
   int64_t codes;
 };
 
-inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
+// Of blocks with `scale_bytes` each and codes of so many bits, or with 0 of the segments' bits.
+inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t bits, int64_t scale_bytes = 2) {
   int64_t blocks = 0, codes = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t full = segments[i].numel / q.block, tail = segments[i].numel % q.block;
+    const int64_t full = segments[i].numel / block, tail = segments[i].numel % block;
     blocks += full + (tail != 0);
-    codes += (full * (q.block / 8) + (tail + 7) / 8) * segments[i].bits;
+    codes += (full * (block / 8) + (tail + 7) / 8) * (bits ? bits : segments[i].bits);
   }
-  const int64_t scales = blocks * (q.scale == Scale::minmax ? 4 : 2);
+  const int64_t scales = blocks * scale_bytes;
   return {(scales + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
+}
+
+inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
+  return coded_size(segments, count, q.block, 0, q.scale == Scale::minmax ? 4 : 2);
 }
 
 struct Kernels {
@@ -61,6 +76,11 @@ struct Kernels {
   // numel elements of src (+ residual) as wire (bfloat16 or float16).
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
+  // FP8, Natural and QSGD's exponential levels, as qsgd_encode and qsgd_decode.
+  void (*scaled_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                        const Stream& stream, const Scaled& how, uint8_t* payload);
+  void (*scaled_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                        const Scaled& how);
 };
 
 }  // namespace gradwire

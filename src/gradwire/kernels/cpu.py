@@ -10,12 +10,27 @@ import torch
 
 from gradwire.kernels.segments import Segments
 
-__all__ = ["available", "cast_decode", "cast_encode", "levels", "qsgd_decode", "qsgd_encode", "use_level"]
+__all__ = [
+    "available",
+    "cast_decode",
+    "cast_encode",
+    "exponential_decode",
+    "exponential_encode",
+    "fp8_decode",
+    "fp8_encode",
+    "levels",
+    "natural_decode",
+    "natural_encode",
+    "qsgd_decode",
+    "qsgd_encode",
+    "use_level",
+]
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 _SCALES = {"max": 0, "minmax": 1, "l2": 2}
 _ROUNDINGS = {"stochastic": 0, "nearest": 1}
 _WIRES = {torch.bfloat16: 1, torch.float16: 2}
+_CODES = {"e4m3": 0, "e5m2": 1, "natural": 2, "exponential": 3}
 
 
 @functools.cache
@@ -82,3 +97,65 @@ def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dt
 def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
     """As `reference.cast_decode`."""
     torch.ops.gradwire.cast_decode(payload, _WIRES[wire], add, dst)
+
+
+def fp8_encode(
+    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, block: int, format: str, payload: torch.Tensor
+) -> None:
+    """As `reference.fp8_encode`."""
+    stream = torch.zeros(4, dtype=torch.int64)
+    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, _CODES[format], block, 0, 1, payload)
+
+
+def fp8_decode(
+    payload: torch.Tensor, segments: Segments, block: int, format: str, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.fp8_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES[format], block, add, dst)
+
+
+def natural_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.natural_encode`."""
+    code = _CODES["natural"]
+    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, code, block, 0, 0, payload)
+
+
+def natural_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+    """As `reference.natural_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["natural"], block, add, dst)
+
+
+def exponential_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    scale: str,
+    rounding: str,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.exponential_encode`."""
+    torch.ops.gradwire.scaled_encode(
+        src,
+        residual,
+        segments.table,
+        stream,
+        _CODES["exponential"],
+        block,
+        _SCALES[scale],
+        _ROUNDINGS[rounding],
+        payload,
+    )
+
+
+def exponential_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+    """As `reference.exponential_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["exponential"], block, add, dst)
