@@ -1,4 +1,4 @@
-// FP8 with a scale a block. Included inside a level's namespace. The meaning is src/gradwire/kernels/reference/floats.py.
+// FP8 with a scale a block. Included inside a level's namespace. The meaning is src/gradwire/kernels/reference/fp8.py.
 
 // A block whose largest magnitude is below this counts as zero: its factor would overflow.
 constexpr float kTinyFp8 = 0x1p-110f;
@@ -27,7 +27,8 @@ struct Fp8 {
     constexpr u32 smallest_normal = u32(128 - kBias) << 23;
     const u32 b = bits_of(x), unbounded = b & 0x7fffffffu, limit = bits_of(kLargest);
     const u32 magnitude = unbounded < limit ? unbounded : limit;
-    const u32 normal = (magnitude - (u32(127 - kBias) << 23) + ((1u << (kShift - 1)) - 1u) + ((magnitude >> kShift) & 1u)) >> kShift;
+    constexpr u32 less_than_half = (1u << (kShift - 1)) - 1u, moved = u32(127 - kBias) << 23;
+    const u32 normal = (magnitude - moved + less_than_half + ((magnitude >> kShift) & 1u)) >> kShift;
     // subnormal codes: in the sum the last bit of a float is the smallest of the format, so that the addition rounds
     constexpr u32 aligning = u32(128 - kBias - Mantissa + 23) << 23;
     const u32 subnormal = bits_of(float_of(magnitude) + float_of(aligning)) - aligning;

@@ -99,13 +99,15 @@ static void scaled_encode_as(const void* src, Dtype dtype, float* residual, cons
 
 static void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
                           const Stream& stream, const Scaled& how, uint8_t* payload) {
-  const bool stochastic = how.rounding == Rounding::stochastic;
+  const Powers<false> exponential{how.scale, how.rounding == Rounding::stochastic};
+  const auto encode = [&](auto coder) {
+    scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, coder, payload);
+  };
   switch (how.code) {
-    case Code::e4m3: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Fp8<3>{}, payload);
-    case Code::e5m2: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Fp8<2>{}, payload);
-    case Code::natural: return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Powers<true>{}, payload);
-    case Code::exponential:
-      return scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, Powers<false>{how.scale, stochastic}, payload);
+    case Code::e4m3: return encode(Fp8<3>{});
+    case Code::e5m2: return encode(Fp8<2>{});
+    case Code::natural: return encode(Powers<true>{});
+    case Code::exponential: return encode(exponential);
   }
 }
 

@@ -131,7 +131,8 @@ static void unpack_blocks(const u8* __restrict in, i64 count, i64 blocks, u8* __
   alignas(64) u8 pairs[kMaxBlock / 2];
   const i64 m = N ? N : count;
   if (Bits & 3) {
-    for (i64 b = 0; b < blocks; ++b) unfold_pairs<Bits & 3>(in + b * (m / 8 * Bits) + (Bits > 4 ? m / 2 : 0), m, pairs + b * m / 2);
+    const u8* const planes = in + (Bits > 4 ? m / 2 : 0);
+    for (i64 b = 0; b < blocks; ++b) unfold_pairs<Bits & 3>(planes + b * (m / 8 * Bits), m, pairs + b * m / 2);
     GW_SETTLE(pairs);
   }
   for (i64 b = 0; b < blocks; ++b, in += m / 8 * Bits, codes += m) {

@@ -1,5 +1,5 @@
 // Powers of two with a sign: natural compression, and QSGD's exponential levels, which are powers of two times the scale.
-// Included inside a level's namespace. The meaning is src/gradwire/kernels/reference/floats.py.
+// Included inside a level's namespace. The meaning is src/gradwire/kernels/reference/powers.py.
 
 // What a block's codes stand for: code 0 is zero, code e is 2^(e + offset - 127) * unit, up to `limit` * unit. Below the
 // power with the biased exponent `lowest`, whose value is `floor`, there is only zero.
@@ -49,7 +49,7 @@ struct Powers {
     return float_of(bits_of(size) ^ ((code >> sign_bit) << 31));
   }
 
-  // u: 16 random bits
+  // u: 16 random bits, as the upper ones of a mantissa
   static GW_INLINE_MEMBER u32 code_of(float x, u32 u, const PowerGrid& g, int sign_bit) {
     const u32 b = bits_of(x);
     float size = float_of(b & 0x7fffffffu);
@@ -59,66 +59,88 @@ struct Powers {
     }
     // a carry out of the mantissa is the next power of two; below the lowest the mantissa of size + floor is size / floor
     const bool below = size < g.floor;
-    const u32 mantissa = bits_of(below ? size + g.floor : size);
-    const i32 power = i32((mantissa + (u << 7)) >> 23) - i32(below);
-    return u32(power >= g.lowest ? power - g.offset : 0) | ((b >> 31) << sign_bit);
+    const u32 mantissa = below ? bits_of(size + g.floor) - (1u << 23) : bits_of(size);
+    const i32 power = i32((mantissa + u) >> 23);
+    return u32(power >= g.lowest ? power - g.offset : 0) | ((b >> (31 - sign_bit)) & (1u << sign_bit));
   }
 
-  // 16 pairs of values or fewer, which share words of one random group.
-  template <bool Residual>
-  static GW_INLINE_MEMBER void run(const float* __restrict x, const float* __restrict y, i64 count, const u32* __restrict hashes,
-                                   u32 group, u32 mask, const PowerGrid g, int sign_bit, u32* __restrict first,
-                                   u32* __restrict second, float* x_left, float* y_left) {
-    const u32 multiply = kMultiply[group], add = kAdd[group], fold = group ? mask : 0u, rest = mask ? 0u : 0x80008000u;
-    const u32 once = group ? multiply : 1u;
+  // 16 pairs of values, or `count`, x[l] and x[l + half], which share words of one random group; two codes to an element
+  // of `both`.
+  template <bool Residual, int Group>
+  GW_INLINE_MEMBER void run(const float* x, i64 half, i64 count, const u32* __restrict hashes, const PowerGrid& grid,
+                            u32* __restrict both, float* left) const {
+    const PowerGrid g = grid;
+    const int sign_bit = Natural ? 7 : bits - 1;
+    const bool random = Natural || stochastic;
+    const float* const y = x + half;
+    float* const y_left = left + (Residual ? half : 0);
 #pragma GCC ivdep
     for (i64 l = 0; l < count; ++l) {
-      const u32 linear = hashes[l] * once + add;
-      const u32 word = ((linear ^ ((linear >> 16) & fold)) & mask) | rest;
-      first[l] = code_of(x[l], word & 0xffffu, g, sign_bit);
-      second[l] = code_of(y[l], word >> 16, g, sign_bit);
+      const u32 word = random ? random_fold(hashes[l], Group) : 0x80008000u;
+      const float p = x[l], q = y[l];
+      const u32 first = code_of(p, (word << 7) & 0x7fff80u, g, sign_bit);
+      const u32 second = code_of(q, (word >> 9) & 0x7fff80u, g, sign_bit);
+      both[l] = first | (second << 8);
       if (Residual) {
-        x_left[l] = x[l] - value(first[l], g, sign_bit);
-        y_left[l] = y[l] - value(second[l], g, sign_bit);
+        left[l] = p - value(first, g, sign_bit);
+        y_left[l] = q - value(second, g, sign_bit);
       }
+    }
+  }
+
+  template <bool Residual>
+  GW_INLINE_MEMBER void run_any(u32 group, const float* x, i64 half, i64 count, const u32* hashes, const PowerGrid& g, u32* both,
+                                float* left) const {
+    if (group == 0) run<Residual, 0>(x, half, count, hashes, g, both, left);
+    else if (group == 1) run<Residual, 1>(x, half, count, hashes, g, both, left);
+    else if (group == 2) run<Residual, 2>(x, half, count, hashes, g, both, left);
+    else run<Residual, 3>(x, half, count, hashes, g, both, left);
+  }
+
+  // Codes of a block of n values, which v holds padded to `packed`, one to a byte.
+  template <bool Residual>
+  GW_INLINE_MEMBER void quantise(const float* v, i64 packed, const PowerGrid& g, u32 counter, u8* codes, float* left) const {
+    alignas(64) u32 both[64], hashes[16];
+    const i64 half = packed / 2;
+    i64 j = 0;
+    if (counter % 64 == 0) {
+      for (; j + 64 <= half; j += 64) {
+GW_ROLLED
+        for (u32 l = 0; l < 16; ++l) hashes[l] = random_hash(counter + u32(j) + l, key_low, key_high);
+        GW_SETTLE(hashes);
+        float* const at = left + (Residual ? j : 0);
+        run<Residual, 0>(v + j, half, 16, hashes, g, both, at);
+        run<Residual, 1>(v + j + 16, half, 16, hashes, g, both + 16, at + (Residual ? 16 : 0));
+        run<Residual, 2>(v + j + 32, half, 16, hashes, g, both + 32, at + (Residual ? 32 : 0));
+        run<Residual, 3>(v + j + 48, half, 16, hashes, g, both + 48, at + (Residual ? 48 : 0));
+        GW_SETTLE(both);
+        for (int l = 0; l < 64; ++l) codes[j + l] = u8(both[l]);
+        for (int l = 0; l < 64; ++l) codes[j + half + l] = u8(both[l] >> 8);
+      }
+    }
+    for (; j < half; j += 16) {
+      const i64 count = half - j < 16 ? half - j : 16;
+      const u32 at = counter + u32(j), group = at / 16 % 4;
+      for (u32 l = 0; l < 16; ++l) hashes[l] = random_hash(at - 16 * group + l, key_low, key_high);
+      run_any<Residual>(group, v + j, half, count, hashes, g, both, left + (Residual ? j : 0));
+      GW_SETTLE(both);
+      for (i64 l = 0; l < count; ++l) codes[j + l] = u8(both[l]), codes[j + half + l] = u8(both[l] >> 8);
     }
   }
 
   template <bool Residual>
   void encode(const float* v, i64 n, u16 raw, u32 counter, u8* out, float* left) const {
     alignas(64) u8 codes[Natural ? 1 : kMaxBlock];
-    alignas(64) float lost[Residual ? kMaxBlock : 1];
-    alignas(64) u32 first[64], second[64], hashes[16];
-    u8* const to = Natural ? out : codes;
-    const i64 packed = (n + 7) / 8 * 8, half = packed / 2;
+    const i64 packed = (n + 7) / 8 * 8;
     const PowerGrid g = grid_of(raw);
-    const u32 mask = stochastic ? 0xffffffffu : 0u;
-    float* const lose = Residual ? (packed == n ? left : lost) : lost;  // the last block's padding has no residual
-    for (i64 j = 0; j < half; j += 64) {
-      const i64 pairs = half - j < 64 ? half - j : 64;
-      for (i64 from = 0; from < pairs; from += 16) {
-        const i64 count = pairs - from < 16 ? pairs - from : 16, x = j + from, y = x + half;
-        const u32 at = counter + u32(x), group = at / 16 % 4;
-        if (from == 0 || group == 0)
-          for (u32 l = 0; l < 16; ++l) hashes[l] = random_hash(at - 16 * group + l, key_low, key_high);
-        GW_SETTLE(hashes);
-        if (count == 16)
-          run<Residual>(v + x, v + y, 16, hashes, group, mask, g, bits - 1, first + from, second + from, lose + (Residual ? x : 0),
-                        lose + (Residual ? y : 0));
-        else
-          run<Residual>(v + x, v + y, count, hashes, group, mask, g, bits - 1, first + from, second + from,
-                        lose + (Residual ? x : 0), lose + (Residual ? y : 0));
-      }
-      GW_SETTLE(first);
-      GW_SETTLE(second);
-      if (pairs == 64) {
-        for (int l = 0; l < 64; ++l) to[j + l] = u8(first[l]);
-        for (int l = 0; l < 64; ++l) to[j + half + l] = u8(second[l]);
-      } else {
-        for (i64 l = 0; l < pairs; ++l) to[j + l] = u8(first[l]), to[j + half + l] = u8(second[l]);
-      }
+    u8* const to = Natural ? out : codes;
+    if (Residual && packed != n) {  // the padding has no residual
+      alignas(64) float lost[kMaxBlock];
+      quantise<Residual>(v, packed, g, counter, to, lost);
+      __builtin_memcpy(left, lost, size_t(n) * sizeof(float));
+    } else {
+      quantise<Residual>(v, packed, g, counter, to, left);
     }
-    if (Residual && lose != left) __builtin_memcpy(left, lost, size_t(n) * sizeof(float));
     for (i64 i = n; i < packed; ++i) to[i] = 0;
     if (Natural) return;
     GW_SETTLE(codes);

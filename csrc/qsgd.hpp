@@ -1,5 +1,5 @@
 // QSGD, block by block: load, bound, quantise, pack. Included inside a level's namespace.
-// The meaning is src/gradwire/kernels/reference.py; this file only has to give the same bytes.
+// The meaning is src/gradwire/kernels/reference/qsgd.py; this file only has to give the same bytes.
 
 // How a block's values map to codes. Codes are found in fixed point with 16 fractional bits:
 //   code = (int((x - base) * inverse + origin) + u) >> 16, u uniform in 0..65535 (or 32768 to round to nearest)
@@ -112,7 +112,7 @@ static void encode_segments(const T* src, float* residual, const Segment* segmen
       const u32 counter = u32((seg.first + at) / 2);
       const i64 blocks = (seg.numel - at) / q.block / several * several;
       if (blocks && batches(q.block) && at >= fast_until && counter % (kUnit / 2) == 0) {
-        const i64 done = encode_blocks<Residual>(from, left, blocks, q, bits, key, counter, scales, out);
+        const i64 done = encode_blocks<Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
         at += done * q.block;
         scales += scale_bytes * done;
         out += q.block / 8 * bits * done;

@@ -71,10 +71,12 @@ GW_INLINE void largest_of_unit(const float* from, const float* left, i64 block, 
   if (Whole) {
     const i32 here = largest_of<kUnit, float, Residual>(from, left);
     *largest = here > *largest ? here : *largest;
-  } else if (block == 64) {
-    for (int g = 0; g < 2; ++g) largest[g] = largest_of<64, float, Residual>(from + 64 * g, left + (Residual ? 64 * g : 0));
-  } else {
-    for (int g = 0; g < 4; ++g) largest[g] = largest_of<32, float, Residual>(from + 32 * g, left + (Residual ? 32 * g : 0));
+    return;
+  }
+  for (i64 at = 0; at < kUnit; at += block, ++largest) {
+    const float* const block_left = left + (Residual ? at : 0);
+    *largest = block == 64 ? largest_of<64, float, Residual>(from + at, block_left)
+                           : largest_of<32, float, Residual>(from + at, block_left);
   }
 }
 
@@ -102,20 +104,19 @@ GW_INLINE void quantise_group(const float* x, float* left, i64 half, const u32* 
   }
 }
 
-// The 64 pairs of a unit, which begins at x; `small` blocks are several to a unit. Without Whole the blocks of a unit take
-// one group each (32 elements) or two (64).
+// The 64 pairs of a unit, which begins at x. Without Whole a unit is several blocks, which take one group each (32 elements)
+// or two (64).
 template <bool Residual, bool Stochastic, bool Pairs, bool Shifted, bool Whole>
 GW_INLINE void quantise_unit(const float* x, float* left, i64 block, const u32* hashes, const Cells& cells, i64 cell, i32 zero,
                              u32* both) {
   const i64 half = block / 2, second = Whole ? 16 : block == 32 ? 32 : 16, third = Whole ? 32 : 64;
   const i64 next = !Whole && block == 32, other = Whole ? 0 : block == 32 ? 2 : 1;
-  quantise_group<Residual, Stochastic, Pairs, Shifted, 0>(x, left, half, hashes, cells, cell, zero, both);
-  quantise_group<Residual, Stochastic, Pairs, Shifted, 1>(x + second, left + (Residual ? second : 0), half, hashes, cells, cell + next,
-                                              zero, both + 16);
-  quantise_group<Residual, Stochastic, Pairs, Shifted, 2>(x + third, left + (Residual ? third : 0), half, hashes, cells, cell + other,
-                                              zero, both + 32);
-  quantise_group<Residual, Stochastic, Pairs, Shifted, 3>(x + third + second, left + (Residual ? third + second : 0), half, hashes, cells,
-                                              cell + other + next, zero, both + 48);
+  const auto at = [&](i64 offset) { return left + (Residual ? offset : 0); };
+  const i64 fourth = third + second, c = cell;
+  quantise_group<Residual, Stochastic, Pairs, Shifted, 0>(x, left, half, hashes, cells, c, zero, both);
+  quantise_group<Residual, Stochastic, Pairs, Shifted, 1>(x + second, at(second), half, hashes, cells, c + next, zero, both + 16);
+  quantise_group<Residual, Stochastic, Pairs, Shifted, 2>(x + third, at(third), half, hashes, cells, c + other, zero, both + 32);
+  quantise_group<Residual, Stochastic, Pairs, Shifted, 3>(x + fourth, at(fourth), half, hashes, cells, c + other + next, zero, both + 48);
 }
 
 GW_INLINE void pack_batch(const u8* first, const u8* second, i64 block, i64 blocks, int bits, u8* out) {
@@ -152,7 +153,8 @@ GW_INLINE bool bound_batch(const float* from, const float* left, i64 count, cons
     for (i64 c = 0; c < words * kCells; ++c) scale[c] = 0;
     for (i64 c = 0; c < count; ++c) {
       const i64 at = c * q.block;
-      if (!find_scale<float, Residual>(q.scale, from + at, left + (Residual ? at : 0), q.block, found)) return false;
+      const float* const block_left = left + (Residual ? at : 0);
+      if (!find_scale<float, Residual>(q.scale, from + at, block_left, q.block, found)) return false;
       for (i64 w = 0; w < words; ++w) scale[words * c + w] = found[w];
     }
   }
@@ -207,8 +209,8 @@ static i64 encode_batches(const float* __restrict from, float* __restrict left, 
       const i64 cell = (u >> parts) * several;
       const i64 at = Whole ? cell * block + (u - (cell << parts)) * (kUnit / 2) : u * kUnit;
       alignas(64) u32 both[kUnit / 2];
-      quantise_unit<Residual, Stochastic, Pairs, Shifted, Whole>(from + at, left + (Residual ? at : 0), block, hashes + 16 * u, cells[turn], cell,
-                                                     zero, both);
+      quantise_unit<Residual, Stochastic, Pairs, Shifted, Whole>(from + at, left + (Residual ? at : 0), block, hashes + 16 * u,
+                                                                 cells[turn], cell, zero, both);
       GW_SETTLE(both);
       const i64 to = packed && !Pairs ? at : u * (kUnit / 2);
       for (int j = 0; j < kUnit / 2; ++j) first[to + j] = u8(both[j]);
@@ -229,46 +231,55 @@ static i64 encode_batches(const float* __restrict from, float* __restrict left, 
   return done;
 }
 
+// What encode_batches is asked for, beside the values.
+struct Task {
+  i64 blocks;
+  const Quantiser& q;
+  int bits;
+  u64 key;
+  u32 counter;
+  u8 *scales, *out;
+};
+
 template <bool Residual, bool Stochastic, bool Shifted, int Kind>
-static i64 encode_kind(const float* from, float* left, i64 blocks, const Quantiser& q, int bits, u64 key, u32 counter,
-                       u8* scales, u8* out) {
-  if (bits <= 4) return encode_batches<Residual, Stochastic, true, Shifted, Kind>(from, left, blocks, q, bits, key, counter, scales, out);
-  return encode_batches<Residual, Stochastic, false, Shifted, Kind>(from, left, blocks, q, bits, key, counter, scales, out);
+static i64 encode_kind(const float* from, float* left, const Task& t) {
+  if (t.bits <= 4)
+    return encode_batches<Residual, Stochastic, true, Shifted, Kind>(from, left, t.blocks, t.q, t.bits, t.key, t.counter,
+                                                                     t.scales, t.out);
+  return encode_batches<Residual, Stochastic, false, Shifted, Kind>(from, left, t.blocks, t.q, t.bits, t.key, t.counter, t.scales,
+                                                                    t.out);
 }
 
 template <bool Residual, bool Stochastic>
-static i64 encode_rounded(const float* from, float* left, i64 blocks, const Quantiser& q, int bits, u64 key, u32 counter,
-                          u8* scales, u8* out) {
-  if (q.scale == Scale::minmax) {
-    if (q.block < kUnit) return encode_kind<Residual, Stochastic, true, kSmall>(from, left, blocks, q, bits, key, counter, scales, out);
-    return encode_kind<Residual, Stochastic, true, kLarge>(from, left, blocks, q, bits, key, counter, scales, out);
+static i64 encode_rounded(const float* from, float* left, const Task& t) {
+  constexpr int usual = Stochastic ? kUsual : kLarge;  // the default is 10 % faster when its block is known
+  if (t.q.scale == Scale::minmax) {
+    if (t.q.block < kUnit) return encode_kind<Residual, Stochastic, true, kSmall>(from, left, t);
+    return encode_kind<Residual, Stochastic, true, kLarge>(from, left, t);
   }
-  if (q.block < kUnit) return encode_kind<Residual, Stochastic, false, kSmall>(from, left, blocks, q, bits, key, counter, scales, out);
-  if (Stochastic && q.block == 128)  // the default: 10 % faster when it is known
-    return encode_kind<Residual, Stochastic, false, Stochastic ? kUsual : kLarge>(from, left, blocks, q, bits, key, counter, scales, out);
-  return encode_kind<Residual, Stochastic, false, kLarge>(from, left, blocks, q, bits, key, counter, scales, out);
+  if (t.q.block < kUnit) return encode_kind<Residual, Stochastic, false, kSmall>(from, left, t);
+  if (t.q.block == kUnit) return encode_kind<Residual, Stochastic, false, usual>(from, left, t);
+  return encode_kind<Residual, Stochastic, false, kLarge>(from, left, t);
 }
 
 template <bool Residual>
-static i64 encode_blocks(const float* from, float* left, i64 blocks, const Quantiser& q, int bits, u64 key, u32 counter,
-                         u8* scales, u8* out) {
-  if (q.rounding == Rounding::stochastic) return encode_rounded<Residual, true>(from, left, blocks, q, bits, key, counter, scales, out);
-  return encode_rounded<Residual, false>(from, left, blocks, q, bits, key, counter, scales, out);
+static i64 encode_blocks(const float* from, float* left, const Task& t) {
+  if (t.q.rounding == Rounding::stochastic) return encode_rounded<Residual, true>(from, left, t);
+  return encode_rounded<Residual, false>(from, left, t);
 }
 
 // Of other types a tile at a time is made float32 first.
 template <bool Residual, class T>
-static i64 encode_blocks(const T* from, float* left, i64 blocks, const Quantiser& q, int bits, u64 key, u32 counter, u8* scales,
-                         u8* out) {
+static i64 encode_blocks(const T* from, float* left, const Task& t) {
   alignas(64) float tile[kMaxBlock];
-  const i64 most = kMaxBlock / q.block;
+  const i64 most = kMaxBlock / t.q.block;
   i64 done = 0;
-  while (done < blocks) {
-    const i64 here = blocks - done < most ? blocks - done : most, at = done * q.block;
-    for (i64 i = 0; i < here * q.block; ++i) tile[i] = to_float(from[at + i]);
-    const i64 written = encode_blocks<Residual>(static_cast<const float*>(tile), left + (Residual ? at : 0), here, q, bits, key,
-                                                counter + u32(at / 2), scales + (q.scale == Scale::minmax ? 4 : 2) * done,
-                                                out + at / 8 * bits);
+  while (done < t.blocks) {
+    const i64 here = t.blocks - done < most ? t.blocks - done : most, at = done * t.q.block;
+    for (i64 i = 0; i < here * t.q.block; ++i) tile[i] = to_float(from[at + i]);
+    const Task part{here, t.q, t.bits, t.key, t.counter + u32(at / 2), t.scales + (t.q.scale == Scale::minmax ? 4 : 2) * done,
+                    t.out + at / 8 * t.bits};
+    const i64 written = encode_blocks<Residual>(static_cast<const float*>(tile), left + (Residual ? at : 0), part);
     done += written;
     if (written < here) break;
   }

@@ -55,7 +55,7 @@ class Codec:
         self.spec, self.dtype, self.numel = spec, dtype, sum(numels)
         self.compressor = compressor_for(spec)
         inner = getattr(spec, "inner", spec)
-        offsets, bits = itertools.accumulate(numels, initial=0), getattr(inner, "bits", 0)
+        offsets, bits = itertools.accumulate(numels, initial=0), inner.element_bits
         rows = [
             Segment(at, n, tensor_key(f"t{i}"), 0, bits) for i, (at, n) in enumerate(zip(offsets, numels, strict=False))
         ]

@@ -6,9 +6,12 @@ from typing import Any
 from gradwire.compressors.base import Compressor, Context
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
+from gradwire.compressors.fp8 import FP8Compressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.int8 import Int8Compressor
+from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
-from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, Spec
+from gradwire.core.specs import FP8, QSGD, Cast, ErrorFeedback, Identity, Int8, Natural, Spec
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
@@ -17,6 +20,9 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Identity: IdentityCompressor,
     Cast: CastCompressor,
     QSGD: QSGDCompressor,
+    Int8: Int8Compressor,
+    FP8: FP8Compressor,
+    Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
 }
 
