@@ -35,22 +35,22 @@ struct Quantiser {
   Rounding rounding;
 };
 
+// What a payload of blocks with one scale each holds, beside QSGD's uniform levels.
+enum class Code : int32_t { e4m3 = 0, e5m2 = 1, natural = 2, exponential = 3 };
+
+struct Scaled {
+  int64_t block;
+  Code code;
+  Scale scale;        // of exponential levels
+  Rounding rounding;  // of those too
+};
+
 // bytes of the two sections of a payload
 struct PayloadSize {
   int64_t scales;  // padded to kScaleAlign
   int64_t codes;
 };
 
-inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
-  int64_t blocks = 0, codes = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t full = segments[i].numel / q.block, tail = segments[i].numel % q.block;
-    blocks += full + (tail != 0);
-    codes += (full * (q.block / 8) + (tail + 7) / 8) * segments[i].bits;
-  }
-  const int64_t scales = blocks * (q.scale == Scale::minmax ? 4 : 2);
-  return {(scales + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
-}
 
 // A tensor of a flat buffer, seen as a matrix, and where its factors lie among those of others.
 struct Matrix {
@@ -59,15 +59,20 @@ struct Matrix {
   int64_t p_at, q_at;  // numbers, in the factors
 };
 
-// The same for `scales` bfloat16 scales a block and `bits` bits an element; block 0: a run is one block.
+// Of blocks with so many bfloat16 scales each and codes of so many bits, or with 0 of the segments' bits; block 0: a run is
+// one block.
 inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits) {
   int64_t blocks = 0, codes = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t numel = segments[i].numel;
     blocks += block ? (numel + block - 1) / block : numel != 0;
-    codes += (numel + 7) / 8 * bits;
+    codes += (numel + 7) / 8 * (bits ? bits : segments[i].bits);
   }
   return {(2 * scales * blocks + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
+}
+
+inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
+  return coded_size(segments, count, q.block, q.scale == Scale::minmax ? 2 : 1, 0);
 }
 
 // Elements of at least `threshold` travel as it; 0: it is so many times a block's mean magnitude.
@@ -128,6 +133,11 @@ struct Kernels {
   // QSGD with 2 bits, of values cut back to `clip` times the root mean square of their block.
   void (*terngrad_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
                           const Stream& stream, int64_t block, double clip, uint8_t* payload);
+  // FP8, Natural and QSGD's exponential levels, as qsgd_encode and qsgd_decode.
+  void (*scaled_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                        const Stream& stream, const Scaled& how, uint8_t* payload);
+  void (*scaled_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                        const Scaled& how);
 };
 
 }  // namespace gradwire

@@ -1,11 +1,11 @@
 // One bit an element: signs alone, or signs of which each block has the mean magnitudes. Included inside a level's
 // namespace. The meaning is src/gradwire/kernels/reference/signs.py; this file only has to give the same bytes.
 
-constexpr int kUnit = 512;                // elements of which the signs are packed together
-constexpr int kUnitBytes = kUnit / 8;
+constexpr int kSignUnit = 512;                // elements of which the signs are packed together
+constexpr int kUnitBytes = kSignUnit / 8;
 constexpr int kLanes = 64;                // partial sums
 constexpr i64 kPiece = 8192;              // elements that are summed as float32
-constexpr i64 kSignsAhead = 2 * kUnit;    // elements prefetched ahead
+constexpr i64 kSignsAhead = 2 * kSignUnit;    // elements prefetched ahead
 constexpr double kLargestSum = 0x1p126;   // from here on a block's sum counts as not finite
 
 enum class Memory { none, residual, momentum };
@@ -22,7 +22,7 @@ GW_INLINE bool below_zero(float x) { return bits_of(x) > 0x80000000u; }
 template <int Write, class T>
 GW_INLINE void prefetch_unit(const T* at) {
 #pragma GCC unroll 32
-  for (int i = 0; i < kUnit; i += 64 / int(sizeof(T))) __builtin_prefetch(at + i, Write);
+  for (int i = 0; i < kSignUnit; i += 64 / int(sizeof(T))) __builtin_prefetch(at + i, Write);
 }
 
 GW_INLINE u16 bf16_nearest(float x) {
@@ -123,9 +123,9 @@ GW_INLINE void count_below(const u8* bytes, i64 n, Sums& sums) {
   for (i64 i = n / 8 * 8; i < n; ++i) sums.below += __builtin_popcount(bytes[i]);
 }
 
-// Packs the signs of at most kUnit values; returns the bytes written.
+// Packs the signs of at most kSignUnit values; returns the bytes written.
 GW_INLINE i64 pack_signs(const float* v, i64 n, u8* out) {
-  alignas(64) u8 codes[kUnit];
+  alignas(64) u8 codes[kSignUnit];
   const i64 packed = (n + 7) / 8 * 8;
   for (i64 i = 0; i < n; ++i) codes[i] = u8(below_zero(v[i]));
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
@@ -151,13 +151,13 @@ GW_INLINE void take_tail(const T* from, float* kept, const Decay& decay, i64 n, 
 
 template <class T, Memory M>
 static void send_signs(const T* src, float* kept, const Decay& decay, const Segment* segments, i64 count, u8* out) {
-  alignas(64) float v[kUnit];
+  alignas(64) float v[kSignUnit];
   Sums unused;
   for (i64 s = 0; s < count; ++s) {
     const T* from = src + segments[s].offset;
     float* memory = M == Memory::none ? nullptr : kept + segments[s].offset;
-    const i64 numel = segments[s].numel, whole = numel / kUnit * kUnit;
-    for (i64 at = 0; at < whole; at += kUnit, out += kUnitBytes)
+    const i64 numel = segments[s].numel, whole = numel / kSignUnit * kSignUnit;
+    for (i64 at = 0; at < whole; at += kSignUnit, out += kUnitBytes)
       send_unit<T, M, 0>(from + at, M == Memory::none ? nullptr : memory + at, decay, unused, out);
     take_tail<T, M>(from + whole, M == Memory::none ? nullptr : memory + whole, decay, numel - whole, v);
     out += pack_signs(v, numel - whole, out);
@@ -208,18 +208,18 @@ GW_INLINE void keep_rest(const T* src, float* residual, i64 n, const Values& val
 // Blocks of whole units. A block's residual is found after the sums of the next: they are a long chain to its means.
 template <class T, bool Residual, int Means>
 static void send_blocks(const T* from, float* left, i64 numel, i64 block, u8*& scales, u8*& out) {
-  alignas(64) float v[kUnit];
+  alignas(64) float v[kSignUnit];
   constexpr Memory memory = Residual ? Memory::residual : Memory::none;
   Sums sums;
   Values values{};
   i64 waiting = -1, wait_count = 0;  // the block whose residual is still to be found
   for (i64 at = 0; at < numel; at += block) {
-    const i64 n = numel - at < block ? numel - at : block, whole = n / kUnit * kUnit;
+    const i64 n = numel - at < block ? numel - at : block, whole = n / kSignUnit * kSignUnit;
     u8* const first = out;
     clear_lanes(sums);
     sums.above = sums.under = 0.0;
     sums.below = 0;
-    for (i64 i = 0; i < whole; i += kUnit, out += kUnitBytes) {
+    for (i64 i = 0; i < whole; i += kSignUnit, out += kUnitBytes) {
       if (i && i % kPiece == 0) end_piece<Means>(sums);
       send_unit<T, memory, Means>(from + at + i, Residual ? left + at + i : nullptr, {}, sums, out);
     }
@@ -249,10 +249,10 @@ static void send_blocks(const T* from, float* left, i64 numel, i64 block, u8*& s
 // Blocks of which a unit holds several.
 template <class T, bool Residual, int Means>
 static void send_small_blocks(const T* from, float* left, i64 numel, i64 block, u8*& scales, u8*& out) {
-  alignas(64) float v[kUnit];
+  alignas(64) float v[kSignUnit];
   Sums sums;
-  for (i64 at = 0; at < numel; at += kUnit) {
-    const i64 count = numel - at < kUnit ? numel - at : kUnit;
+  for (i64 at = 0; at < numel; at += kSignUnit) {
+    const i64 count = numel - at < kSignUnit ? numel - at : kSignUnit;
     take_tail<T, Residual ? Memory::residual : Memory::none>(from + at, Residual ? left + at : nullptr, {}, count, v);
     for (i64 b = 0; b < count; b += block) {
       const i64 n = count - b < block ? count - b : block;
@@ -282,7 +282,7 @@ static void send_mean_signs(const T* src, float* residual, const Segment* segmen
     const T* from = src + segments[s].offset;
     float* left = Residual ? residual + segments[s].offset : nullptr;
     const i64 numel = segments[s].numel;
-    if (block && block < kUnit) send_small_blocks<T, Residual, Means>(from, left, numel, block, scales, out);
+    if (block && block < kSignUnit) send_small_blocks<T, Residual, Means>(from, left, numel, block, scales, out);
     else send_blocks<T, Residual, Means>(from, left, numel, block ? block : numel, scales, out);
   }
   while (scales < first_code) *scales++ = 0;
@@ -310,7 +310,7 @@ GW_INLINE void read_unit(const u8* __restrict in, T* __restrict to, const Values
 // Means 0: -1 and 1. A block of 0 elements is a whole run.
 template <class T, bool Add, int Means>
 static void read_signs(const u8* payload, T* dst, const Segment* segments, i64 count, i64 block) {
-  alignas(64) u8 codes[kUnit];
+  alignas(64) u8 codes[kSignUnit];
   const u8* scales = payload;
   const u8* in = payload + coded_size(segments, count, block, Means, 1).scales;
   Values values{1.0f, -1.0f};
@@ -319,9 +319,9 @@ static void read_signs(const u8* payload, T* dst, const Segment* segments, i64 c
     const i64 numel = segments[s].numel, whole_block = block ? block : numel;
     i64 block_end = Means ? 0 : numel;  // of the block whose values are known
     for (i64 at = 0; at < numel;) {
-      const i64 unit_end = at + kUnit < numel ? at + kUnit : numel, packed = (unit_end - at + 7) / 8;
+      const i64 unit_end = at + kSignUnit < numel ? at + kSignUnit : numel, packed = (unit_end - at + 7) / 8;
       const i64 start = at;
-      if (unit_end - at < kUnit || (block && block < kUnit)) unpack_plane<1>(in, 8 * packed, 0, true, codes);
+      if (unit_end - at < kSignUnit || (block && block < kSignUnit)) unpack_plane<1>(in, 8 * packed, 0, true, codes);
       while (at < unit_end) {
         if (at == block_end) {
           u16 raw[2] = {};
@@ -332,7 +332,7 @@ static void read_signs(const u8* payload, T* dst, const Segment* segments, i64 c
         }
         const i64 end = block_end < unit_end ? block_end : unit_end;
         T* __restrict to = first + at;
-        if (end - at == kUnit) {
+        if (end - at == kSignUnit) {
           read_unit<T, Add>(in, to, values);
         } else {
           for (i64 i = 0; i < end - at; ++i) {

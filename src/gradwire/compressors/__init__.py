@@ -9,8 +9,11 @@ from gradwire.compressors.block_topk import BlockTopKCompressor
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
+from gradwire.compressors.fp8 import FP8Compressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.int8 import Int8Compressor
 from gradwire.compressors.mean_signs import MeanSignCompressor
+from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
@@ -22,12 +25,15 @@ from gradwire.compressors.truncate import TruncateCompressor
 from gradwire.compressors.twobit import TwoBitCompressor
 from gradwire.core.specs import (
     DGC,
+    FP8,
     QSGD,
     BlockTopK,
     Cast,
     EFSignSGD,
     ErrorFeedback,
     Identity,
+    Int8,
+    Natural,
     OneBit,
     PowerSGD,
     RandomK,
@@ -58,6 +64,9 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     OneBit: MeanSignCompressor,
     TwoBit: TwoBitCompressor,
     TernGrad: TernGradCompressor,
+    Int8: Int8Compressor,
+    FP8: FP8Compressor,
+    Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
     TopK: TopKCompressor,
     Threshold: ThresholdCompressor,

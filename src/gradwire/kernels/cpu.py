@@ -18,9 +18,15 @@ __all__ = [
     "cast_decode",
     "cast_encode",
     "dgc_encode",
+    "exponential_decode",
+    "exponential_encode",
+    "fp8_decode",
+    "fp8_encode",
     "gather_random",
     "levels",
     "mean_sign_encode",
+    "natural_decode",
+    "natural_encode",
     "orthogonalise",
     "project",
     "qsgd_decode",
@@ -44,6 +50,7 @@ _SCALES = {"max": 0, "minmax": 1, "l2": 2}
 _ROUNDINGS = {"stochastic": 0, "nearest": 1}
 _WIRES = {torch.bfloat16: 1, torch.float16: 2}
 _VALUES = {torch.float32: 0} | _WIRES
+_CODES = {"e4m3": 0, "e5m2": 1, "natural": 2, "exponential": 3}
 
 
 @functools.cache
@@ -314,3 +321,65 @@ def terngrad_encode(
 ) -> None:
     """As `reference.terngrad_encode`."""
     torch.ops.gradwire.terngrad_encode(src, residual, segments.table, stream, block, clip, payload)
+
+
+def fp8_encode(
+    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, block: int, format: str, payload: torch.Tensor
+) -> None:
+    """As `reference.fp8_encode`."""
+    stream = torch.zeros(4, dtype=torch.int64)
+    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, _CODES[format], block, 0, 1, payload)
+
+
+def fp8_decode(
+    payload: torch.Tensor, segments: Segments, block: int, format: str, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.fp8_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES[format], block, add, dst)
+
+
+def natural_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.natural_encode`."""
+    code = _CODES["natural"]
+    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, code, block, 0, 0, payload)
+
+
+def natural_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+    """As `reference.natural_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["natural"], block, add, dst)
+
+
+def exponential_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    block: int,
+    scale: str,
+    rounding: str,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.exponential_encode`."""
+    torch.ops.gradwire.scaled_encode(
+        src,
+        residual,
+        segments.table,
+        stream,
+        _CODES["exponential"],
+        block,
+        _SCALES[scale],
+        _ROUNDINGS[rounding],
+        payload,
+    )
+
+
+def exponential_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+    """As `reference.exponential_decode`."""
+    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["exponential"], block, add, dst)
