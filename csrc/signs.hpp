@@ -42,10 +42,12 @@ GW_INLINE void clear_lanes(Sums& sums) {
   for (int j = 0; j < kLanes; ++j) sums.up[j] = sums.down[j] = 0.0f;
 }
 
-GW_INLINE float fold(float* lane) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-  return lane[0];
+// The lanes in halves: two foldings at a time, since each goes through memory.
+GW_INLINE float fold(const float* lane) {
+  alignas(64) float of16[16], of4[4];
+  for (int j = 0; j < 16; ++j) of16[j] = (lane[j] + lane[j + 32]) + (lane[j + 16] + lane[j + 48]);
+  for (int j = 0; j < 4; ++j) of4[j] = (of16[j] + of16[j + 8]) + (of16[j + 4] + of16[j + 12]);
+  return (of4[0] + of4[2]) + (of4[1] + of4[3]);
 }
 
 template <int Means>
@@ -72,12 +74,21 @@ GW_INLINE float given(const T* from, const float* left, i64 i) {
 // Adds n elements, of which the first is at a multiple of kLanes in its piece.
 template <class T, bool Residual, int Means>
 GW_INLINE void add_run(const T* __restrict from, const float* __restrict left, i64 n, Sums& sums) {
-  const i64 whole = n / kLanes * kLanes;
   float* __restrict up = sums.up;
   float* __restrict down = sums.down;
-  for (i64 i = 0; i < whole; i += kLanes)
+  i64 i = 0;
+  for (; i + kUnit <= n; i += kUnit) {
+    for (int j = 0; j < kLanes; ++j) {
+      float a = up[j], b = down[j];
+#pragma GCC unroll 8
+      for (int k = 0; k < kUnit; k += kLanes) add_to<Means>(given<T, Residual>(from, left, i + j + k), a, b);
+      up[j] = a;
+      down[j] = b;
+    }
+  }
+  for (; i + kLanes <= n; i += kLanes)
     for (int j = 0; j < kLanes; ++j) add_to<Means>(given<T, Residual>(from, left, i + j), up[j], down[j]);
-  for (i64 i = whole; i < n; ++i) add_to<Means>(given<T, Residual>(from, left, i), up[i - whole], down[i - whole]);
+  for (i64 j = 0; i + j < n; ++j) add_to<Means>(given<T, Residual>(from, left, i + j), up[j], down[j]);
 }
 
 // A whole unit: packs its signs, and adds it to the sums.
