@@ -181,16 +181,16 @@ struct Clipped {
   bool finite;
 };
 
-template <class T, bool Residual>
+template <class T, bool Residual, bool Scaled>
 GW_INLINE void add_square(const T* from, const float* left, i64 i, float by, float& sum, i32& largest) {
-  const float x = given<T, Residual>(from, left, i), scaled = x * by;
+  const float x = given<T, Residual>(from, left, i), scaled = Scaled ? x * by : x;
   const i32 magnitude = i32(bits_of(x) & 0x7fffffffu);
   largest = magnitude > largest ? magnitude : largest;
   sum += scaled * scaled;
 }
 
 // Sum of the squares of n elements times `by`, in lanes as sums of magnitudes are, and the bits of the largest magnitude.
-template <class T, bool Residual>
+template <class T, bool Residual, bool Scaled>
 GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict left, i64 n, float by, u32& largest) {
   alignas(64) float lane[kLanes] = {};
   alignas(64) i32 most[kLanes] = {};
@@ -200,14 +200,14 @@ GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict le
       float sum = lane[j];
       i32 top = most[j];
 #pragma GCC unroll 8
-      for (int k = 0; k < kUnit; k += kLanes) add_square<T, Residual>(from, left, i + j + k, by, sum, top);
+      for (int k = 0; k < kUnit; k += kLanes) add_square<T, Residual, Scaled>(from, left, i + j + k, by, sum, top);
       lane[j] = sum;
       most[j] = top;
     }
   }
   for (; i + kLanes <= n; i += kLanes)
-    for (int j = 0; j < kLanes; ++j) add_square<T, Residual>(from, left, i + j, by, lane[j], most[j]);
-  for (i64 j = 0; i + j < n; ++j) add_square<T, Residual>(from, left, i + j, by, lane[j], most[j]);
+    for (int j = 0; j < kLanes; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
+  for (i64 j = 0; i + j < n; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
   i32 top = 0;
   for (int j = 0; j < kLanes; ++j) top = most[j] > top ? most[j] : top;
   largest = u32(top);
@@ -217,7 +217,7 @@ GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict le
 template <class T, bool Residual>
 GW_INLINE Clipped find_bound(const T* from, const float* left, i64 n, double clip, u8* scale) {
   u32 largest;
-  float squares = sum_squares<T, Residual>(from, left, n, 1.0f, largest), by = 1.0f;
+  float squares = sum_squares<T, Residual, false>(from, left, n, 1.0f, largest), by = 1.0f;
   const float most = float_of(largest);
   const bool finite = largest < kHuge;
   u16 raw = 0x7fc0u;
@@ -225,7 +225,7 @@ GW_INLINE Clipped find_bound(const T* from, const float* left, i64 n, double cli
     if (!(most >= kSquareLow && most < kSquareHigh)) {
       const u32 exponent = largest >> 23;  // the largest becomes 1 to 2; what lies below 2^-120 is left as small as it is
       by = float_of((exponent < 7 ? 247u : 254u - exponent) << 23);
-      squares = sum_squares<T, Residual>(from, left, n, by, largest);
+      squares = sum_squares<T, Residual, true>(from, left, n, by, largest);
     }
     const float limit = float(clip * __builtin_sqrt(double(squares) / double(n)) / double(by));
     const float bound = limit < most ? limit : most;
