@@ -19,6 +19,7 @@ namespace GRADWIRE_LEVEL {
 #include "qsgd.hpp"
 #include "cast.hpp"
 #include "signs.hpp"
+#include "signs_dtypes.hpp"
 #include "ternary.hpp"
 
 template <class T>
