@@ -23,6 +23,7 @@ namespace GRADWIRE_LEVEL {
 #include "fp8.hpp"
 #include "powers.hpp"
 #include "signs.hpp"
+#include "signs_dtypes.hpp"
 #include "ternary.hpp"
 #include "low_rank.hpp"
 #include "selection.hpp"

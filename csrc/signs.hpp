@@ -42,10 +42,12 @@ GW_INLINE void clear_lanes(Sums& sums) {
   for (int j = 0; j < kLanes; ++j) sums.up[j] = sums.down[j] = 0.0f;
 }
 
-GW_INLINE float fold(float* lane) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-  return lane[0];
+// The lanes in halves: two foldings at a time, since each goes through memory.
+GW_INLINE float fold(const float* lane) {
+  alignas(64) float of16[16], of4[4];
+  for (int j = 0; j < 16; ++j) of16[j] = (lane[j] + lane[j + 32]) + (lane[j + 16] + lane[j + 48]);
+  for (int j = 0; j < 4; ++j) of4[j] = (of16[j] + of16[j + 8]) + (of16[j + 4] + of16[j + 12]);
+  return (of4[0] + of4[2]) + (of4[1] + of4[3]);
 }
 
 template <int Means>
@@ -72,12 +74,21 @@ GW_INLINE float given(const T* from, const float* left, i64 i) {
 // Adds n elements, of which the first is at a multiple of kLanes in its piece.
 template <class T, bool Residual, int Means>
 GW_INLINE void add_run(const T* __restrict from, const float* __restrict left, i64 n, Sums& sums) {
-  const i64 whole = n / kLanes * kLanes;
   float* __restrict up = sums.up;
   float* __restrict down = sums.down;
-  for (i64 i = 0; i < whole; i += kLanes)
+  i64 i = 0;
+  for (; i + kUnit <= n; i += kUnit) {
+    for (int j = 0; j < kLanes; ++j) {
+      float a = up[j], b = down[j];
+#pragma GCC unroll 8
+      for (int k = 0; k < kUnit; k += kLanes) add_to<Means>(given<T, Residual>(from, left, i + j + k), a, b);
+      up[j] = a;
+      down[j] = b;
+    }
+  }
+  for (; i + kLanes <= n; i += kLanes)
     for (int j = 0; j < kLanes; ++j) add_to<Means>(given<T, Residual>(from, left, i + j), up[j], down[j]);
-  for (i64 i = whole; i < n; ++i) add_to<Means>(given<T, Residual>(from, left, i), up[i - whole], down[i - whole]);
+  for (i64 j = 0; i + j < n; ++j) add_to<Means>(given<T, Residual>(from, left, i + j), up[j], down[j]);
 }
 
 // A whole unit: packs its signs, and adds it to the sums.
@@ -344,68 +355,5 @@ static void read_signs(const u8* payload, T* dst, const Segment* segments, i64 c
       }
       in += packed;
     }
-  }
-}
-
-template <class T>
-static void sign_encode_dtype(const void* src, float* momentum, const Decay& decay, const Segment* segments, i64 count,
-                              u8* payload) {
-  const T* from = static_cast<const T*>(src);
-  if (momentum) send_signs<T, Memory::momentum>(from, momentum, decay, segments, count, payload);
-  else send_signs<T, Memory::none>(from, nullptr, decay, segments, count, payload);
-}
-
-static void sign_encode(const void* src, Dtype dtype, float* momentum, float keep, float take, const Segment* segments,
-                        i64 count, u8* payload) {
-  const Decay decay{keep, take};
-  switch (dtype) {
-    case Dtype::float32: return sign_encode_dtype<float>(src, momentum, decay, segments, count, payload);
-    case Dtype::bfloat16: return sign_encode_dtype<bf16>(src, momentum, decay, segments, count, payload);
-    case Dtype::float16: return sign_encode_dtype<f16>(src, momentum, decay, segments, count, payload);
-  }
-}
-
-template <class T, bool Residual>
-static void mean_sign_encode_as(const void* src, float* residual, const Segment* segments, i64 count, i64 block, int means,
-                                u8* payload) {
-  const T* from = static_cast<const T*>(src);
-  if (means == 1) send_mean_signs<T, Residual, 1>(from, residual, segments, count, block, payload);
-  else send_mean_signs<T, Residual, 2>(from, residual, segments, count, block, payload);
-}
-
-template <class T>
-static void mean_sign_encode_dtype(const void* src, float* residual, const Segment* segments, i64 count, i64 block,
-                                   int means, u8* payload) {
-  if (residual) mean_sign_encode_as<T, true>(src, residual, segments, count, block, means, payload);
-  else mean_sign_encode_as<T, false>(src, nullptr, segments, count, block, means, payload);
-}
-
-static void mean_sign_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count, i64 block,
-                             int means, u8* payload) {
-  switch (dtype) {
-    case Dtype::float32: return mean_sign_encode_dtype<float>(src, residual, segments, count, block, means, payload);
-    case Dtype::bfloat16: return mean_sign_encode_dtype<bf16>(src, residual, segments, count, block, means, payload);
-    case Dtype::float16: return mean_sign_encode_dtype<f16>(src, residual, segments, count, block, means, payload);
-  }
-}
-
-template <class T, bool Add>
-static void sign_decode_as(const u8* payload, void* dst, const Segment* segments, i64 count, i64 block, int means) {
-  T* to = static_cast<T*>(dst);
-  switch (means) {
-    case 0: return read_signs<T, Add, 0>(payload, to, segments, count, block);
-    case 1: return read_signs<T, Add, 1>(payload, to, segments, count, block);
-    default: return read_signs<T, Add, 2>(payload, to, segments, count, block);
-  }
-}
-
-static void sign_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count, i64 block,
-                        int means) {
-  switch (dtype) {
-    case Dtype::float32:
-      if (add) return sign_decode_as<float, true>(payload, dst, segments, count, block, means);
-      return sign_decode_as<float, false>(payload, dst, segments, count, block, means);
-    case Dtype::bfloat16: return sign_decode_as<bf16, false>(payload, dst, segments, count, block, means);
-    case Dtype::float16: return sign_decode_as<f16, false>(payload, dst, segments, count, block, means);
   }
 }

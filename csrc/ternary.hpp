@@ -173,38 +173,61 @@ static void threshold_decode_as(const u8* payload, void* dst, const Segment* seg
 
 // ---- TernGrad with clipping: the codes are those of QSGD with 2 bits, of values cut back to a smaller scale
 
-constexpr int kSquareLanes = 32;
+// A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there.
+constexpr float kSquareLow = 0x1p-40f, kSquareHigh = 0x1p50f;
 
 struct Clipped {
   float bound;
   bool finite;
 };
 
-template <class T, bool Residual>
-GW_INLINE Clipped find_bound(const T* __restrict from, const float* __restrict left, i64 n, double clip, u8* scale) {
-  alignas(64) double lane[kSquareLanes] = {};
-  i32 largest = 0;
-  const i64 whole = n / kSquareLanes * kSquareLanes;
-  for (i64 i = 0; i < n; ++i) {
-    const i32 magnitude = i32(bits_of(given<T, Residual>(from, left, i)) & 0x7fffffffu);
-    largest = magnitude > largest ? magnitude : largest;
+template <class T, bool Residual, bool Scaled>
+GW_INLINE void add_square(const T* from, const float* left, i64 i, float by, float& sum, i32& largest) {
+  const float x = given<T, Residual>(from, left, i), scaled = Scaled ? x * by : x;
+  const i32 magnitude = i32(bits_of(x) & 0x7fffffffu);
+  largest = magnitude > largest ? magnitude : largest;
+  sum += scaled * scaled;
+}
+
+// Sum of the squares of n elements times `by`, in lanes as sums of magnitudes are, and the bits of the largest magnitude.
+template <class T, bool Residual, bool Scaled>
+GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict left, i64 n, float by, u32& largest) {
+  alignas(64) float lane[kLanes] = {};
+  alignas(64) i32 most[kLanes] = {};
+  i64 i = 0;
+  for (; i + kUnit <= n; i += kUnit) {
+    for (int j = 0; j < kLanes; ++j) {
+      float sum = lane[j];
+      i32 top = most[j];
+#pragma GCC unroll 8
+      for (int k = 0; k < kUnit; k += kLanes) add_square<T, Residual, Scaled>(from, left, i + j + k, by, sum, top);
+      lane[j] = sum;
+      most[j] = top;
+    }
   }
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
+  for (i64 j = 0; i + j < n; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
+  i32 top = 0;
+  for (int j = 0; j < kLanes; ++j) top = most[j] > top ? most[j] : top;
+  largest = u32(top);
+  return fold(lane);
+}
+
+template <class T, bool Residual>
+GW_INLINE Clipped find_bound(const T* from, const float* left, i64 n, double clip, u8* scale) {
+  u32 largest;
+  float squares = sum_squares<T, Residual, false>(from, left, n, 1.0f, largest), by = 1.0f;
+  const float most = float_of(largest);
+  const bool finite = largest < kHuge;
   u16 raw = 0x7fc0u;
-  const bool finite = u32(largest) < kHuge;
   if (finite) {
-    for (i64 i = 0; i < whole; i += kSquareLanes) {
-      for (int j = 0; j < kSquareLanes; ++j) {
-        const double x = double(given<T, Residual>(from, left, i + j));
-        lane[j] += x * x;
-      }
+    if (!(most >= kSquareLow && most < kSquareHigh)) {
+      const u32 exponent = largest >> 23;  // the largest becomes 1 to 2; what lies below 2^-120 is left as small as it is
+      by = float_of((exponent < 7 ? 247u : 254u - exponent) << 23);
+      squares = sum_squares<T, Residual, true>(from, left, n, by, largest);
     }
-    for (i64 i = whole; i < n; ++i) {
-      const double x = double(given<T, Residual>(from, left, i));
-      lane[i - whole] += x * x;
-    }
-    for (int width = kSquareLanes / 2; width > 0; width /= 2)
-      for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-    const float most = float_of(u32(largest)), limit = float(clip * __builtin_sqrt(lane[0] / double(n)));
+    const float limit = float(clip * __builtin_sqrt(double(squares) / double(n)) / double(by));
     const float bound = limit < most ? limit : most;
     raw = bound >= kTiny ? bf16_up(bound) : u16(0);
   }

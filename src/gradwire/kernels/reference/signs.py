@@ -35,13 +35,13 @@ def sign_encode(
     at = 0
     for seg in segments.rows:
         where = slice(seg.offset, seg.offset + seg.numel)
-        v = src[where].to(torch.float32)
+        below = _below_zero(src[where])
         if momentum is not None:
-            mean = momentum[where] * keep + v * (1.0 - keep)
+            mean = momentum[where] * keep + src[where].to(torch.float32) * (1.0 - keep)
             finite = mean.isfinite()
             momentum[where] = torch.where(finite, mean, momentum[where])
-            v = torch.where(finite, mean, v)
-        packed = _pack_units(_below_zero(v))
+            below = torch.where(finite, _below_zero(mean), below)
+        packed = _pack_units(below)
         payload[at : at + packed.numel()] = packed
         at += packed.numel()
 

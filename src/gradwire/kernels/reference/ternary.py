@@ -21,7 +21,8 @@ from gradwire.kernels.segments import Segments
 
 __all__ = ["terngrad_encode", "threshold_decode", "threshold_encode"]
 
-SQUARE_LANES = 32
+SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
+"""A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there."""
 LARGEST_BF16 = 2.0**128 - 2.0**120
 
 
@@ -137,15 +138,13 @@ def _thresholds(v: torch.Tensor, multiple: float) -> tuple[torch.Tensor, torch.T
 
 def _bounds(v: torch.Tensor, clip: float) -> torch.Tensor:
     """The scales of the rows of v, (rows, 1), numbers of bfloat16 in float32."""
-    squares = torch.nn.functional.pad(v.double() ** 2, (0, -v.shape[1] % SQUARE_LANES))
-    lanes = torch.zeros(v.shape[0], SQUARE_LANES, dtype=torch.float64, device=v.device)
-    for row in squares.reshape(v.shape[0], -1, SQUARE_LANES).unbind(1):
-        lanes = lanes + row
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    limit = (clip * (lanes / v.shape[1]).sqrt()).to(torch.float32)
-    bound = torch.minimum(limit, v.abs().amax(dim=1, keepdim=True))
+    largest = v.abs().amax(dim=1, keepdim=True)
+    exponent = bits_of(largest) >> 23
+    power = (torch.where(exponent < 7, 247, 254 - exponent) << 23).to(torch.int32).view(torch.float32)
+    by = torch.where((largest >= SQUARE_LOW) & (largest < SQUARE_HIGH), 1.0, power)
+    total = block_sums((v * by) * (v * by)).unsqueeze(1)
+    limit = (clip * (total / v.shape[1]).sqrt() / by.double()).to(torch.float32)
+    bound = torch.minimum(limit, largest)
     raw = torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0)
     return (raw << 16).to(torch.int32).view(torch.float32)
 
