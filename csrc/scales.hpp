@@ -1,9 +1,9 @@
 // The scale of a block, and what a block is cut into. Included inside a level's namespace.
 
-// Below kTiny a block's range counts as zero: the reciprocal would overflow. From kHuge on its values count as not
+// Below kTiny a block's range counts as zero: 2^24 times its reciprocal would overflow. From kHuge on its values count as not
 // finite: the range or the rounded scale would overflow.
-constexpr float kTiny = 0x1p-120f;
-constexpr u32 kTinyBits = 0x03800000u;
+constexpr float kTiny = 0x1p-100f;
+constexpr u32 kTinyBits = 0x0d800000u;
 constexpr u32 kHuge = 0x7e800000u;  // bits of 2^126
 
 // N values of src (+ what is left), as magnitudes that compare as integers: the largest.

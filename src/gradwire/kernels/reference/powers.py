@@ -9,7 +9,7 @@ A value becomes one of the two neighbouring levels at random so that the mean is
 two that are as near. The random 16 bits are added to the mantissa, and a carry out of it is the next power. Below the
 lowest level there is zero. Levels that float32 does not hold as normal numbers (natural: below 2^-126; exponential: below
 2^-120) count as zero: what lies there goes to the smallest level that is left or to zero. A block whose scale is below
-2^-120 counts as zero.
+2^-100 counts as zero.
 """
 
 from dataclasses import dataclass
