@@ -1,9 +1,9 @@
 // QSGD, block by block: load, bound, quantise, pack. Included inside a level's namespace.
 // The meaning is src/gradwire/kernels/reference.py; this file only has to give the same bytes.
 
-// Below kTiny a block's range counts as zero: the reciprocal would overflow. From kHuge on its values count as not
+// Below kTiny a block's range counts as zero: 2^24 times its reciprocal would overflow. From kHuge on its values count as not
 // finite: the range or the rounded scale would overflow.
-constexpr float kTiny = 0x1p-120f;
+constexpr float kTiny = 0x1p-100f;
 constexpr u32 kHuge = 0x7e800000u;  // bits of 2^126
 
 // How a block's values map to codes. Codes are found in fixed point with 16 fractional bits:
