@@ -8,6 +8,7 @@ import sys
 
 PARTS = {
     "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
+    "gpu": "GB/s of every GPU kernel, beside a copy; says so where there is no GPU",
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
@@ -20,7 +21,7 @@ def main(arguments: list[str]) -> int:
     """Run the part that is named first, or the default ones."""
     if arguments and arguments[0] in ("-h", "--help"):
         print("usage: python -m benchmarks [part [its options]]\n")
-        print("\n".join(f"  {part:<10}{what}" for part, what in PARTS.items()))
+        print("\n".join(f"  {part:<13}{what}" for part, what in PARTS.items()))
         print(f"\nWithout a part: {', '.join(DEFAULT)}.")
         return 0
     if arguments and arguments[0] not in PARTS:

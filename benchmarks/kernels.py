@@ -39,15 +39,15 @@ class Row(NamedTuple):
     pairs: int
 
 
-def kernels_of(module: ModuleType, numel: int) -> dict[str, Callable[[], None]]:
+def kernels_of(module: ModuleType, numel: int, device: str = "cpu") -> dict[str, Callable[[], None]]:
     """The kernels to time by name, each with warm buffers of its own size."""
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    total, residual = torch.zeros(numel), torch.zeros(numel)
-    stream = torch.tensor([0, 1, 0, 0])
+    gradient = (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    total, residual = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    stream = torch.tensor([0, 1, 0, 0], device=device)
     calls: dict[str, Callable[[], None]] = {}
     for bits in (4, 2, 8):
-        segments = Segments.of([Segment(0, numel, 1, 0, bits)])
-        payload = torch.zeros(sum(qsgd_bytes([(numel, bits)], BLOCK, "max")), dtype=torch.uint8)
+        segments = Segments.of([Segment(0, numel, 1, 0, bits)], device)
+        payload = torch.zeros(sum(qsgd_bytes([(numel, bits)], BLOCK, "max")), dtype=torch.uint8, device=device)
 
         def encode(
             kept: torch.Tensor | None, segments: Segments = segments, payload: torch.Tensor = payload
@@ -62,7 +62,7 @@ def kernels_of(module: ModuleType, numel: int) -> dict[str, Callable[[], None]]:
             calls["encode 4 bits with feedback"] = encode(residual)
             calls["decode 4 bits"] = decode(False)
         calls[f"decode and add {bits} bits"] = decode(True)
-    half = torch.zeros(2 * numel, dtype=torch.uint8)
+    half = torch.zeros(2 * numel, dtype=torch.uint8, device=device)
     for wire, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
         calls[f"cast to {name}"] = lambda wire=wire: module.cast_encode(gradient, None, wire, half)
         calls[f"cast from {name} and add"] = lambda wire=wire: module.cast_decode(half, wire, True, total)

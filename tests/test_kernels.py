@@ -75,8 +75,9 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
         torch.full((128,), -3.0),
         torch.full((128,), torch.finfo(dtype).tiny / 3),  # subnormal
         torch.linspace(-1, 1, 128) * torch.finfo(dtype).tiny,
-        torch.linspace(-1, 1, 128) * 2.0**-119,  # about where a range counts as zero
-        torch.linspace(-1, 1, 128) * 2.0**-120,
+        torch.linspace(-1, 1, 128) * 2.0**-99,  # about where a range counts as zero
+        torch.linspace(-1, 1, 128) * 2.0**-100,
+        torch.linspace(-1, 1, 128) * 2.0**-119,
         torch.linspace(-1, 1, 128) * big,
         torch.linspace(0.9, 1, 128) * big,
         torch.linspace(-1, 1, 128) * big / 16,
@@ -293,6 +294,20 @@ def test_huge_blocks_have_the_bytes_of_the_reference(scale: str) -> None:
     for bits, rounding in itertools.product(BITS, ("stochastic", "nearest")):
         segments = whole(x.numel(), bits)
         assert_all_alike(lambda w, s=segments, r=rounding: run_qsgd(w, x, s, 128, scale, r), f"{bits=} {rounding}")
+
+
+@way
+@pytest.mark.parametrize("scale", ["max", "minmax", "l2"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_blocks_of_any_magnitude_decode_within_a_level_but_for_tiny_ones(way: Way, scale: str, bits: int) -> None:
+    size = torch.pow(2.0, torch.arange(-126, 126)).repeat_interleave(128)
+    x = torch.linspace(-0.99, 1, 128).repeat(252) * size
+    decoded = run_qsgd(way, x, whole(x.numel(), bits), 128, scale, "stochastic")["decoded"]
+    level = size * {"max": 2, "minmax": 2, "l2": 2 * math.sqrt(128)}[scale] / (2**bits - 2)
+    right = (decoded - x).abs() <= 1.02 * level
+    small = decoded.abs() <= (1.02 * size if scale == "minmax" else 0.0)  # to the minimum, or to zero
+    right |= small & (size < 2.0**-99)
+    assert bool(right.all()), size[~right].unique().log2()
 
 
 # ---- segments

@@ -1,6 +1,7 @@
 """Kernels: reference (plain torch, the meaning) and faster ones with the same bytes. The choice is made here, once."""
 
 import functools
+import importlib
 import warnings
 from types import ModuleType
 
@@ -16,15 +17,24 @@ __all__ = ["Segment", "Segments", "kernels_for", "tensor_key"]
 def kernels_for(device_type: str) -> ModuleType:
     """The module of kernels for tensors of a device type: the fastest that runs here, else the reference.
 
-    Warns once, with how slow it is, when only the reference is left.
+    Warns once, with how slow it is, when only the reference is left. Loads Triton only when asked for CUDA.
     """
-    why = cpu.available() if device_type == "cpu" else f"there are no {device_type} kernels in this version"
-    if why is None:
-        return cpu
+    cure = "Install g++ and run `pip install --no-build-isolation --force-reinstall --no-deps gradwire`"
+    if device_type == "cpu":
+        why = cpu.available()
+        if why is None:
+            return cpu
+    elif device_type == "cuda":
+        try:
+            return importlib.import_module("gradwire.kernels.triton")
+        except ImportError as error:
+            why, cure = f"Triton does not load: {error}", "Run `pip install gradwire[gpu]`"
+    else:
+        why = f"there are no {device_type} kernels in this version"
     warnings.warn(
         f"gradwire runs its plain-torch reference kernels on {device_type}: {why}. Results are the same; encoding and "
-        "decoding take about 300 times as long, so compression may cost more than it saves. Install g++ and run "
-        "`pip install --no-build-isolation --force-reinstall --no-deps gradwire`, or plan=gw.Uniform(gw.Identity()).",
+        f"decoding take about 300 times as long, so compression may cost more than it saves. {cure}, or "
+        "plan=gw.Uniform(gw.Identity()).",
         stacklevel=2,
     )
     return reference

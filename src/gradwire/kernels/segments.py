@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,11 @@ class Segments:
     @cached_property
     def table(self) -> torch.Tensor:
         return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
+
+    @cached_property
+    def launches(self) -> dict[Any, Any]:
+        """What kernels of the device make of the segments, once."""
+        return {}
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,88 @@
+"""GB/s of every GPU kernel, beside `copy_` between two float32 tensors of the same size.
+
+    python -m benchmarks gpu [--megabytes 4 64 256] [--pairs 15]
+
+A kernel and the copy are timed in turn by CUDA events, A B A B; the ratio is the median over the pairs of copy time / kernel
+time. GB/s count the float32 elements at 4 bytes each. A time is that of 10 calls queued one after another, so that at
+4 MB what the host takes to queue a call is seen where it is longer than the kernel.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import RESULTS, write
+from benchmarks.kernels import BLOCK, kernels_of
+from gradwire.kernels import kernels_for
+
+CALLS = 10
+
+
+class Row(NamedTuple):
+    """One kernel, timed."""
+
+    megabytes: int
+    kernel: str
+    gbps: float
+    ratio: float
+    copy_gbps: float
+    pairs: int
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Time of one call on the GPU, over several that are queued together."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3 / CALLS
+
+
+def measure(megabytes: int, pairs: int) -> list[Row]:
+    """Every kernel at one size, each against the copy, in turn."""
+    numel = megabytes * 2**20 // 4
+    source, target = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    rows = []
+    for kernel, call in kernels_of(kernels_for("cuda"), numel, "cuda").items():
+        copy = lambda: target.copy_(source)  # noqa: E731
+        for warm_up in (copy, call, copy, call):  # the first call compiles
+            seconds(warm_up)
+        times = [(seconds(copy), seconds(call)) for _ in range(pairs)]
+        gbps = [numel * 4e-9 / statistics.median(which) for which in zip(*times, strict=True)]
+        ratio = statistics.median(copy_s / kernel_s for copy_s, kernel_s in times)
+        rows.append(Row(megabytes, kernel, gbps[1], ratio, gbps[0], pairs))
+    return rows
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, print and write benchmarks/results/gpu.json; without a GPU, say so."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 64, 256])
+    parser.add_argument("--pairs", type=int, default=15)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print(
+            "nothing is measured: torch sees no CUDA device. Run this where there is one, with `pip install gradwire[gpu]`."
+        )
+        return 0
+    kernels, device = kernels_for("cuda").__name__, torch.cuda.get_device_name()
+    rows = [row for megabytes in options.megabytes for row in measure(megabytes, options.pairs)]
+    of_size = {(row.kernel, row.megabytes): row for row in rows}
+    table = Table(title=f"{device}, {kernels}: GB/s of float32 (and ratio to the copy)", title_justify="left")
+    table.add_column("kernel")
+    for megabytes in options.megabytes:
+        table.add_column(f"{megabytes} MB", justify="right")
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        cells = [of_size[kernel, megabytes] for megabytes in options.megabytes]
+        table.add_row(kernel, *(f"{row.gbps:.0f} ({row.ratio:.2f})" for row in cells))
+    Console().print(table)
+    facts = {"torch": torch.__version__, "device": device, "kernels": kernels, "block": BLOCK, "scale": "max"}
+    write(RESULTS / "gpu.json", facts | {"rows": [row._asdict() for row in rows]})
+    return 0

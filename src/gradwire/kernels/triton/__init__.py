@@ -1,0 +1,12 @@
+"""Kernels for CUDA in Triton, with the bytes of the reference; what has no kernel here yet is the reference itself.
+
+Imported by `kernels_for("cuda")` only: Triton is loaded with it.
+"""
+
+from gradwire.kernels import reference
+from gradwire.kernels.reference import *  # noqa: F403
+from gradwire.kernels.triton.cast import cast_decode, cast_encode
+from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode
+
+__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+__all__ += [name for name in reference.__all__ if name not in __all__]

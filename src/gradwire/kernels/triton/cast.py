@@ -1,0 +1,76 @@
+"""Casts to half the bytes."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.kernels.triton.launch import OPTIONS, check_flat, check_payload, device_of
+from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
+
+__all__ = ["cast_decode", "cast_encode"]
+
+TILE = 2048
+"""Elements of a program."""
+
+
+@triton.jit
+def cast_encode_kernel(
+    src, residual, payload, numel, BF16: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr
+):
+    """Bits of src (+ residual) as bfloat16 or float16; what overflows leaves the residual as it was."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    value = widen(tl.load(src + at, mask=inside, other=0.0))
+    if RESIDUAL:
+        value += tl.load(residual + at, mask=inside, other=0.0)
+    sent = narrow_u16(value, BF16)
+    store_u16(payload + at * (2 if BYTES else 1), sent, inside, BYTES)
+    if RESIDUAL:
+        lost = value - widen_u16(sent, BF16)
+        tl.store(residual + at, lost, mask=inside & (magnitude(lost) < 0x7F800000))
+
+
+@triton.jit
+def cast_decode_kernel(
+    payload, dst, numel, BF16: tl.constexpr, ADD: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr
+):
+    """What the payload holds, written to dst or added to it in float32."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    value = widen_u16(load_u16(payload + at * (2 if BYTES else 1), inside, BYTES), BF16)
+    if ADD:
+        value += widen(tl.load(dst + at, mask=inside, other=0.0))
+    tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
+
+
+def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
+    """As `reference.cast_encode`."""
+    numel = src.numel()
+    check_flat(src, numel, [residual])
+    check_payload(payload, 2 * numel)
+    if numel:
+        words, constants = _wire(payload, wire)
+        with device_of(src):
+            cast_encode_kernel[(triton.cdiv(numel, TILE),)](
+                src, residual if residual is not None else src, words, numel, RESIDUAL=residual is not None, **constants
+            )
+
+
+def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
+    """As `reference.cast_decode`."""
+    numel = dst.numel()
+    check_flat(dst, numel)
+    check_payload(payload, 2 * numel)
+    if numel:
+        words, constants = _wire(payload, wire)
+        with device_of(dst):
+            cast_decode_kernel[(triton.cdiv(numel, TILE),)](words, dst, numel, ADD=add, **constants)
+
+
+def _wire(payload: torch.Tensor, wire: torch.dtype) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The payload as the kernels take it, with what they are compiled for. A payload may begin at an odd byte."""
+    odd = bool(payload.data_ptr() % 2)
+    words = payload if odd else payload.view(torch.int16)
+    return words, {"BF16": wire == torch.bfloat16, "BYTES": odd, "TILE": TILE, **OPTIONS}

@@ -1,0 +1,109 @@
+"""What a launch needs beside tensors: the table of programs, checks of sizes, the options."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.core.payload import qsgd_bytes
+from gradwire.kernels.segments import Segments
+
+__all__ = ["OPTIONS", "Programs", "check_flat", "check_payload", "device_of", "programs_of"]
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+"""Of every launch: a * b + c is rounded twice, as in the reference."""
+
+ELEMENTS = 4096
+"""Elements of a program, where its blocks are no larger."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Programs(NamedTuple):
+    """What each program of a launch works on."""
+
+    table: torch.Tensor
+    """int64 of shape (programs, 8) on the device. A program has equal blocks that follow each other, or one partial block.
+    Columns: first element in the flat buffer; elements; byte of its first scale; zero bytes to write after its scales; byte
+    of its first code; counter of its first random word; key of the tensor; bits."""
+    aligned: bool
+    """Whether first elements and first codes are multiples of 16."""
+    numel: int
+    """Elements that the flat buffer has at least."""
+    payload_bytes: int
+    blocks_each: int
+    """Blocks of a program at most."""
+
+
+def programs_of(segments: Segments, block: int, scale: str) -> Programs:
+    """The programs of these segments, made once and kept with them."""
+    made = segments.launches.get((block, scale))
+    if made is None:
+        made = segments.launches[block, scale] = _programs(segments, block, scale)
+    return made
+
+
+def _programs(segments: Segments, block: int, scale: str) -> Programs:
+    if block & (block - 1) or not 32 <= block <= 8192:
+        raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
+    each, scale_bytes = max(1, ELEMENTS // block), 4 if scale == "minmax" else 2
+    for index, row in enumerate(segments.rows):
+        if row.offset < 0 or row.numel < 0:
+            raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
+        if not 2 <= row.bits <= 8 or row.first < 0 or row.first % block:
+            raise RuntimeError(f"segment {index} has impossible bits or start: {row}")
+    sizes = qsgd_bytes([(row.numel, row.bits) for row in segments.rows], block, scale)
+    rows: list[torch.Tensor] = []
+    scale_at, code_at = 0, sizes.scales
+    for row in segments.rows:
+        full, tail = divmod(row.numel, block)
+        start = torch.arange(0, full, each)
+        if tail:
+            start = torch.cat([start, torch.tensor([full])])
+        columns = torch.zeros(len(start), 8, dtype=torch.int64)
+        columns[:, 0] = row.offset + start * block
+        columns[:, 1] = torch.where(start < full, (full - start).clamp(max=each) * block, tail)
+        columns[:, 2] = scale_at + start * scale_bytes
+        columns[:, 4] = code_at + start * (block // 8 * row.bits)
+        columns[:, 5] = (row.first + start * block) // 2
+        columns[:, 6], columns[:, 7] = row.key, row.bits
+        rows.append(columns)
+        scale_at += (full + (tail > 0)) * scale_bytes
+        code_at += (full * (block // 8) + (tail + 7) // 8) * row.bits
+    table = torch.cat(rows) if rows else torch.zeros(0, 8, dtype=torch.int64)
+    if len(table):
+        table[-1, 3] = sizes.scales - scale_at
+    return Programs(
+        table=table.to(segments.device),
+        aligned=not bool((table[:, [0, 4]] % 16).any()),
+        numel=max((row.offset + row.numel for row in segments.rows), default=0),
+        payload_bytes=sum(sizes),
+        blocks_each=each,
+    )
+
+
+def check_flat(flat: torch.Tensor, numel: int, remembered: Sequence[torch.Tensor | None] = ()) -> None:
+    """Raise RuntimeError unless kernels may read and write `numel` elements of a flat buffer and what is remembered of it."""
+    if flat.dtype not in FLOATS:
+        raise RuntimeError(f"gradwire kernels take float32, bfloat16 and float16 tensors, not {flat.dtype}")
+    if not flat.is_contiguous() or flat.numel() < numel:
+        raise RuntimeError(f"segments reach element {numel} of a contiguous flat buffer; this one has {flat.numel()}")
+    for state in remembered:
+        if state is not None and not (
+            state.is_contiguous() and state.dtype == torch.float32 and state.numel() == flat.numel()
+        ):
+            raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
+
+
+def check_payload(payload: torch.Tensor, expected: int) -> None:
+    """Raise RuntimeError unless the payload is that many bytes."""
+    if payload.dtype != torch.uint8 or not payload.is_contiguous():
+        raise RuntimeError("the payload must be uint8 and contiguous: a uint8 payload")
+    if payload.numel() != expected:
+        raise RuntimeError(f"the payload has {payload.numel()} bytes where the segments take {expected}")
+
+
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Launches inside go to the tensor's device."""
+    return torch.cuda.device_of(tensor)
