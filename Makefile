@@ -1,9 +1,9 @@
-# The commands to remember: make demo | test | check | bench | soak | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | test | check | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check bench soak fmt clean
+.PHONY: demo test check bench soak fuzz fmt clean
 demo: .venv/.ready
 	$(PY) -m gradwire demo
 
@@ -20,6 +20,9 @@ bench: .venv/.ready
 
 soak: .venv/.ready
 	cd tests && PYTHONPATH=. ../$(PY) -m soak
+
+fuzz: .venv/.ready
+	$(PY) tests/payload_fuzz.py
 
 fmt: .venv/.ready
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py

@@ -32,6 +32,7 @@ COMMON = [
 ]
 # -Wno-psabi: 64-byte vectors are only ever passed to functions that are inlined
 COMMON += ["-Wno-psabi"]
+COMMON += os.environ.get("GRADWIRE_CXXFLAGS", "").split()
 LEVELS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
@@ -71,7 +72,7 @@ class BuildKernels(build_ext):
                 pool.map(lambda job: self.compile([compiler, *COMMON, *job[1], "-c", "-o", str(job[0])]), jobs.items())
             )
         libs = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-        self.compile([compiler, "-shared", "-o", str(target), *map(str, jobs), *libs])
+        self.compile([compiler, *COMMON, "-shared", "-o", str(target), *map(str, jobs), *libs])
 
     @staticmethod
     def compile(command: list[str]) -> None:

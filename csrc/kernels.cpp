@@ -16,9 +16,21 @@ namespace GRADWIRE_LEVEL {
 #include "numbers.hpp"
 #include "random.hpp"
 #include "planes.hpp"
+#include "scales.hpp"
 #include "qsgd.hpp"
 #include "cast.hpp"
+#include "scaled.hpp"
+#include "fp8.hpp"
+#include "powers.hpp"
+#include "signs.hpp"
+#include "signs_dtypes.hpp"
+#include "ternary.hpp"
 #include "low_rank.hpp"
+#include "selection.hpp"
+#include "indices.hpp"
+#include "sparse.hpp"
+#include "block_topk.hpp"
+#include "randomk.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -104,10 +116,64 @@ static void reconstruct(void* dst, Dtype dtype, float* residual, const Matrix* m
   else { GW_TYPED((reconstruct_all<T, false>(static_cast<T*>(dst), nullptr, matrices, count, rank, p, q_sum, q_own))) }
 }
 
+template <class Coder>
+static void scaled_encode_as(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                             const Stream& stream, int64_t block, Coder coder, uint8_t* payload) {
+#define GW_ENCODE(T)                                                                                                   \
+  return residual ? scaled_encode_from<Coder, T, true>(static_cast<const T*>(src), residual, segments, count, stream, \
+                                                       block, coder, payload)                                          \
+                  : scaled_encode_from<Coder, T, false>(static_cast<const T*>(src), residual, segments, count, stream, \
+                                                        block, coder, payload)
+  switch (dtype) {
+    case Dtype::float32: GW_ENCODE(float);
+    case Dtype::bfloat16: GW_ENCODE(bf16);
+    case Dtype::float16: GW_ENCODE(f16);
+  }
+#undef GW_ENCODE
+}
+
+static void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                          const Stream& stream, const Scaled& how, uint8_t* payload) {
+  const Powers<false> exponential{how.scale, how.rounding == Rounding::stochastic};
+  const auto encode = [&](auto coder) {
+    scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, coder, payload);
+  };
+  switch (how.code) {
+    case Code::e4m3: return encode(Fp8<3>{});
+    case Code::e5m2: return encode(Fp8<2>{});
+    case Code::natural: return encode(Powers<true>{});
+    case Code::exponential: return encode(exponential);
+  }
+}
+
+template <class Coder>
+static void scaled_decode_as(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                             int64_t block) {
+  switch (dtype) {
+    case Dtype::float32:
+      if (add) return scaled_decode_to<Coder, float, true>(payload, static_cast<float*>(dst), segments, count, block);
+      return scaled_decode_to<Coder, float, false>(payload, static_cast<float*>(dst), segments, count, block);
+    case Dtype::bfloat16: return scaled_decode_to<Coder, bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
+    case Dtype::float16: return scaled_decode_to<Coder, f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
+  }
+}
+
+static void scaled_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                          const Scaled& how) {
+  switch (how.code) {
+    case Code::e4m3: return scaled_decode_as<Fp8<3>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::e5m2: return scaled_decode_as<Fp8<2>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::natural: return scaled_decode_as<Powers<true>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::exponential: return scaled_decode_as<Powers<false>>(payload, dst, dtype, add, segments, count, how.block);
+  }
+}
+
 extern const Kernels kernels;
 const Kernels kernels = {
-    GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode,
-    project, back_project, orthogonalise, reconstruct,
+    GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode, project, back_project, orthogonalise,
+    reconstruct, select_encode, select_decode, block_topk_encode, block_topk_decode, stream_base, random_gather,
+    random_scatter, sign_encode, mean_sign_encode, sign_decode, threshold_encode, threshold_decode, terngrad_encode,
+    scaled_encode, scaled_decode,
 };
 
 }  // namespace GRADWIRE_LEVEL

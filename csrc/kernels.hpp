@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "sparse_layout.hpp"
+
 namespace gradwire {
 
 enum class Dtype : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
@@ -33,28 +35,51 @@ struct Quantiser {
   Rounding rounding;
 };
 
+// What a payload of blocks with one scale each holds, beside QSGD's uniform levels.
+enum class Code : int32_t { e4m3 = 0, e5m2 = 1, natural = 2, exponential = 3 };
+
+struct Scaled {
+  int64_t block;
+  Code code;
+  Scale scale;        // of exponential levels
+  Rounding rounding;  // of those too
+};
+
 // bytes of the two sections of a payload
 struct PayloadSize {
   int64_t scales;  // padded to kScaleAlign
   int64_t codes;
 };
 
-inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
-  int64_t blocks = 0, codes = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t full = segments[i].numel / q.block, tail = segments[i].numel % q.block;
-    blocks += full + (tail != 0);
-    codes += (full * (q.block / 8) + (tail + 7) / 8) * segments[i].bits;
-  }
-  const int64_t scales = blocks * (q.scale == Scale::minmax ? 4 : 2);
-  return {(scales + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
-}
 
 // A tensor of a flat buffer, seen as a matrix, and where its factors lie among those of others.
 struct Matrix {
   int64_t offset;   // elements, in the flat buffer
   int64_t rows, columns;
   int64_t p_at, q_at;  // numbers, in the factors
+};
+
+// Of blocks with so many bfloat16 scales each and codes of so many bits, or with 0 of the segments' bits; block 0: a run is
+// one block.
+inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits) {
+  int64_t blocks = 0, codes = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t numel = segments[i].numel;
+    blocks += block ? (numel + block - 1) / block : numel != 0;
+    codes += (numel + 7) / 8 * (bits ? bits : segments[i].bits);
+  }
+  return {(2 * scales * blocks + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
+}
+
+inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
+  return coded_size(segments, count, q.block, q.scale == Scale::minmax ? 2 : 1, 0);
+}
+
+// Elements of at least `threshold` travel as it; 0: it is so many times a block's mean magnitude.
+struct Ternary {
+  int64_t block;
+  float threshold;
+  double multiple;
 };
 
 struct Kernels {
@@ -76,6 +101,43 @@ struct Kernels {
   void (*orthogonalise)(float* p, const Matrix* matrices, int64_t count, int64_t rank);
   void (*reconstruct)(void* dst, Dtype dtype, float* residual, const Matrix* matrices, int64_t count, int64_t rank,
                       const float* p, const float* q_sum, const float* q_own);
+  // Top-k and Threshold (no momentum) and DGC. Decoders return false, and write nothing, if the indices are damaged;
+  // `value` is the dtype of the payload's values, `index` has room for all indices.
+  void (*select_encode)(const void* src, Dtype dtype, float* residual, float* momentum, const Segment* segments, int64_t count,
+                        const Selector& selector, const Scratch& scratch, uint8_t* payload);
+  bool (*select_decode)(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                        int64_t count, const Selector& selector, uint32_t* index);
+  void (*block_topk_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                            int64_t block, double ratio, uint8_t* payload);
+  bool (*block_topk_decode)(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                            int64_t count, int64_t block, double ratio);
+  // Random-k's values alone, as float32 if `wide`; `stream_base` is the key of its random stream.
+  uint64_t (*stream_base)(const Stream& stream);
+  void (*random_gather)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count, double ratio,
+                        uint64_t stream, bool wide, uint8_t* values);
+  void (*random_scatter)(const uint8_t* values, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+                         int64_t count, double ratio, uint64_t stream);
+  // Signs of src, or of momentum, which becomes keep * momentum + take * src first.
+  void (*sign_encode)(const void* src, Dtype dtype, float* momentum, float keep, float take, const Segment* segments,
+                      int64_t count, uint8_t* payload);
+  // Signs and one mean magnitude a block, or two means: of what is at least zero and of what is below.
+  void (*mean_sign_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                           int64_t block, int means, uint8_t* payload);
+  // Both of these: no means are signs alone.
+  void (*sign_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                      int64_t block, int means);
+  void (*threshold_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                           const Ternary& q, uint8_t* payload);
+  void (*threshold_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                           const Ternary& q);
+  // QSGD with 2 bits, of values cut back to `clip` times the root mean square of their block.
+  void (*terngrad_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                          const Stream& stream, int64_t block, double clip, uint8_t* payload);
+  // FP8, Natural and QSGD's exponential levels, as qsgd_encode and qsgd_decode.
+  void (*scaled_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                        const Stream& stream, const Scaled& how, uint8_t* payload);
+  void (*scaled_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                        const Scaled& how);
 };
 
 }  // namespace gradwire

@@ -9,6 +9,7 @@ using i32 = int32_t;
 using i64 = int64_t;
 
 #define GW_INLINE static inline __attribute__((always_inline))
+#define GW_INLINE_MEMBER inline __attribute__((always_inline))
 
 // Ends the compiler's knowledge of what a buffer holds. Without it gcc takes vectors of bytes apart element by element
 // when they are read back in another width.

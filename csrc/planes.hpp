@@ -48,3 +48,126 @@ GW_INLINE void unpack(const u8* in, i64 m, int bits, u8* codes) {
   if (bits & 2) { unpack_plane<2>(in, m, shift, shift == 0, codes); in += m / 4; shift += 2; }
   if (bits & 1) { unpack_plane<1>(in, m, shift, shift == 0, codes); }
 }
+
+// Whole blocks of 32, 64, 128.. elements, 4 bytes at a time. Half a block's codes are two nibbles of one byte: byte j of
+// `pairs` holds the low or the high bits of code j and, above them, of code j + m/2; the planes fold out of it.
+using Word = u32 __attribute__((aligned(1), may_alias));
+
+// The plane of 2 bits that begins at bit `shift` of the nibbles; m/2 bytes to m/4.
+template <int Shift>
+GW_INLINE void fold_two(const u8* pairs, i64 m, u8* out) {
+  const Word* from = reinterpret_cast<const Word*>(pairs);
+  Word* to = reinterpret_cast<Word*>(out);
+  const i64 stride = m / 16;
+#pragma GCC ivdep
+  for (i64 j = 0; j < stride; ++j)
+    to[j] = ((from[j] >> Shift) & 0x33333333u) | (((from[j + stride] >> Shift) & 0x33333333u) << 2);
+}
+
+template <int Shift>
+GW_INLINE void fold_one(const u8* pairs, i64 m, u8* out) {
+  const Word* from = reinterpret_cast<const Word*>(pairs);
+  Word* to = reinterpret_cast<Word*>(out);
+  const i64 stride = m / 32;
+#pragma GCC ivdep
+  for (i64 j = 0; j < stride; ++j) {
+    u32 word = 0;
+    for (int k = 0; k < 4; ++k) word |= ((from[j + k * stride] >> Shift) & 0x11111111u) << k;
+    to[j] = word;
+  }
+}
+
+// Pairs of codes of Bits <= 4 bits to their planes.
+template <int Bits>
+GW_INLINE void fold_pairs(const u8* pairs, i64 m, u8* out) {
+  if (Bits & 2) { fold_two<0>(pairs, m, out); out += m / 4; }
+  if (Bits & 1) fold_one<Bits & 2>(pairs, m, out);
+}
+
+// Codes of blocks of m elements (N of them when N is known to the compiler): pairs in `first` for Bits < 4, else one byte
+// each, the first half of each block in `first` and the other in `second`.
+template <int Bits, int N>
+static void pack_blocks(const u8* __restrict first, const u8* __restrict second, i64 count, i64 blocks, u8* __restrict out) {
+  alignas(64) u8 high[N ? N / 2 : kMaxBlock / 2];
+  const i64 m = N ? N : count;
+  for (i64 b = 0; b < blocks; ++b, out += m / 8 * Bits, first += m / 2, second += m / 2) {
+    if (Bits < 4) {
+      fold_pairs<Bits>(first, m, out);
+    } else if (Bits == 8) {
+      __builtin_memcpy(out, first, size_t(m / 2));
+      __builtin_memcpy(out + m / 2, second, size_t(m / 2));
+    } else {
+      const Word *x = reinterpret_cast<const Word*>(first), *y = reinterpret_cast<const Word*>(second);
+      Word *low = reinterpret_cast<Word*>(out), *above = reinterpret_cast<Word*>(high);
+#pragma GCC ivdep
+      for (i64 j = 0; j < m / 8; ++j) {
+        low[j] = (x[j] & 0x0f0f0f0fu) | ((y[j] & 0x0f0f0f0fu) << 4);
+        above[j] = ((x[j] >> 4) & 0x0f0f0f0fu) | (y[j] & 0xf0f0f0f0u);
+      }
+      GW_SETTLE(high);
+      fold_pairs<Bits & 3>(high, m, out + m / 2);
+    }
+  }
+}
+
+// The other way: pairs out of the planes below the one of 4 bits.
+template <int Bits>
+GW_INLINE void unfold_pairs(const u8* __restrict in, i64 m, u8* __restrict pairs) {
+  const Word *two = reinterpret_cast<const Word*>(in), *one = two + (Bits & 2 ? m / 16 : 0);
+  Word* to = reinterpret_cast<Word*>(pairs);
+  const i64 stride = m / 32;
+  for (int k = 0; k < 4; ++k)
+#pragma GCC ivdep
+    for (i64 j = 0; j < stride; ++j) {
+      const u32 lower = Bits & 2 ? (two[j + k % 2 * stride] >> (k / 2 * 2)) & 0x33333333u : 0u;
+      const u32 upper = Bits & 1 ? ((one[j] >> k) & 0x11111111u) << (Bits & 2) : 0u;
+      to[j + k * stride] = lower | upper;
+    }
+}
+
+// All pairs of a batch come first: what is stored in halves cannot be read back whole at once.
+template <int Bits, int N>
+static void unpack_blocks(const u8* __restrict in, i64 count, i64 blocks, u8* __restrict codes) {
+  alignas(64) u8 pairs[kMaxBlock / 2];
+  const i64 m = N ? N : count;
+  if (Bits & 3) {
+    const u8* const planes = in + (Bits > 4 ? m / 2 : 0);
+    for (i64 b = 0; b < blocks; ++b) unfold_pairs<Bits & 3>(planes + b * (m / 8 * Bits), m, pairs + b * m / 2);
+    GW_SETTLE(pairs);
+  }
+  for (i64 b = 0; b < blocks; ++b, in += m / 8 * Bits, codes += m) {
+    Word *first = reinterpret_cast<Word*>(codes), *second = reinterpret_cast<Word*>(codes + m / 2);
+    const Word *low = reinterpret_cast<const Word*>(in), *folded = reinterpret_cast<const Word*>(pairs + b * m / 2);
+    const Word* const both = Bits == 4 ? low : folded;
+#pragma GCC ivdep
+    for (i64 j = 0; j < m / 8; ++j) {
+      const u32 below = Bits > 4 ? low[j] : both[j], above = Bits > 4 ? folded[j] : 0u;
+      first[j] = (below & 0x0f0f0f0fu) | ((above & 0x0f0f0f0fu) << 4);
+      second[j] = ((below >> 4) & 0x0f0f0f0fu) | (above & 0xf0f0f0f0u);
+    }
+  }
+}
+
+template <int N>
+static void pack_width(const u8* first, const u8* second, i64 m, i64 blocks, int bits, u8* out) {
+  switch (bits) {
+    case 2: return pack_blocks<2, N>(first, second, m, blocks, out);
+    case 3: return pack_blocks<3, N>(first, second, m, blocks, out);
+    case 5: return pack_blocks<5, N>(first, second, m, blocks, out);
+    case 6: return pack_blocks<6, N>(first, second, m, blocks, out);
+    case 8: return pack_blocks<8, N>(first, second, m, blocks, out);
+    case 7: return pack_blocks<7, N>(first, second, m, blocks, out);
+  }
+}
+
+template <int N>
+static void unpack_width(const u8* in, i64 m, i64 blocks, int bits, u8* codes) {
+  switch (bits) {
+    case 2: return unpack_blocks<2, N>(in, m, blocks, codes);
+    case 3: return unpack_blocks<3, N>(in, m, blocks, codes);
+    case 4: return unpack_blocks<4, N>(in, m, blocks, codes);
+    case 5: return unpack_blocks<5, N>(in, m, blocks, codes);
+    case 6: return unpack_blocks<6, N>(in, m, blocks, codes);
+    case 7: return unpack_blocks<7, N>(in, m, blocks, codes);
+  }
+}

@@ -9,13 +9,32 @@ from worlds import Given, Worlds, digest
 
 import gradwire as gw
 
-SIZES = (1, 123, 4097, 300)
-SPECS = [
+SIZES = (1, (3, 41), (17, 241), 300)
+SPECS: list[gw.Spec] = [
     gw.ErrorFeedback(gw.QSGD(bits=2)),
     gw.ErrorFeedback(gw.QSGD(bits=4, rounding="nearest", scale="minmax")),
     gw.ErrorFeedback(gw.QSGD(bits=3, scale="l2")),
     gw.ErrorFeedback(gw.Cast("bfloat16")),
+    gw.ErrorFeedback(gw.QSGD(bits=3, levels="exponential")),
+    gw.ErrorFeedback(gw.TernGrad(clip=2.5)),
+    gw.ErrorFeedback(gw.Int8()),
+    gw.ErrorFeedback(gw.FP8("e5m2")),
+    gw.ErrorFeedback(gw.Natural()),
+    gw.TwoBit(),
+    gw.TwoBit(threshold=0.3),
+    gw.EFSignSGD(),
+    gw.OneBit(),
+    gw.ErrorFeedback(gw.TopK(0.05)),
+    gw.ErrorFeedback(gw.TopK(0.05, selection="sampled", per="bucket")),
+    gw.ErrorFeedback(gw.BlockTopK(0.1)),
+    gw.ErrorFeedback(gw.Threshold(0.5, capacity=0.1)),
+    gw.ErrorFeedback(gw.RandomK(0.1)),
+    gw.ErrorFeedback(gw.RandomK(0.1, indices="own")),
+    gw.DGC(0.05, momentum=0.0, warm_up_steps=4),
+    gw.PowerSGD(rank=1),
+    gw.PowerSGD(rank=2, warm_start=False),
 ]
+CARRIED = [(spec, scheme) for spec in SPECS for scheme in spec.schemes]
 
 
 class Shuffled(Given):
@@ -71,31 +90,36 @@ def telescope(
                 received[name] += parameter.grad.double()
         state, worst = handle.state_dict(), 0.0
         for name in true:
-            held = residual_sum(state, name).expand_as(true[name]).contiguous()
+            held = residual_sum(state, name).expand(true[name].numel()).reshape(true[name].shape).contiguous()
             dist.all_reduce(held)
             worst = max(worst, ((received[name] + held - true[name]).norm() / true[name].norm()).item())
         off.append(worst)
     return off, handle.plan != first_plan
 
 
-@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "scheme"), CARRIED, ids=repr)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nothing_is_lost_over_the_steps(worlds: Worlds, spec: gw.Spec, scheme: str, world_size: int) -> None:
+    """Of all encodes of the scheme, that of the sum too: what parameters got and what ranks hold back is what was given."""
     for off, planned_again in worlds.run(world_size, telescope, spec, scheme, torch.float32, False):
         assert planned_again, "the order of gradients is the guessed one: this measures less than it should"
         assert max(off) < 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("spec", "scheme"), [(SPECS[0], "alltoall"), (SPECS[0], "allgather"), (gw.PowerSGD(rank=1), "allreduce")], ids=repr
+)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(worlds: Worlds, scheme: str, world_size: int) -> None:
-    for off, _ in worlds.run(world_size, telescope, SPECS[0], scheme, torch.float32, False, (1, 2, 4)):
+def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(
+    worlds: Worlds, spec: gw.Spec, scheme: str, world_size: int
+) -> None:
+    for off, _ in worlds.run(world_size, telescope, spec, scheme, torch.float32, False, (1, 2, 4)):
         assert max(off) < 1e-5
 
 
-def test_measuring_the_codec_takes_nothing_away(worlds: Worlds) -> None:
-    for off, _ in worlds.run(3, telescope, SPECS[0], "alltoall", torch.float32, True):
+@pytest.mark.parametrize(("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1), "allreduce")], ids=repr)
+def test_measuring_the_codec_takes_nothing_away(worlds: Worlds, spec: gw.Spec, scheme: str) -> None:
+    for off, _ in worlds.run(3, telescope, spec, scheme, torch.float32, True):
         assert max(off) < 1e-5
 
 
@@ -116,7 +140,7 @@ def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool) -> tuple[str, s
     for pause in (None, at):
         torch.manual_seed(rank)
         model, plan = Shuffled(SIZES), policy
-        handle = gw.parallelize(model, plan=plan)
+        handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
         for step in range(6):
             if step == pause:
                 weights, state = model.state_dict(), handle.state_dict()
@@ -125,7 +149,7 @@ def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool) -> tuple[str, s
                 torch.manual_seed(100 + rank)
                 model = Shuffled(SIZES)
                 model.load_state_dict(weights)
-                handle = gw.parallelize(model, plan=plan)
+                handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
                 handle.load_state_dict(state)
             model.zero_grad()
             model(model.random_gradients(rank, step)).backward()
@@ -136,8 +160,21 @@ def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool) -> tuple[str, s
     return digests[0], digests[1]
 
 
-@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
-@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), SPECS[0], SPECS[3]])
+RESUMED = [
+    *((spec, scheme) for spec in (gw.QSGD(bits=4), SPECS[0], SPECS[3]) for scheme in ("alltoall", "allgather")),
+    (gw.Signum(), "alltoall"),
+    (gw.EFSignSGD(), "alltoall"),
+    (gw.ErrorFeedback(gw.TopK(0.05)), "allgather"),
+    (gw.ErrorFeedback(gw.RandomK(0.1)), "allreduce"),
+    (gw.ErrorFeedback(gw.RandomK(0.1, indices="own")), "alltoall"),
+    (gw.DGC(0.05, warm_up_steps=5), "allgather"),
+    (gw.DGC(0.05, momentum=0.5), "alltoall"),
+    (gw.PowerSGD(rank=1), "allreduce"),
+    (gw.PowerSGD(rank=1, warm_start=False), "allreduce"),
+]
+
+
+@pytest.mark.parametrize(("spec", "scheme"), RESUMED, ids=repr)
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("keep_plan", [True, False], ids=["same plan", "same policy"])
 def test_a_resumed_run_repeats_the_uninterrupted_one(
@@ -185,7 +222,24 @@ LOSSY = [
     ),
     gw.Cast("float16"),
     gw.Cast("bfloat16"),
+    gw.QSGD(levels="exponential"),
+    gw.TernGrad(),
+    gw.TernGrad(clip=2.5),
+    gw.Int8(),
+    gw.FP8("e4m3"),
+    gw.FP8("e5m2"),
+    gw.Natural(),
+    gw.TopK(0.05),
+    gw.TopK(0.05, selection="sampled"),
+    gw.BlockTopK(0.05),
+    gw.Threshold(0.1),
+    gw.RandomK(0.1, indices="own"),
 ]
+REMEMBERING = [gw.TwoBit(), gw.TwoBit(threshold=0.1), gw.EFSignSGD(), gw.OneBit(), gw.DGC(0.1, momentum=0.0)]
+"""Signs without a magnitude are not here: they have no way to say that something is not finite."""
+SUMMED = [gw.RandomK(0.1), gw.ErrorFeedback(gw.RandomK(0.1)), gw.PowerSGD(rank=1)]
+ANYWHERE = (gw.RandomK, gw.PowerSGD)
+"""Here it is seen somewhere in the tensor, not always where it was."""
 NUMEL = 300
 
 
@@ -193,10 +247,11 @@ def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]
     """One element of rank 0's gradient of every tensor is `value` in step 1 of 3."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    specs = [*LOSSY, *(gw.ErrorFeedback(spec) for spec in LOSSY), gw.Identity()]
-    model = torch.nn.ModuleList([Given([NUMEL], dtype) for _ in specs])
+    specs = [*LOSSY, *(gw.ErrorFeedback(spec) for spec in LOSSY), *REMEMBERING, gw.Identity()]
+    specs = SUMMED if scheme == "allreduce" else specs
+    model = torch.nn.ModuleList([Given([(10, NUMEL // 10)], dtype) for _ in specs])
     rules = [(f"{index}.*", spec) for index, spec in enumerate(specs)]
-    handle = gw.parallelize(model, plan=gw.Policy(default=gw.Identity(), rules=rules, scheme=scheme))
+    handle = gw.parallelize(model, plan=gw.Policy(default=rules[0][1], rules=rules, scheme=scheme))
     made_finite, spread, residuals = [], [], []
     for step in range(3):
         model.zero_grad()
@@ -204,12 +259,13 @@ def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]
         for index, part in enumerate(model):
             (gradient,) = part.random_gradients(rank, step, index)
             if step == 1 and rank == 0:
-                gradient[index % NUMEL] = value
+                gradient.view(-1)[index % NUMEL] = value
             losses.append(part([gradient]))
         torch.stack(losses).sum().backward()
         for index, (spec, part) in enumerate(zip(specs, model, strict=True)):
-            finite = part.p0.grad.isfinite()
-            if step == 1 and finite[index % NUMEL]:
+            finite = part.p0.grad.isfinite().view(-1)
+            anywhere = isinstance(getattr(spec, "inner", spec), ANYWHERE)
+            if step == 1 and (finite.all() if anywhere else finite[index % NUMEL]):
                 made_finite.append(repr(spec))
             if step != 1 and not finite.all():
                 spread.append(repr(spec))
@@ -224,7 +280,7 @@ def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]
     }
 
 
-@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather", "allreduce"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_stays_so_on_all_ranks(

@@ -183,16 +183,16 @@ def test_what_was_sent_and_what_is_left_is_what_was_given(spec: Spec, dtype: tor
 @pytest.mark.parametrize("spec", FEEDBACK, ids=repr)
 def test_what_is_left_does_not_grow(spec: Spec) -> None:
     """A gradient that stays the same is sent in the mean: the residual is bounded."""
-    x = gradient(4096)
+    x = gradient(512)
     if isinstance(innermost(spec), (Threshold, TwoBit)) and getattr(innermost(spec), "threshold", 0):
         x = x.clamp(-0.005, 0.005)  # no more than a fixed threshold sends at a time
-    codec = codec_of(spec, (4096,))
+    codec = codec_of(spec, (512,))
     norms = []
-    for step in range(400):
+    for step in range(3000):
         codec(x, step=step)
         assert codec.residual is not None
         norms.append(float(codec.residual.norm()))
-    assert max(norms[200:]) <= 1.3 * max(norms[:200]) + 1e-6
+    assert max(norms[1500:]) <= 1.2 * max(norms[:1500]) + 1e-6
 
 
 def test_dgc_is_momentum_before_selection_with_both_cleared() -> None:

@@ -377,3 +377,15 @@ def test_these_rules_see_what_they_are_for() -> None:
     assert [code for code in bad if not writing(ast.parse(code))] == []
     good = ["open(path)", "path.open()", "open(path, 'rb')", "path.read_text()", "os.open(os.devnull, os.O_WRONLY)"]
     assert [code for code in good if writing(ast.parse(code))] == []
+
+
+def test_no_name_of_the_kernels_is_used_twice() -> None:
+    """Their headers share one namespace per SIMD level: a constant of the same name elsewhere would silently be taken."""
+    defined: dict[str, list[str]] = {}
+    for header in sorted((ROOT / "csrc").glob("*.hpp")):
+        for line in header.read_text().splitlines():
+            if line.startswith("constexpr"):
+                for name in re.findall(r"\b(k[A-Z]\w*)(?:\[\d*\])?\s*=", line):
+                    defined.setdefault(name, []).append(header.name)
+    assert len(defined) > 10
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}

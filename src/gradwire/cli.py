@@ -71,6 +71,10 @@ def demo(
 
 @app.command()
 def bench(
+    what: Annotated[
+        str,
+        typer.Option(help="methods: those of --methods; ceiling: fake compression, to see where more stops paying."),
+    ] = "methods",
     jobs: Annotated[str, typer.Option(help="Comma-separated: transformer, mlp, resnet.")] = "transformer,mlp,resnet",
     links: Annotated[
         str, typer.Option(help="Comma-separated rates between nodes, such as 500mbit, or unlimited.")
@@ -79,7 +83,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: floor, ddp, ddp-2mb, ddp-fp16, ddp-powersgd, gradwire:POLICY with identity, fp16, "
-            "qsgd4, qsgd4-ef, a JSON spec or a plan file as POLICY."
+            "qsgd4, qsgd4-ef, a spec such as ErrorFeedback(TopK(0.01)) or a plan file as POLICY."
         ),
     ] = "floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4",
     nodes: Annotated[int, typer.Option(help="Emulated nodes.")] = 2,
@@ -96,15 +100,19 @@ def bench(
     """Measure jobs x links x methods, all methods of a job side by side in one run."""
     from rich.console import Console
 
+    from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
     from gradwire.bench.names import split_names
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import FULL_WIDTH, tables
+    from gradwire.core.checks import word
+
+    word("what", what, ("methods", "ceiling"))
 
     request = BenchRequest(
         jobs=split_names(jobs),
         links=split_names(links),
-        methods=split_names(methods),
+        methods=ceiling_methods() if what == "ceiling" else split_names(methods),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         steps=steps,
@@ -115,8 +123,13 @@ def bench(
     )
     run = run_bench(request, emulation_problem(), ProgressView(Console(stderr=True)), json)
     console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
-    for table in tables(run, console.width):
-        console.print(table)
+    if what == "ceiling":
+        for table, words in ceiling_tables(run):
+            console.print(table)
+            console.print(words)
+    else:
+        for table in tables(run, console.width):
+            console.print(table)
     for note in run.notes:
         typer.echo(f"Note: {note}")
     for failure in run.failures:

@@ -5,12 +5,47 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
+from gradwire.compressors.block_topk import BlockTopKCompressor
 from gradwire.compressors.cast import CastCompressor
+from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
+from gradwire.compressors.fp8 import FP8Compressor
 from gradwire.compressors.identity import IdentityCompressor
+from gradwire.compressors.int8 import Int8Compressor
+from gradwire.compressors.mean_signs import MeanSignCompressor
+from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import QSGDCompressor
-from gradwire.core.specs import QSGD, Cast, ErrorFeedback, Identity, PowerSGD, Spec
+from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
+from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
+from gradwire.compressors.terngrad import TernGradCompressor
+from gradwire.compressors.threshold import ThresholdCompressor
+from gradwire.compressors.topk import TopKCompressor
+from gradwire.compressors.truncate import TruncateCompressor
+from gradwire.compressors.twobit import TwoBitCompressor
+from gradwire.core.specs import (
+    DGC,
+    FP8,
+    QSGD,
+    BlockTopK,
+    Cast,
+    EFSignSGD,
+    ErrorFeedback,
+    Identity,
+    Int8,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Spec,
+    TernGrad,
+    Threshold,
+    TopK,
+    Truncate,
+    TwoBit,
+)
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
@@ -23,7 +58,22 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Cast: CastCompressor,
     QSGD: QSGDCompressor,
     PowerSGD: PowerSGDCompressor,
+    SignSGD: SignSGDCompressor,
+    Signum: SignumCompressor,
+    EFSignSGD: MeanSignCompressor,
+    OneBit: MeanSignCompressor,
+    TwoBit: TwoBitCompressor,
+    TernGrad: TernGradCompressor,
+    Int8: Int8Compressor,
+    FP8: FP8Compressor,
+    Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
+    TopK: TopKCompressor,
+    Threshold: ThresholdCompressor,
+    BlockTopK: BlockTopKCompressor,
+    RandomK: lambda spec: CommonRandomKCompressor(spec) if spec.indices == "common" else OwnRandomKCompressor(spec),
+    DGC: lambda spec: DGCCompressor(spec, compressor_for(ErrorFeedback(TopK(spec.ratio, spec.selection)))),
+    Truncate: TruncateCompressor,
 }
 
 

@@ -5,6 +5,7 @@ The residual belongs to the caller, one for each encode of the option; the inner
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +22,10 @@ class ErrorFeedbackCompressor(Compressor):
     def __init__(self, spec: ErrorFeedback, inner: Compressor) -> None:
         super().__init__(spec)
         self.inner = inner
+
+    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> Any:
+        """What a codec does whose payloads are summed on the wire."""
+        return self.inner.program(flat, state, segments)  # type: ignore[attr-defined]  # its spec has rounds
 
     def encode(
         self,

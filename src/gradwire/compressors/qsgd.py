@@ -1,7 +1,8 @@
 """QSGD: uniform quantisation with one scale per block (notes D4, D6, D7; CGX section 3).
 
 Law: unbiased with stochastic rounding; with nearest each value is off by at most half a level, which makes max and l2
-scales contractive (minmax only from 4 bits on: zero is not one of its levels). A block with a NaN or an Inf decodes to NaN
+scales contractive (minmax only from 4 bits on: zero is not one of its levels). Exponential levels (NUQSGD, Ramezani-Kebrya
+et al. 2021) halve from the scale on and are as near as the value is small. A block with a NaN or an Inf decodes to NaN
 throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had.
 """
 
@@ -22,6 +23,7 @@ class QSGDCompressor(Compressor):
     def __init__(self, spec: QSGD) -> None:
         super().__init__(spec)
         self.block, self.scale, self.rounding = spec.block, spec.scale, spec.rounding
+        self.exponential = spec.levels == "exponential"
 
     def encode(
         self,
@@ -31,9 +33,9 @@ class QSGDCompressor(Compressor):
         context: Context,
         payload: torch.Tensor,
     ) -> None:
-        kernels_for(src.device.type).qsgd_encode(
-            src, residual_in(state), segments, context.random, self.block, self.scale, self.rounding, payload
-        )
+        kernels = kernels_for(src.device.type)
+        encode = kernels.exponential_encode if self.exponential else kernels.qsgd_encode
+        encode(src, residual_in(state), segments, context.random, self.block, self.scale, self.rounding, payload)
 
     def decode(
         self,
@@ -45,4 +47,8 @@ class QSGDCompressor(Compressor):
         context: Context,
     ) -> None:
         self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).qsgd_decode(payload, segments, self.block, self.scale, add, dst)
+        kernels = kernels_for(dst.device.type)
+        if self.exponential:
+            kernels.exponential_decode(payload, segments, self.block, add, dst)
+        else:
+            kernels.qsgd_decode(payload, segments, self.block, self.scale, add, dst)

@@ -4,16 +4,43 @@ Works on any device and is correct everywhere; hundreds of times slower than the
 """
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
+from gradwire.kernels.reference.fp8 import fp8_decode, fp8_encode
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
+from gradwire.kernels.reference.powers import exponential_decode, exponential_encode, natural_decode, natural_encode
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
+from gradwire.kernels.reference.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
+from gradwire.kernels.reference.signs import mean_sign_encode, sign_decode, sign_encode
+from gradwire.kernels.reference.sparse import block_topk_decode, block_topk_encode, dgc_encode, topk_decode, topk_encode
+from gradwire.kernels.reference.ternary import terngrad_encode, threshold_decode, threshold_encode
 
 __all__ = [
     "back_project",
+    "block_topk_decode",
+    "block_topk_encode",
     "cast_decode",
     "cast_encode",
+    "dgc_encode",
+    "exponential_decode",
+    "exponential_encode",
+    "fp8_decode",
+    "fp8_encode",
+    "gather_random",
+    "mean_sign_encode",
+    "natural_decode",
+    "natural_encode",
     "orthogonalise",
     "project",
     "qsgd_decode",
     "qsgd_encode",
+    "randomk_decode",
+    "randomk_encode",
     "reconstruct",
+    "scatter_random",
+    "sign_decode",
+    "sign_encode",
+    "terngrad_encode",
+    "threshold_decode",
+    "threshold_encode",
+    "topk_decode",
+    "topk_encode",
 ]

@@ -18,7 +18,7 @@ from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segments
 
-__all__ = ["qsgd_decode", "qsgd_encode"]
+__all__ = ["find_scale", "qsgd_decode", "qsgd_encode"]
 
 SHORT = torch.tensor(1.0 - 2.0**-22).item()  # keeps the largest value from rounding past the largest code
 
@@ -49,7 +49,7 @@ def qsgd_encode(
             if residual is not None:
                 v = v + residual[where]
             v = v.reshape(count, n)
-            scales, finite = _find_scale(v, scale)
+            scales, finite = find_scale(v, scale)
             payload[scale_at : scale_at + scales.numel() * 2] = scales.reshape(-1).view(torch.uint8)
             scale_at += count * keyed * 2
             grid = _Grid(scales, scale, seg.bits)
@@ -83,7 +83,7 @@ def qsgd_decode(
             dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
-def _find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
+def find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Raw bfloat16 scales of the rows of v as int16 of shape (rows, 1 or 2), and which rows are finite, (rows, 1)."""
     finite = (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
     safe = torch.where(finite, v, 0.0)

@@ -1,0 +1,48 @@
+"""Signs with their mean magnitudes: EF-SignSGD (Karimireddy et al. 2019; notes D10) and OneBit (Seide et al. 2014; D9).
+
+Law: contractive. Every element comes back as the mean of the elements it shares it with, so the error never is larger than
+what was to be sent; the bfloat16 of the mean does not change that. What is lost stays in the residual. A block with a NaN
+or an Inf decodes to NaN throughout, and keeps the residual it had.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.core.specs import EFSignSGD, OneBit
+from gradwire.kernels import Segments, kernels_for
+
+__all__ = ["MeanSignCompressor"]
+
+
+class MeanSignCompressor(Compressor):
+    """One mean magnitude a block, or for OneBit two means: of what is at least zero, and of what is below."""
+
+    def __init__(self, spec: EFSignSGD | OneBit) -> None:
+        super().__init__(spec)
+        self.block, self.means = spec.block, 2 if isinstance(spec, OneBit) else 1
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        kernels_for(src.device.type).mean_sign_encode(
+            src, residual_in(state), segments, self.block, self.means, payload
+        )
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        self.check(payload, segments, dtype)
+        kernels_for(dst.device.type).sign_decode(payload, segments, self.block, self.means, add, dst)

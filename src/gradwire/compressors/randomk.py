@@ -1,0 +1,120 @@
+"""Random-k: one element out of each of k stretches of a tensor (notes D12). No index travels: they are drawn again.
+
+Law: unbiased without a residual, since what is sent is multiplied by the length of its stretch; with error feedback it is
+not multiplied, and what was not sent stays in the residual. A stretch that holds a NaN or an Inf is sent as NaN, whichever
+element was drawn, and keeps the residual it had.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.core.specs import RandomK
+from gradwire.kernels import Segments, kernels_for
+
+__all__ = ["CommonRandomKCompressor", "OwnRandomKCompressor", "RandomKProgram"]
+
+
+class OwnRandomKCompressor(Compressor):
+    """Each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
+
+    def __init__(self, spec: RandomK) -> None:
+        super().__init__(spec)
+        self.ratio = spec.ratio
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        kernels_for(src.device.type).randomk_encode(
+            src, residual_in(state), segments, context.random, self.ratio, payload
+        )
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        self.check(payload, segments, dtype)
+        kernels_for(dst.device.type).randomk_decode(payload, segments, dtype, self.ratio, add, dst)
+
+
+class CommonRandomKCompressor(Compressor):
+    """All ranks draw the same elements in a step, by seed and step number, so float32 values are summed on the wire."""
+
+    def __init__(self, spec: RandomK) -> None:
+        super().__init__(spec)
+        self.ratio = spec.ratio
+
+    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> "RandomKProgram":
+        """What one piece does in its round: flat holds the gradient before, the sum after."""
+        values = torch.zeros(self.payload_bytes(segments, flat.dtype) // 4, dtype=torch.float32, device=flat.device)
+        return RandomKProgram(flat, residual_in(state), segments, self.ratio, values)
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        values = torch.empty(payload.numel() // 4, dtype=torch.float32, device=src.device)
+        kernels_for(src.device.type).gather_random(
+            src, residual_in(state), segments, context.random, self.ratio, values
+        )
+        payload.copy_(values.view(torch.uint8))
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        """`context` has the seed and step of the encode: they say which elements these are."""
+        self.check(payload, segments, dtype)
+        values = payload.clone().view(torch.float32)
+        kernels_for(dst.device.type).scatter_random(values, segments, context.random, self.ratio, add, dst)
+
+
+class RandomKProgram:
+    """One piece's work in a step: draw, be summed with the other ranks', write where it was drawn."""
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        residual: torch.Tensor | None,
+        segments: Segments,
+        ratio: float,
+        values: torch.Tensor,
+    ) -> None:
+        self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio
+        self.payloads = [values]
+        self.shared: dict[str, torch.Tensor] = {}
+
+    @property
+    def _kernels(self) -> ModuleType:
+        return kernels_for(self.flat.device.type)
+
+    def fill(self, round_number: int, context: Context) -> None:
+        """Write the values drawn to the payload."""
+        self._kernels.gather_random(
+            self.flat, self.residual, self.segments, context.random, self.ratio, self.payloads[0]
+        )
+
+    def finish(self, context: Context) -> None:
+        """Write the sum to the flat buffer: zeros where nothing was drawn."""
+        self._kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)

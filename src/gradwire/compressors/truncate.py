@@ -1,0 +1,72 @@
+"""Fake compression: the first part of everything travels as it is, and nothing is computed (CGX, Fig. 1; notes D13).
+
+Law: contractive, by nothing. For measurements of what a ratio would be worth: a model cannot be trained with it, so it must
+be asked for with `unsafe=True`. A NaN or an Inf in what is not sent is lost.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.core.specs import Truncate
+from gradwire.errors import SpecError
+from gradwire.kernels import Segments
+
+__all__ = ["TruncateCompressor"]
+
+
+class TruncateCompressor(Compressor):
+    """The first 1/ratio of the elements of all segments, in their order. Raises SpecError unless the spec is unsafe."""
+
+    def __init__(self, spec: Truncate) -> None:
+        super().__init__(spec)
+        if not spec.unsafe:
+            raise SpecError(
+                f"{spec!r} sends the first elements and drops all others, always the same: a model cannot be trained with it. "
+                f"To measure with it, write Truncate({spec.ratio}, unsafe=True); to train, use TopK or QSGD."
+            )
+        self.kept = spec.kept
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        residual = residual_in(state)
+        for where, sent, to in self._runs(segments, src.element_size()):
+            v = src[where] if residual is None else src[where].to(torch.float32) + residual[where]
+            value = v.to(src.dtype)
+            payload[to].copy_(value[:sent].view(torch.uint8))
+            if residual is not None:
+                rest = torch.cat([v[:sent] - value[:sent].to(torch.float32), v[sent:]])
+                residual[where] = torch.where(value.isfinite(), rest, residual[where])
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        self.check(payload, segments, dtype)
+        for where, sent, run in self._runs(segments, dtype.itemsize):
+            value, to = payload[run].clone().view(dtype), dst[where]
+            if add:
+                to[:sent].add_(value)
+            else:
+                to[:sent].copy_(value)
+                to[sent:].zero_()
+
+    def _runs(self, segments: Segments, itemsize: int) -> Iterator[tuple[slice, int, slice]]:
+        """Of each segment: its place in the flat buffer, how many of its elements are sent, and their place in the payload."""
+        left, at = self.kept(segments.numel), 0
+        for row in segments.rows:
+            sent = min(left, row.numel)
+            yield slice(row.offset, row.offset + row.numel), sent, slice(at, at + sent * itemsize)
+            left, at = left - sent, at + sent * itemsize

@@ -1,0 +1,122 @@
+"""Random-k: element i of a run of n is drawn from its i-th stretch, i * n // k up to (i + 1) * n // k, at its start +
+(word * length >> 32), where word is the i-th of the random stream keyed by the run.
+
+Without a residual values are multiplied by the length of their stretch. A stretch that holds something that cannot be sent
+is sent as NaN, wherever in it that was, and keeps its residual.
+"""
+
+import torch
+
+from gradwire.core.payload import kept_of
+from gradwire.kernels.reference.numbers import narrow
+from gradwire.kernels.reference.random import mix64, random_words
+from gradwire.kernels.reference.sparse import write_sparse
+from gradwire.kernels.segments import Segment, Segments
+
+__all__ = ["gather_random", "randomk_decode", "randomk_encode", "scatter_random"]
+
+STREAM_BYTES = 8
+_M64 = 0xFFFFFFFFFFFFFFFF
+
+
+def randomk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    payload: torch.Tensor,
+) -> None:
+    """The key of the stream of (seed, step, encode, rank), 8 bytes, then the values drawn, in the dtype of src.
+
+    With a residual src + residual is drawn from, and the residual becomes what was not sent.
+    """
+    base = _base(stream.tolist())
+    payload[:STREAM_BYTES] = torch.tensor(list(base.to_bytes(STREAM_BYTES, "little")), dtype=torch.uint8)
+    values = _gather(src, residual, segments, base, ratio, src.dtype)
+    payload[STREAM_BYTES:] = values.view(torch.uint8)
+
+
+def randomk_decode(
+    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values."""
+    base = int.from_bytes(bytes(payload[:STREAM_BYTES].tolist()), "little")
+    _scatter(payload[STREAM_BYTES:].clone().view(dtype).to(torch.float32), segments, base, ratio, add, dst)
+
+
+def gather_random(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    values: torch.Tensor,
+) -> None:
+    """As `randomk_encode`, the values alone, as float32; all ranks and all encodes of a step draw the same elements."""
+    values.copy_(_gather(src, residual, segments, _common(stream), ratio, torch.float32))
+
+
+def scatter_random(
+    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """Write values (float32) where `gather_random` drew them, zeros elsewhere, or add them."""
+    _scatter(values, segments, _common(stream), ratio, add, dst)
+
+
+def _gather(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    base: int,
+    ratio: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = [torch.empty(0, dtype=dtype, device=src.device)]
+    for row in segments.rows:
+        where = slice(row.offset, row.offset + row.numel)
+        v = src[where].to(torch.float32)
+        if residual is not None:
+            v = v + residual[where]
+        start, place = _draw(row, base, ratio, src.device)
+        if not place.numel():
+            continue
+        stretch = torch.repeat_interleave(start.diff())
+        bad = torch.zeros_like(place).index_add_(0, stretch, (~narrow(v, dtype).isfinite()).to(torch.int64)) > 0
+        value = v[place] if residual is not None else v[place] * start.diff().to(torch.float32)
+        sent = narrow(torch.where(bad | value.isnan(), float("nan"), value), dtype)
+        if residual is not None:
+            v[place] = value - torch.where(bad, 0.0, sent.to(torch.float32))
+            residual[where] = torch.where(bad[stretch], residual[where], v)
+        out.append(sent)
+    return torch.cat(out)
+
+
+def _scatter(values: torch.Tensor, segments: Segments, base: int, ratio: float, add: bool, dst: torch.Tensor) -> None:
+    at = 0
+    for row in segments.rows:
+        _, place = _draw(row, base, ratio, dst.device)
+        where = torch.arange(row.offset, row.offset + row.numel, device=dst.device)
+        write_sparse(dst, where, place, values[at : at + place.numel()], add)
+        at += place.numel()
+
+
+def _draw(row: Segment, base: int, ratio: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the k stretches of a run begin and the last ends, k + 1 elements, and the element drawn from each."""
+    k = kept_of(row.numel, ratio)
+    i = torch.arange(k + 1, device=device)
+    start = i * row.numel // k if k else i * 0
+    key = mix64(mix64(base ^ row.key & _M64) ^ row.first & _M64)
+    return start, start[:-1] + (random_words(i[:-1], key) * start.diff() >> 32)
+
+
+def _base(words: list[int]) -> int:
+    """The key of the stream, before tensors."""
+    key = mix64(words[0] & _M64)
+    for word in words[1:]:
+        key = mix64(key ^ (word & _M64))
+    return key
+
+
+def _common(stream: torch.Tensor) -> int:
+    return _base([*stream.tolist()[:2], 0, 0])

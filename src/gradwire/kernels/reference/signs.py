@@ -1,0 +1,156 @@
+"""Payloads of one bit an element. The signs of a run are cut from its start into units of 512 elements: a unit of n
+elements is padded to m, a multiple of 8, and byte j of it holds elements j + k*m/8 in bit k. A bit is 1 for what is below
+zero: zero and -0.0 count as above, a NaN by its sign bit.
+
+Before them, where blocks have means, travel those of all blocks in bfloat16, rounded to nearest even, and zero bytes up to
+a multiple of 16: the mean magnitude, or the mean of the elements of at least zero and that of those below (0 where there
+are none). Elements decode to plus or minus the one, or to the two. A block of 0 elements is a whole run.
+
+A block's sum of magnitudes of 2^126 or more, or a NaN in it, makes its means NaN and its bits 0: it decodes to NaN
+throughout, and its residual stays what it was. Signs alone have no way to say so: there it is the sign bit that counts.
+"""
+
+import torch
+
+from gradwire.core.payload import SIGN_UNIT, coded_bytes
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
+from gradwire.kernels.reference.planes import pack, unpack
+from gradwire.kernels.segments import Segments
+
+__all__ = ["block_sums", "mean_sign_encode", "sign_decode", "sign_encode"]
+
+PIECE = 8192
+"""Elements that are summed as float32; the sums of pieces are added up as float64."""
+LANES = 64
+
+
+def sign_encode(
+    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
+) -> None:
+    """Encode the signs of src (float32, bfloat16 or float16, flat).
+
+    With a momentum (float32, as long as src) it becomes keep * momentum + (1 - keep) * src, and its signs are encoded; an
+    element that would not be finite keeps what it was, and counts by the sign of src.
+    """
+    at = 0
+    for seg in segments.rows:
+        where = slice(seg.offset, seg.offset + seg.numel)
+        below = _below_zero(src[where])
+        if momentum is not None:
+            mean = momentum[where] * keep + src[where].to(torch.float32) * (1.0 - keep)
+            finite = mean.isfinite()
+            momentum[where] = torch.where(finite, mean, momentum[where])
+            below = torch.where(finite, _below_zero(mean), below)
+        packed = _pack_units(below)
+        payload[at : at + packed.numel()] = packed
+        at += packed.numel()
+
+
+def mean_sign_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    means: int,
+    payload: torch.Tensor,
+) -> None:
+    """Encode src (float32, bfloat16 or float16, flat) as signs with 1 or 2 means a block.
+
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
+    """
+    scale_at, code_at = 0, coded_bytes([(s.numel, 1) for s in segments.rows], block, means).scales
+    payload[:code_at] = 0
+    for seg in segments.rows:
+        below = torch.zeros(seg.numel, dtype=torch.bool, device=src.device)
+        for at, count, n in equal_blocks(seg.numel, block or max(seg.numel, 1)):
+            run, where = slice(at, at + count * n), slice(seg.offset + at, seg.offset + at + count * n)
+            v = src[where].to(torch.float32)
+            if residual is not None:
+                v = v + residual[where]
+            v = v.reshape(count, n)
+            negative = _below_zero(v)
+            raw, finite = _means(v, negative, means)
+            payload[scale_at : scale_at + raw.numel() * 2] = raw.reshape(-1).view(torch.uint8)
+            scale_at += raw.numel() * 2
+            below[run] = (negative & finite).reshape(-1)
+            if residual is not None:
+                lost = v - _values(raw, negative)
+                residual[where] = torch.where(finite, lost, residual[where].reshape(count, n)).reshape(-1)
+        packed = _pack_units(below)
+        payload[code_at : code_at + packed.numel()] = packed
+        code_at += packed.numel()
+
+
+def sign_decode(
+    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
+) -> None:
+    """Write what payload holds to dst (flat), or add it to dst. No means: -1 and 1."""
+    scale_at, code_at = 0, coded_bytes([(s.numel, 1) for s in segments.rows], block, means).scales
+    for seg in segments.rows:
+        size = (seg.numel + 7) // 8
+        below = _unpack_units(payload[code_at : code_at + size], seg.numel)
+        code_at += size
+        for at, count, n in equal_blocks(seg.numel, block or max(seg.numel, 1)):
+            negative = below[at : at + count * n].reshape(count, n)
+            raw = payload[scale_at : scale_at + count * means * 2].clone().view(torch.bfloat16).reshape(count, means)
+            scale_at += count * means * 2
+            value = _values(raw, negative).reshape(-1)
+            where = slice(seg.offset + at, seg.offset + at + count * n)
+            dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
+
+
+def block_sums(v: torch.Tensor) -> torch.Tensor:
+    """The sums of the rows of v as float64: element i of a piece of 8192 is added to lane i % 64, lanes are folded in
+    halves, both in float32, and the sums of pieces are added up."""
+    width = PIECE if v.shape[1] > PIECE else -(-v.shape[1] // LANES) * LANES
+    pieces = torch.nn.functional.pad(v, (0, -v.shape[1] % width)).reshape(v.shape[0], -1, width // LANES, LANES)
+    lanes = torch.zeros_like(pieces[:, :, 0])
+    for row in range(width // LANES):
+        lanes = lanes + pieces[:, :, row]
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    total = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+    for piece in lanes[:, :, 0].double().unbind(1):
+        total = total + piece
+    return total
+
+
+def _below_zero(v: torch.Tensor) -> torch.Tensor:
+    return torch.signbit(v) & (v != 0)
+
+
+def _means(v: torch.Tensor, negative: torch.Tensor, means: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The means of the rows of v as bfloat16 of shape (rows, means), and which rows are finite, (rows, 1)."""
+    if means == 1:
+        above, under = block_sums(v.abs()), torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+        mean = (above / v.shape[1]).unsqueeze(1)
+    else:
+        above, under = block_sums(torch.where(v < 0, 0.0, v)), block_sums(torch.where(v < 0, v, 0.0))
+        below = negative.sum(dim=1)
+        mean = torch.stack([above / (v.shape[1] - below).clamp(min=1), under / below.clamp(min=1)], dim=1)
+    finite = ((above < HUGE) & (-under < HUGE)).unsqueeze(1)  # false for NaN too
+    return narrow(torch.where(finite, mean, float("nan")).to(torch.float32), torch.bfloat16), finite
+
+
+def _values(means: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    value = means.to(torch.float32)
+    if means.shape[1] == 0:
+        value = torch.ones(len(means), 1, device=means.device)
+    return torch.where(negative, value[:, 1:] if means.shape[1] == 2 else -value, value[:, :1])
+
+
+def _pack_units(below: torch.Tensor) -> torch.Tensor:
+    """The bits of one run."""
+    runs = equal_blocks(below.numel(), SIGN_UNIT)
+    codes = [below[at : at + count * n].reshape(count, n).to(torch.int64) for at, count, n in runs]
+    packed = [pack(part, 1).reshape(-1) for part in codes]
+    return torch.cat([below.new_zeros(0, dtype=torch.uint8), *packed])
+
+
+def _unpack_units(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    below, size = torch.zeros(numel, dtype=torch.bool, device=packed.device), SIGN_UNIT // 8
+    for at, count, n in equal_blocks(numel, SIGN_UNIT):
+        part = packed[at // 8 : at // 8 + (count * size if n == SIGN_UNIT else (n + 7) // 8)]
+        below[at : at + count * n] = unpack(part.reshape(count, -1), n, 1).reshape(-1) == 1
+    return below

@@ -1,0 +1,216 @@
+"""Top-k, Threshold, DGC and Block Top-k: the values of the elements that are sent, in the gradient's own dtype, then their
+indices. Values of all groups come first, group after group; then the indices of each, see `indices`.
+
+The k elements of largest magnitude are sent, of equal ones the first; all NaN count as one magnitude above Inf. What does
+not round to something finite in the gradient's dtype is sent as that, and what is remembered of it stays as it was.
+"""
+
+import torch
+
+from gradwire.core.payload import index_bytes, kept_of
+from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
+from gradwire.kernels.reference.numbers import bits_of, equal_blocks, narrow
+from gradwire.kernels.segments import Segments
+
+__all__ = ["block_topk_decode", "block_topk_encode", "dgc_encode", "topk_decode", "topk_encode"]
+
+NAN_KEY = 0x7F800001
+
+
+def topk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    together: bool,
+    threshold: float,
+    payload: torch.Tensor,
+) -> None:
+    """Encode src (float32, bfloat16 or float16, flat) into payload (uint8).
+
+    together: a group is all segments, in their order; else each segment is one. Of each group `kept_of(numel, ratio)`
+    elements are sent, those below the threshold (0 for none) as zeros. With a residual (float32, as long as src)
+    src + residual is encoded, and the residual becomes what was not sent.
+    """
+    values, indices = [], []
+    least = torch.tensor(threshold, dtype=torch.float32)
+    for where in _groups(segments, together):
+        v = src[where].to(torch.float32)
+        old = torch.zeros_like(v)
+        if residual is not None:
+            old = residual[where]
+            v = v + old
+        index = largest(v.unsqueeze(0), kept_of(v.numel(), ratio))[0]
+        sent = narrow(_one_nan(torch.where(v[index].abs() < least.to(v.device), 0.0, v[index])), src.dtype)
+        if residual is not None:
+            residual[where] = _unsent(v, old, index, sent)
+        values.append(sent)
+        indices.append(write_indices(index, v.numel()))
+    _join(payload, values, indices)
+
+
+def dgc_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    momentum: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    decay: float,
+    bound: float,
+    payload: torch.Tensor,
+) -> None:
+    """Of each segment: momentum = decay * momentum + gradient, residual = residual + momentum; the largest of the residual
+    are sent, both cleared there.
+
+    The gradient of a segment with a norm above `bound` (0 for none) is cut back to it first.
+    """
+    values, indices = [], []
+    factor = torch.tensor(decay, dtype=torch.float32, device=src.device)
+    for where in _groups(segments, together=False):
+        v = src[where].to(torch.float32) * _clipping(src[where], bound)
+        old = torch.zeros_like(v)
+        if residual is not None and momentum is not None:
+            old, velocity = residual[where], factor * momentum[where] + v
+            v = old + velocity
+        index = largest(v.unsqueeze(0), kept_of(v.numel(), ratio))[0]
+        sent = narrow(_one_nan(v[index]), src.dtype)
+        if residual is not None and momentum is not None:
+            carried = narrow(v, src.dtype).isfinite()
+            velocity[index] = 0.0
+            momentum[where] = torch.where(carried, velocity, momentum[where])
+            residual[where] = _unsent(v, old, index, sent)
+        values.append(sent)
+        indices.append(write_indices(index, v.numel()))
+    _join(payload, values, indices)
+
+
+def topk_decode(
+    payload: torch.Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    ratio: float,
+    together: bool,
+    add: bool,
+    dst: torch.Tensor,
+) -> None:
+    """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values.
+
+    Raises RuntimeError, and leaves dst as it is, if a group has not exactly its number of ascending indices.
+    """
+    groups = _groups(segments, together)
+    kept = [kept_of(where.numel(), ratio) for where in groups]
+    at = sum(kept) * dtype.itemsize
+    values = payload[:at].clone().view(dtype).to(torch.float32).split(kept)
+    indices = []
+    for k, where in zip(kept, groups, strict=True):
+        size = index_bytes(k, where.numel())
+        indices.append(read_indices(payload[at : at + size], k, where.numel()))
+        at += size
+    for value, index, where in zip(values, indices, groups, strict=True):
+        write_sparse(dst, where, index, value, add)
+
+
+def block_topk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    ratio: float,
+    block: int,
+    payload: torch.Tensor,
+) -> None:
+    """The largest of each block, a byte for the place of each in its block; else as `topk_encode`."""
+    values, places = [], []
+    for where in _groups(segments, together=False):
+        for at, count, n in equal_blocks(where.numel(), block):
+            run = where[at : at + count * n]
+            v = src[run].to(torch.float32)
+            old = torch.zeros_like(v)
+            if residual is not None:
+                old = residual[run]
+                v = v + old
+            place = largest(v.reshape(count, n), kept_of(n, ratio))
+            index = (place + n * torch.arange(count, device=src.device).unsqueeze(1)).reshape(-1)
+            sent = narrow(_one_nan(v[index]), src.dtype)
+            if residual is not None:
+                residual[run] = _unsent(v, old, index, sent)
+            values.append(sent)
+            places.append(place.reshape(-1).to(torch.uint8))
+    _join(payload, values, places)
+
+
+def block_topk_decode(
+    payload: torch.Tensor,
+    segments: Segments,
+    dtype: torch.dtype,
+    ratio: float,
+    block: int,
+    add: bool,
+    dst: torch.Tensor,
+) -> None:
+    """As `topk_decode`."""
+    numel = payload.numel() // (dtype.itemsize + 1)
+    values = payload[: numel * dtype.itemsize].clone().view(dtype).to(torch.float32)
+    places, start, writes = payload[numel * dtype.itemsize :].to(torch.int64), 0, []
+    for where in _groups(segments, together=False):
+        for at, count, n in equal_blocks(where.numel(), block):
+            k = kept_of(n, ratio)
+            place = places[start : start + count * k].reshape(count, k)
+            if bool((place[:, -1] >= n).any()) or not bool((place.diff(dim=1) > 0).all()):
+                raise RuntimeError(DAMAGED)
+            index = (place + n * torch.arange(count, device=dst.device).unsqueeze(1)).reshape(-1)
+            writes.append((where[at : at + count * n], index, values[start : start + count * k]))
+            start += count * k
+    for where, index, value in writes:
+        write_sparse(dst, where, index, value, add)
+
+
+def largest(v: torch.Tensor, k: int) -> torch.Tensor:
+    """Of each row of v, shape (rows, n), the indices of the k largest magnitudes, ascending, shape (rows, k)."""
+    key = (bits_of(v) & 0x7FFFFFFF).clamp(max=NAN_KEY)
+    return key.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+
+
+def write_sparse(dst: torch.Tensor, where: torch.Tensor, index: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+    """dst[where] becomes zeros with the values at the indices, or has them added."""
+    at = where[index]
+    if add:
+        dst[at] = dst[at] + value
+    else:
+        dst[where] = 0
+        dst[at] = narrow(value, dst.dtype)
+
+
+def _groups(segments: Segments, together: bool) -> list[torch.Tensor]:
+    """The places in the flat buffer of the elements of each group."""
+    device = segments.device
+    runs = [torch.arange(row.offset, row.offset + row.numel, device=device) for row in segments.rows]
+    return [torch.cat(runs) if runs else torch.arange(0, device=device)] if together else runs
+
+
+def _unsent(v: torch.Tensor, old: torch.Tensor, index: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    """What remains of v after the values `sent` at the indices; the old residual where v cannot be carried."""
+    rest = v.clone()
+    rest[index] = v[index] - torch.where(v[index].isfinite(), sent.to(torch.float32), 0.0)
+    return torch.where(narrow(v, sent.dtype).isfinite(), rest, old)
+
+
+def _one_nan(v: torch.Tensor) -> torch.Tensor:
+    return torch.where(v.isnan(), torch.full_like(v, float("nan")), v)
+
+
+def _clipping(src: torch.Tensor, bound: float) -> torch.Tensor:
+    """What brings the norm back to the bound, if it is larger and finite; summed in 16 lanes, folded."""
+    one = torch.ones((), device=src.device)
+    if not bound or not src.numel():
+        return one
+    lanes = torch.nn.functional.pad(src.double() ** 2, (0, -src.numel() % 16)).reshape(-1, 16)
+    total = lanes.cumsum(dim=0)[-1]
+    for width in (8, 4, 2, 1):
+        total = total[:width] + total[width : 2 * width]
+    norm = total.sqrt()[0]
+    return torch.where((norm > bound) & (norm < float("inf")), (bound / norm).to(torch.float32), one)
+
+
+def _join(payload: torch.Tensor, values: list[torch.Tensor], indices: list[torch.Tensor]) -> None:
+    parts = [part.contiguous().view(torch.uint8) for part in (*values, *indices)]
+    payload.copy_(torch.cat(parts) if parts else payload[:0])
