@@ -126,7 +126,7 @@ def encode_blocks(
 
     base, inverse, origin, zero, step = grid_of(low, high, bits, SCALE)
     base, inverse, step, finite = base[:, None], inverse[:, None], step[:, None], finite[:, None]
-    first = (counter + block * (BLOCK // 2) + column).to(tl.uint32)
+    first = counter.to(tl.uint32) + (block * (BLOCK // 2) + column).to(tl.uint32)
     hashed = random_hash(first, key)
     lower, upper = (), ()
     for k in tl.static_range(4):
