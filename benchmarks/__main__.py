@@ -12,6 +12,8 @@ PARTS = {
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
+    "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",
+    "page": "writes docs/compressors.md from the results",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
 }
 DEFAULT = ("kernels", "compressors", "exchange")

@@ -15,7 +15,28 @@ import pytest
 import torch
 
 from gradwire.compressors import Compressor, Context, compressor_for, register_compressor
-from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, Spec, register_spec, spec_from_dict
+from gradwire.core import (
+    DGC,
+    FP8,
+    QSGD,
+    BlockTopK,
+    Cast,
+    EFSignSGD,
+    ErrorFeedback,
+    Identity,
+    Int8,
+    Natural,
+    OneBit,
+    RandomK,
+    SignSGD,
+    Spec,
+    TernGrad,
+    Threshold,
+    TopK,
+    TwoBit,
+    register_spec,
+    spec_from_dict,
+)
 from gradwire.core.payload import qsgd_bytes
 from gradwire.core.specs import Run, base
 from gradwire.errors import PayloadError, SpecError
@@ -606,6 +627,25 @@ GOLDEN_SPECS: dict[str, tuple[Spec, torch.dtype]] = {
     "qsgd-5-minmax": (QSGD(bits=5, scale="minmax"), torch.float32),
     "qsgd-6-l2-nearest": (QSGD(bits=6, scale="l2", rounding="nearest"), torch.float32),
     "qsgd-3-feedback": (ErrorFeedback(QSGD(bits=3, rounding="nearest")), torch.float32),
+    "qsgd-4-exponential": (QSGD(levels="exponential", seed=3), torch.float32),
+    "int8": (Int8(), torch.float32),
+    "fp8-e4m3": (FP8("e4m3"), torch.float32),
+    "fp8-e5m2-float16": (FP8("e5m2", block=32), torch.float16),
+    "natural": (Natural(block=128), torch.float32),
+    "terngrad": (TernGrad(block=128), torch.float32),
+    "terngrad-clipped": (TernGrad(block=128, clip=2.5), torch.float32),
+    "twobit": (TwoBit(block=128), torch.float32),
+    "twobit-fixed": (TwoBit(threshold=0.5), torch.bfloat16),
+    "signsgd": (SignSGD(), torch.float32),
+    "ef-signsgd": (EFSignSGD(block=128), torch.float32),
+    "onebit": (OneBit(), torch.float32),
+    "topk": (TopK(0.05), torch.float32),
+    "topk-dense-bfloat16": (TopK(0.4, per="bucket"), torch.bfloat16),
+    "topk-feedback": (ErrorFeedback(TopK(0.1)), torch.float32),
+    "block-topk": (BlockTopK(0.1, block=64), torch.float32),
+    "threshold": (Threshold(0.5, capacity=0.1), torch.float32),
+    "randomk-own": (RandomK(0.1, indices="own", seed=7), torch.float32),
+    "dgc": (DGC(0.1, momentum=0.5), torch.float32),
 }
 
 
@@ -624,8 +664,8 @@ def golden_codec(name: str) -> tuple[Codec, torch.Tensor]:
     spec, dtype = GOLDEN_SPECS[name]
     codec = Codec(spec, GOLDEN_NUMELS, dtype)
     codec.random.copy_(torch.tensor([getattr(spec, "seed", 0), 11, 1, 3]))
-    if codec.residual is not None:
-        codec.residual.copy_(torch.linspace(-4, 4, codec.numel))
+    for number, remembered in enumerate(codec.state):
+        remembered.copy_(torch.linspace(-4, 4 - number, codec.numel))
     return codec, golden_gradient(dtype)
 
 
@@ -661,7 +701,7 @@ def test_golden_files_are_complete_and_small() -> None:
     index = golden_files()
     assert set(index) >= set(GOLDEN_SPECS), "run: python tests/test_compressors.py"
     assert {path.stem for path in GOLDEN.glob("*.bin")} == set(index)
-    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 50_000
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 120_000
 
 
 @pytest.mark.parametrize("name", golden_files())

@@ -56,7 +56,10 @@ def test_nothing_at_all(spec: Spec) -> None:
         assert codec(torch.empty(0)).numel() == 0
 
 
-@pytest.mark.parametrize("spec", [TopK(0.01), TopK(0.4), BlockTopK(0.1), RandomK(0.1), Threshold(0.01)], ids=repr)
+FED_BACK = [TopK(0.01), TopK(0.4), BlockTopK(0.1), RandomK(0.1, indices="own"), Threshold(0.01)]
+
+
+@pytest.mark.parametrize("spec", FED_BACK, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_feedback_loses_nothing(spec: Spec, dtype: torch.dtype) -> None:
     codec, given = Codec(ErrorFeedback(spec), NUMELS, dtype), torch.zeros(NUMEL, dtype=torch.float64)

@@ -13,6 +13,7 @@ one process and take turns.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.names import GRADWIRE_PREFIX, check_method, parse_policy
 from gradwire.errors import StepStateError
+
+if TYPE_CHECKING:
+    import gradwire as gw
 
 __all__ = ["Method", "build"]
 
@@ -159,9 +163,19 @@ class Gradwire(Method):
         super().__init__(job, seed, process_group)
         import gradwire as gw
 
-        self.handle = gw.parallelize(
-            self.bare_model, self.optimizer, plan=parse_policy(policy), process_group=process_group
-        )
+        plan = parse_policy(policy)
+        if isinstance(plan, gw.Policy) and isinstance(plan.default, gw.DGC):
+            plan = gw.Uniform(self._take_momentum(plan.default))
+        self.handle = gw.parallelize(self.bare_model, self.optimizer, plan=plan, process_group=process_group)
+
+    def _take_momentum(self, spec: "gw.DGC") -> "gw.DGC":
+        """DGC with the momentum of the job's optimizer, which has none then; of one that keeps more, no momentum at all."""
+        import msgspec
+
+        momentum = 0.0
+        for group in self.optimizer.param_groups:
+            momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
+        return msgspec.structs.replace(spec, momentum=momentum)
 
     @property
     def bytes_planned(self) -> int:

@@ -120,7 +120,7 @@ class Int8(Spec, frozen=True):
 
     @property
     def law(self) -> Law:
-        return Law("contractive", 0.9)
+        return Law("contractive", 0.88)
 
     @property
     def granularity(self) -> int:
@@ -159,7 +159,7 @@ class TwoBit(Spec, frozen=True):
 
     @property
     def law(self) -> Law:
-        return Law("contractive") if not self.threshold else Law("none")
+        return Law("contractive")
 
     @property
     def granularity(self) -> int:

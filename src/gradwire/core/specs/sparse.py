@@ -45,8 +45,8 @@ class TopK(_Selected, frozen=True):
     ratio: float
     """The part that is sent, rounded up, at least one element."""
     selection: str = "exact"
-    """exact: the largest, of equal ones the first; sampled: those above a threshold found on a sample, then the largest of
-    these: faster on accelerators, and a few of the largest may be missed."""
+    """exact: by a search through all elements; sampled: with a bound found on a sample, and through all where it was too high.
+    Both find the same elements, of equal ones the first; on CPU both are the same kernel."""
     per: str = "tensor"
     """tensor: the largest of each tensor; bucket: of all that is encoded at once (Cupcake's fused encoding), so that a
     tensor of small gradients may send nothing for long."""
@@ -58,7 +58,7 @@ class TopK(_Selected, frozen=True):
 
     @property
     def law(self) -> Law:
-        return Law("contractive", self.ratio if self.selection == "exact" else 0.0)
+        return Law("contractive", self.ratio)
 
     def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.ratio)

@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["HUGE", "TINY", "bf16_towards", "bf16_up", "bits_of", "equal_blocks", "narrow"]
 
-TINY = 2.0**-100  # below this a range of values counts as zero: the reciprocal, times 2^24, would overflow
+TINY = 2.0**-100  # below this a range of values counts as zero: 2^24 times its reciprocal would overflow
 HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
 LARGEST_BF16 = 0x7F7F
 M32 = 0xFFFFFFFF

@@ -1,0 +1,123 @@
+"""What every compressor does to learning: mean loss of the last 20 steps beside plain DDP's, transformer and CNN, by seed.
+
+    python -m benchmarks losses [--jobs transformer resnet] [--seeds 0 1 2] [--steps 300] [--only TopK]
+
+Two ranks on plain loopback; a few methods at a time take turns step by step. What is measured goes to
+benchmarks/results/losses.json at once, and is not measured again while it stands there (--again does), so that a long run can
+be cut in pieces. DGC has the momentum of the job's optimizer, which then has none; a job whose optimizer keeps more than
+momentum (AdamW) is trained with DGC(momentum=0).
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.catalogue import ENTRIES
+from benchmarks.common import RESULTS, write
+from gradwire.bench.loopback import Loopback
+
+PATH = RESULTS / "losses.json"
+WINDOW = 20
+TOGETHER = 5
+PLAIN = ("ddp", "ddp-powersgd")
+BOUND = 0.03
+"""How far above DDP's loss a method with error feedback may end."""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure what is missing and print the table; 1 if a method with error feedback is beyond the bound."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks losses")
+    parser.add_argument("--jobs", nargs="+", default=["transformer", "resnet"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="a part of the method's name")
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args(arguments)
+    methods = [*PLAIN, *(f"gradwire:{entry.spec!r}" for entry in ENTRIES if entry.trains or "DGC" in repr(entry.spec))]
+    known = json.loads(PATH.read_text())["finals"] if PATH.exists() and not options.again else {}
+    for job in options.jobs:
+        for seed in options.seeds:
+            done = known.setdefault(job, {})
+            missing = [m for m in methods if options.only in m and str(seed) not in done.get(m, {})]
+            for start in range(0, len(missing), TOGETHER):
+                for method, curve in losses(job, seed, options.steps, missing[start : start + TOGETHER]).items():
+                    done.setdefault(method, {})[str(seed)] = statistics.mean(curve[-WINDOW:])
+                    print(f"{job}, seed {seed}, {method}: {done[method][str(seed)]:.4f}", flush=True)
+                write(PATH, {"steps": options.steps, "window": WINDOW, "ranks": 2, "finals": known})
+    return report(known)
+
+
+def report(finals: dict[str, Any]) -> int:
+    """Print how far each is above DDP, over the seeds that both have."""
+    feeding_back = {f"gradwire:{entry.spec!r}" for entry in ENTRIES if entry.spec.feedback}
+    beyond = []
+    for job, found in finals.items():
+        for method in found if "ddp" in found else ():
+            above = above_ddp(found, method)
+            print(f"{job}, {method}: {above:+.2%} against ddp ({len(found[method])} seeds)")
+            if method in feeding_back and above > BOUND:
+                beyond.append(f"{method} on {job}: {above:+.2%}")
+    for each in beyond:
+        print(f"more than {BOUND:.0%} above ddp: {each}")
+    return 1 if beyond else 0
+
+
+def above_ddp(found: dict[str, dict[str, float]], method: str) -> float:
+    """Mean loss over that of ddp, less 1, over common seeds."""
+    seeds = found[method].keys() & found["ddp"].keys()
+    return sum(found[method][s] for s in seeds) / sum(found["ddp"][s] for s in seeds) - 1
+
+
+def losses(job: str, seed: int, steps: int, methods: list[str]) -> dict[str, list[float]]:
+    """Loss at each step, mean over ranks, by method."""
+    collected: dict[str, list[float]] = {}
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if stream == "stdout" and rank == 0:
+            collected.update(json.loads(line))
+        elif stream == "stderr" and "UserWarning" not in line:
+            print(line, file=sys.stderr)
+
+    command = [sys.executable, "-u", "-m", "benchmarks.losses", job, str(seed), str(steps), json.dumps(methods)]
+    with Loopback(2) as ranks:
+        ranks.run(command, env=None, on_line=on_line, timeout=None)
+    if set(collected) != set(methods):
+        raise subprocess.SubprocessError(
+            f"{job}, seed {seed}: only {', '.join(collected) or 'nothing'} came to its end"
+        )
+    return collected
+
+
+def _rank(job_name: str, seed: int, steps: int, methods: list[str]) -> None:
+    import torch.distributed as dist
+
+    from gradwire.bench.jobs import make_job
+    from gradwire.bench.methods import build
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    job = make_job(job_name, seed)
+    running = {name: build(name, job, seed, dist.new_group(list(range(world)))) for name in methods}
+    curves: dict[str, list[float]] = {name: [] for name in methods}
+    for step in range(steps):
+        batch = job.batch(rank, world, step)
+        for name, method in running.items():
+            mean = torch.tensor(method.step(batch))
+            dist.all_reduce(mean)
+            curves[name].append(mean.item() / world)
+    for method in running.values():
+        method.check()
+        method.close()
+    if rank == 0:
+        print(json.dumps(curves))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -1,0 +1,111 @@
+"""Writes docs/compressors.md: one row for every compressor, from the catalogue and from what was measured.
+
+    python -m benchmarks page
+
+The numbers come from benchmarks/results/compressors.json and losses.json; what was not measured yet is a dash.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.catalogue import ENTRIES, Entry
+from benchmarks.common import RESULTS
+from benchmarks.losses import above_ddp
+from gradwire.core.files import write_whole
+from gradwire.core.specs import Run
+
+PAGE = Path(__file__).parent.parent / "docs" / "compressors.md"
+JOBS = {"transformer": "transformer", "resnet": "CNN"}
+
+HEAD = """# Compressors
+
+Made by `python -m benchmarks page`; do not edit. Settings are those shown; every field is explained in its class's docstring
+(`help(gw.TopK)`). A compressor of your own: `examples/own_compressor`.
+
+- **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by `tests/test_laws.py`. *unbiased*:
+  right in the mean over the random stream; *contractive*: the error is never larger than the gradient (δ: at least that part
+  of its squared norm is kept); *none*: only feedback or momentum makes it right. *feedback*: what is lost travels in later
+  steps, nothing is lost for good.
+- **Bytes**: of the payload for an element of a large float32 tensor, which has 4. All bits are packed; scales and indices are
+  counted.
+- **Memory**: bytes an element that are kept between steps (the owner of a shard keeps as much of it again).
+- **Encode, decode**: GB/s of float32 at 4 and 64 MB on one thread, and in brackets the ratio to `copy_` between warm tensors
+  (median of 15 interleaved pairs). With feedback the residual is read and written too.{machine}
+- **Loss**: mean loss of steps 281 to 300 of the bench's transformer and CNN on two ranks, against plain DDP's, in brackets over
+  how many seeds. Beyond 3 % with feedback is marked.
+"""
+COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *(f"loss, {name}" for name in JOBS.values()),
+           "from", "use it for")  # fmt: skip
+
+
+def run(arguments: list[str]) -> int:
+    """Write the page."""
+    write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
+    print(f"written to {PAGE}")
+    return 0
+
+
+def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:
+    """The page, from the two results; {} where there is none."""
+    made = speeds.get("made", {})
+    machine = f" Measured on {made['cpu']}, {made['date']}, `{made['command']}`." if made else ""
+    lines = [HEAD.format(machine=machine), "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    lines += [_row(_cells(entry, speeds.get("rows", []), losses.get("finals", {}))) for entry in ENTRIES]
+    lines += [
+        "",
+        "PyTorch's own PowerSGD hook at rank 4, in the same runs: " + _hook(losses.get("finals", {})) + ".",
+        "",
+    ]
+    return "\n".join(line.rstrip("\n") for line in lines)
+
+
+def _cells(entry: Entry, rows: list[dict[str, Any]], finals: dict[str, Any]) -> list[str]:
+    spec, numel = entry.spec, 2**22
+    run = Run(numel, spec.element_bits, (2**11, 2**11))
+    law = spec.law.kind if spec.law.delta == 0 else f"{spec.law.kind}, δ = {spec.law.delta:g}"
+    measured = {row["megabytes"]: row for row in rows if row["spec"] == repr(spec)}
+    speed = [
+        ", ".join(f"{measured[mb][f'{what}_gbps']:.1f} ({measured[mb][f'{what}_ratio']:.2f})" for mb in (4, 64))
+        if {4, 64} <= measured.keys()
+        else "-"
+        for what in ("encode", "decode")
+    ]
+    return [
+        f"`{spec!r}`",
+        law + (", feedback" if spec.feedback else ""),
+        f"{spec.payload_bytes([run], 4) / numel:.3f}",
+        f"{4 * len(spec.state)}",
+        *speed,
+        *(_loss(entry, finals.get(job, {})) for job in JOBS),
+        entry.source,
+        entry.use,
+    ]
+
+
+def _loss(entry: Entry, found: dict[str, Any]) -> str:
+    method = f"gradwire:{entry.spec!r}"
+    if method not in found or "ddp" not in found:
+        return "-" if entry.trains else "other learning rates"
+    above, seeds = above_ddp(found, method), len(found[method].keys() & found["ddp"].keys())
+    text = f"{above:+.1%} ({seeds})"
+    return f"**{text}**" if above > 0.03 and entry.spec.feedback else text
+
+
+def _hook(finals: dict[str, Any]) -> str:
+    told = [
+        f"{above_ddp(finals[job], 'ddp-powersgd'):+.1%} on the {name}"
+        for job, name in JOBS.items()
+        if {"ddp", "ddp-powersgd"} <= finals.get(job, {}).keys()
+    ]
+    return ", ".join(told) or "not measured yet"
+
+
+def _row(cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = RESULTS / name
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
