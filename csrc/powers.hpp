@@ -37,7 +37,7 @@ struct Powers {
       return {1.0f, unit, float_of(u32(exponent) << 23), float_of(u32(lowest) << 23), lowest, exponent - 127};
     }
     const i32 levels = (1 << (bits - 1)) - 1, last = 128 - levels;
-    // 134 - exponent: what would be below kTiny
+    // 134 - exponent: what would be below 2^-120
     const i32 lowest = last > 134 - exponent ? last : 134 - exponent;
     const float bound = bf16_value(raw);
     return {1.0f / bound, bound, 1.0f, float_of(u32(lowest) << 23), lowest, 127 - levels};

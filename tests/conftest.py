@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import triton_processes
 from worlds import Worlds
 
 
@@ -12,3 +13,15 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[triton_processes.Interpreter]:
+    with triton_processes.interpreter() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[triton_processes.Compiler]:
+    with triton_processes.compiler() as made:
+        yield made

@@ -1,24 +1,18 @@
-"""The Triton kernels give the bytes of the reference: in Triton's interpreter, which needs no GPU, and on one where there is one.
-
-The interpreter is switched on for a whole process before Triton is loaded, so it has a process of its own.
-"""
+"""The Triton kernels give the bytes of the reference: in Triton's interpreter, which needs no GPU, and on a GPU."""
 
 import itertools
 import math
-import multiprocessing
-import os
-import re
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from test_kernels import DTYPES, awkward, payload_bytes, raw, same, whole
+from test_kernels import DTYPES, awkward, payload_bytes, whole
+from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
 
 from gradwire.kernels import Segment, Segments, kernels_for, reference, tensor_key
 
@@ -80,66 +74,7 @@ def run_cast(kernels: Any, x: torch.Tensor, wire: torch.dtype, unaligned: bool) 
     return out
 
 
-def assert_alike(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        if not same(value, found[name]):
-            differ = (raw(value) != raw(found[name])).nonzero().flatten() // value.element_size()
-            raise AssertionError(f"{name} differs at {differ.unique()[:8].tolist()}, {len(differ.unique())} elements")
-
-
 # ---- in the interpreter
-
-
-def _interpret() -> None:
-    """Begin a process in which kernels are interpreted."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    warnings.simplefilter("ignore")  # numpy's, of NaN and overflow
-    torch.set_num_threads(1)
-
-
-def _interpreted(name: str, arguments: tuple[Any, ...]) -> Any:
-    """Runs in the process of the interpreter."""
-    from gradwire.kernels import triton
-
-    return globals()[name](triton, *arguments)
-
-
-class Interpreter:
-    """Functions of this file, run on interpreted kernels and on the reference."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self.pool = pool
-
-    def check(self, function: Callable[..., dict[str, torch.Tensor]], *arguments: Any) -> None:
-        found: Future[dict[str, torch.Tensor]] = self.pool.submit(_interpreted, function.__name__, arguments)
-        assert_alike(function(reference, *arguments), found.result(timeout=120))
-
-
-def pool(**options: Any) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), **options)
-
-
-class Compiled(NamedTuple):
-    """What a process without an interpreter gives, while other tests run."""
-
-    choice: "Future[tuple[list[str], str, list[str]]]"
-    ptx: dict[str, Future[str]]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        with pool() as process:
-            choice = process.submit(_choose)  # first, before anything has loaded Triton
-            yield Compiled(choice, {name: process.submit(_compiled, *case) for name, case in COMPILED.items()})
-
-
-@pytest.fixture(scope="module")
-def interpreter(compiled: Compiled) -> Iterator[Interpreter]:
-    with pool(initializer=_interpret) as process:
-        yield Interpreter(process)
 
 
 MEANS = list(itertools.product(DTYPES, ("max", "minmax", "l2"), (False, True)))
@@ -214,27 +149,6 @@ def test_casts_have_the_bytes_of_the_reference(
 # ---- compiled
 
 
-def _compiled(kernel: str, types: dict[str, str], constants: dict[str, Any], arch: int) -> str:
-    """The PTX of a kernel, compiled without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from gradwire.kernels.triton import cast, launch, qsgd
-
-    function = getattr(qsgd, kernel, None) or getattr(cast, kernel)
-    names = function.arg_names
-    assert {*types, *constants} == set(names)
-    source = ASTSource(
-        function,
-        {name: types.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"},
-    )
-    target = GPUTarget("cuda", arch, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": 4, **launch.OPTIONS}).asm["ptx"])
-
-
 ENCODE = {"residual": "*fp32", "table": "*i64", "stream": "*i64", "payload": "*u8"}
 CAST = {"payload": "*i16", "numel": "i32"}
 
@@ -244,21 +158,21 @@ def qsgd_constants(block: int, scale: int, aligned: bool, **others: bool) -> dic
     return {"ROWS": rows, "BLOCK": block, "SCALE": scale, "ALIGNED": aligned, **others}
 
 
-COMPILED: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
-    "usual encode, sm_80": (
+COMPILED = {
+    "usual encode, sm_80": Compile(
         "qsgd_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 0, True, STOCHASTIC=True, RESIDUAL=False), 80
     ),
-    "encode with feedback, sm_90": (
+    "encode with feedback, sm_90": Compile(
         "qsgd_encode_kernel", {"src": "*bf16", **ENCODE}, qsgd_constants(128, 0, False, STOCHASTIC=True, RESIDUAL=True), 90
     ),
-    "encode by the minimum and maximum, sm_80": (
+    "encode by the minimum and maximum, sm_80": Compile(
         "qsgd_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 1, False, STOCHASTIC=False, RESIDUAL=False), 80
     ),
-    "encode by the norm, sm_90": (
+    "encode by the norm, sm_90": Compile(
         "qsgd_encode_kernel", {"src": "*fp16", **ENCODE}, qsgd_constants(64, 2, False, STOCHASTIC=False, RESIDUAL=False), 90
     ),
     **{
-        f"{name}, sm_{arch}": (kernel, types, constants, arch)
+        f"{name}, sm_{arch}": Compile(kernel, types, constants, arch)
         for arch in (80, 90)
         for name, kernel, types, constants in (
             (
@@ -276,33 +190,31 @@ COMPILED: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
         )
     },
 }  # fmt: skip
-INEXACT = re.compile(r"fma\.rn\.f(?:32|64)|div\.(?:full|approx)\S*|sqrt\.approx\S*|\S+\.ftz\S*")
+
+
+@pytest.fixture(scope="module")
+def ptx(compiler: Compiler) -> dict[str, Future[str]]:
+    return compiler.start(COMPILED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_meanwhile(ptx: dict[str, Future[str]]) -> None:
+    """While the interpreter runs."""
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_kernels_compile_for_cuda_to_exact_arithmetic(compiled: Compiled, name: str) -> None:
-    ptx = compiled.ptx[name].result(timeout=120)
-    assert f".target sm_{COMPILED[name][-1]}" in ptx
-    assert COMPILED[name][0] in ptx
-    assert INEXACT.findall(ptx) == []
+def test_kernels_compile_for_cuda_to_exact_arithmetic(ptx: dict[str, Future[str]], name: str) -> None:
+    found = ptx[name].result(timeout=120)
+    assert f".target sm_{COMPILED[name].arch}" in found
+    assert COMPILED[name].kernel in found
+    assert INEXACT.findall(found) == []
 
 
 # ---- choice and refusals
 
 
-def _choose() -> tuple[list[str], str, list[str]]:
-    """In a new process: what is loaded of the Triton kernels for CPU, who is chosen for CUDA, which functions are its own."""
-    kernels_for("cpu")
-    loaded = [name for name in sys.modules if name.startswith("gradwire.kernels.triton")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chosen = kernels_for("cuda")
-    own = [name for name in reference.__all__ if getattr(chosen, name) is not getattr(reference, name)]
-    return loaded, chosen.__name__, own
-
-
-def test_triton_is_loaded_for_cuda_only_and_the_reference_fills_its_gaps(compiled: Compiled) -> None:
-    loaded, chosen, own = compiled.choice.result(timeout=120)
+def test_triton_is_loaded_for_cuda_only_and_the_reference_fills_its_gaps(compiler: Compiler) -> None:
+    loaded, chosen, own = compiler.choice.result(timeout=120)
     assert loaded == []
     assert chosen == "gradwire.kernels.triton"
     assert {"qsgd_encode", "qsgd_decode", "cast_encode", "cast_decode"} <= set(own)

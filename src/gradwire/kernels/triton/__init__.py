@@ -7,6 +7,7 @@ from gradwire.kernels import reference
 from gradwire.kernels.reference import *  # noqa: F403
 from gradwire.kernels.triton.cast import cast_decode, cast_encode
 from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode
+from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_encode
 
-__all__ = ["cast_decode", "cast_encode", "qsgd_decode", "qsgd_encode"]
+__all__ = ["cast_decode", "cast_encode", "mean_sign_encode", "qsgd_decode", "qsgd_encode", "sign_decode", "sign_encode"]
 __all__ += [name for name in reference.__all__ if name not in __all__]

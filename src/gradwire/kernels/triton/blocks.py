@@ -19,7 +19,17 @@ from gradwire.kernels.triton.numbers import (
     widen,
 )
 
-__all__ = ["L2", "MAX", "MINMAX", "decode_blocks", "encode_blocks"]
+__all__ = [
+    "L2",
+    "MAX",
+    "MINMAX",
+    "decode_blocks",
+    "encode_blocks",
+    "load_byte",
+    "load_scale",
+    "load_value",
+    "store_scale",
+]
 
 MAX, MINMAX, L2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TINY, HUGE = tl.constexpr(0x0D800000), tl.constexpr(0x7E800000)  # bits of 2^-100 and 2^126
@@ -116,7 +126,7 @@ def encode_blocks(
 
     base, inverse, origin, zero, step = grid_of(low, high, bits, SCALE)
     base, inverse, step, finite = base[:, None], inverse[:, None], step[:, None], finite[:, None]
-    first = (counter + block * (BLOCK // 2) + column).to(tl.uint32)
+    first = counter.to(tl.uint32) + (block * (BLOCK // 2) + column).to(tl.uint32)
     hashed = random_hash(first, key)
     lower, upper = (), ()
     for k in tl.static_range(4):

@@ -5,11 +5,23 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels.segments import Segments
 
-__all__ = ["OPTIONS", "Programs", "check_flat", "check_payload", "device_of", "programs_of"]
+__all__ = [
+    "ELEMENTS",
+    "OPTIONS",
+    "Programs",
+    "blocks_each",
+    "check_flat",
+    "check_payload",
+    "device_of",
+    "program",
+    "programs_of",
+]
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 """Of every launch: a * b + c is rounded twice, as in the reference."""
@@ -18,6 +30,17 @@ ELEMENTS = 4096
 """Elements of a program, where its blocks are no larger."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def program(table, ALIGNED: tl.constexpr):
+    """(first element, elements, first scale, padding, first code, counter, key, bits) of this program: its row of the table."""
+    row = table + tl.program_id(0) * 8
+    first, code = tl.load(row), tl.load(row + 4)
+    if ALIGNED:
+        first, code = tl.multiple_of(first, 16), tl.multiple_of(code, 16)
+    numel, padding, bits = tl.load(row + 1).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 7).to(tl.int32)
+    return first, numel, tl.load(row + 2), padding, code, tl.load(row + 5), tl.load(row + 6), bits
 
 
 class Programs(NamedTuple):
@@ -32,8 +55,18 @@ class Programs(NamedTuple):
     numel: int
     """Elements that the flat buffer has at least."""
     payload_bytes: int
-    blocks_each: int
+
+    @staticmethod
+    def of(table: torch.Tensor, segments: Segments, payload_bytes: int) -> "Programs":
+        """A table of CPU, put on the segments' device."""
+        aligned = not bool((table[:, [0, 4]] % 16).any())
+        numel = max((row.offset + row.numel for row in segments.rows), default=0)
+        return Programs(table.to(segments.device), aligned, numel, payload_bytes)
+
+
+def blocks_each(block: int) -> int:
     """Blocks of a program at most."""
+    return max(1, ELEMENTS // block)
 
 
 def programs_of(segments: Segments, block: int, scale: str) -> Programs:
@@ -47,7 +80,7 @@ def programs_of(segments: Segments, block: int, scale: str) -> Programs:
 def _programs(segments: Segments, block: int, scale: str) -> Programs:
     if block & (block - 1) or not 32 <= block <= 8192:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
-    each, scale_bytes = max(1, ELEMENTS // block), 4 if scale == "minmax" else 2
+    each, scale_bytes = blocks_each(block), 4 if scale == "minmax" else 2
     for index, row in enumerate(segments.rows):
         if row.offset < 0 or row.numel < 0:
             raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
@@ -74,13 +107,7 @@ def _programs(segments: Segments, block: int, scale: str) -> Programs:
     table = torch.cat(rows) if rows else torch.zeros(0, 8, dtype=torch.int64)
     if len(table):
         table[-1, 3] = sizes.scales - scale_at
-    return Programs(
-        table=table.to(segments.device),
-        aligned=not bool((table[:, [0, 4]] % 16).any()),
-        numel=max((row.offset + row.numel for row in segments.rows), default=0),
-        payload_bytes=sum(sizes),
-        blocks_each=each,
-    )
+    return Programs.of(table, segments, sum(sizes))
 
 
 def check_flat(flat: torch.Tensor, numel: int, remembered: Sequence[torch.Tensor | None] = ()) -> None:

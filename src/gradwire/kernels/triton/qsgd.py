@@ -8,23 +8,21 @@ import triton.language as tl
 
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import L2, MAX, MINMAX, decode_blocks, encode_blocks
-from gradwire.kernels.triton.launch import OPTIONS, Programs, check_flat, check_payload, device_of, programs_of
+from gradwire.kernels.triton.launch import (
+    OPTIONS,
+    Programs,
+    blocks_each,
+    check_flat,
+    check_payload,
+    device_of,
+    program,
+    programs_of,
+)
 from gradwire.kernels.triton.numbers import stream_key
 
 __all__ = ["qsgd_decode", "qsgd_encode"]
 
 _SCALES = {"max": MAX.value, "minmax": MINMAX.value, "l2": L2.value}
-
-
-@triton.jit
-def program(table, ALIGNED: tl.constexpr):
-    """(first element, elements, first scale, padding, first code, counter, key, bits) of this program."""
-    row = table + tl.program_id(0) * 8
-    first, code = tl.load(row), tl.load(row + 4)
-    if ALIGNED:
-        first, code = tl.multiple_of(first, 16), tl.multiple_of(code, 16)
-    numel, padding, bits = tl.load(row + 1).to(tl.int32), tl.load(row + 3).to(tl.int32), tl.load(row + 7).to(tl.int32)
-    return first, numel, tl.load(row + 2), padding, code, tl.load(row + 5), tl.load(row + 6), bits
 
 
 @triton.jit
@@ -115,5 +113,5 @@ def qsgd_decode(
 def _constants(programs: Programs, block: int, scale: str) -> dict[str, Any]:
     """What the kernels are compiled for."""
     warps = 8 if block > 4096 else 4
-    each = {"ROWS": programs.blocks_each, "BLOCK": block, "SCALE": _SCALES[scale], "ALIGNED": programs.aligned}
+    each = {"ROWS": blocks_each(block), "BLOCK": block, "SCALE": _SCALES[scale], "ALIGNED": programs.aligned}
     return {**each, "num_warps": warps, **OPTIONS}

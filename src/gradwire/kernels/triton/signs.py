@@ -1,0 +1,267 @@
+"""Signs, with means of blocks or without: one launch a call, a program for up to 4096 elements of a tensor (8192 in blocks of
+8192). Programs begin at whole units of signs and at whole blocks. The bytes of a unit are held as in blocks.py: each takes
+its bits from one of 64 columns. The means of one block for each whole tensor are the reference's.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.core.payload import SIGN_UNIT, coded_bytes
+from gradwire.kernels import reference
+from gradwire.kernels.segments import Segments
+from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value, store_scale
+from gradwire.kernels.triton.launch import ELEMENTS, OPTIONS, Programs, check_flat, check_payload, device_of, program
+from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, narrow_u16, widen
+
+__all__ = ["mean_sign_encode", "sign_decode", "sign_encode"]
+
+LANES = tl.constexpr(64)
+UNIT = tl.constexpr(SIGN_UNIT)
+
+
+@triton.jit
+def below_zero(value):
+    """Whether the sign bit of a float32 counts: of all but -0.0."""
+    return (value.to(tl.int32, bitcast=True) < 0) & (magnitude(value) > 0)
+
+
+@triton.jit
+def units_of(numel, UNITS: tl.constexpr, WHOLE: tl.constexpr):
+    """(unit, column, elements of the unit, columns of it) as tensors that broadcast to (UNITS, 64)."""
+    unit, column = tl.arange(0, UNITS)[:, None], tl.arange(0, UNIT // 8)[None, :]
+    n = tl.minimum(tl.maximum(numel - unit * UNIT, 0), UNIT)
+    return unit, column, n, UNIT // 8 if WHOLE else (n + 7) // 8
+
+
+@triton.jit
+def folded(lanes, ROWS: tl.constexpr):
+    """The sums of ROWS x 64 lanes, folded in halves, as float64."""
+    for fold in tl.static_range(6):
+        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 32 >> fold]), axis=1)
+    return tl.reshape(lanes, [ROWS]).to(tl.float64)
+
+
+@triton.jit
+def store_mean(at, total, count, finite, present):
+    mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    raw = narrow_u16(tl.where(finite, mean, 0.0), True).to(tl.int32)
+    store_scale(at, tl.where(finite, raw, 0x7FC0), present)
+
+
+@triton.jit
+def store_means(
+    src, residual, scales, numel,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """The means of the blocks of up to SPAN elements."""
+    block, lane = tl.arange(0, SPAN // BLOCK), tl.arange(0, LANES)[None, :]
+    n = tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK)
+    above, under = tl.zeros([SPAN // BLOCK, LANES], tl.float32), tl.zeros([SPAN // BLOCK, LANES], tl.float32)
+    below = tl.zeros([SPAN // BLOCK, LANES], tl.int32)
+    for start in range(0, BLOCK, LANES):
+        i = start + lane
+        value = load_value(src, residual, block[:, None] * BLOCK + i, i < n[:, None], RESIDUAL)
+        if MEANS == 1:
+            above += tl.abs(value)
+        else:
+            above += tl.where(value < 0, 0.0, value)
+            under += tl.where(value < 0, value, 0.0)
+            below += below_zero(value).to(tl.int32)
+    total, beneath, many = folded(above, SPAN // BLOCK), folded(under, SPAN // BLOCK), tl.sum(below, axis=1)
+    finite = (total < 2.0**126) & (-beneath < 2.0**126)
+    store_mean(scales + block * (2 * MEANS), total, n - many, finite, n > 0)
+    if MEANS == 2:
+        store_mean(scales + block * 4 + 2, beneath, many, finite, n > 0)
+
+
+@triton.jit
+def encode_units(
+    src, state, scales, codes, numel, keep, rest,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, STATE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The signs of up to SPAN elements. STATE: with means a residual, without them a momentum."""
+    unit, column, n, width = units_of(numel, SPAN // UNIT, WHOLE)
+    byte = tl.zeros([SPAN // UNIT, UNIT // 8], tl.int32)
+    for k in tl.static_range(8):
+        i = k * width + column
+        inside = (column < width) & (i < n)
+        at = unit * UNIT + i
+        if MEANS:
+            value = load_value(src, state, at, inside, STATE)
+            below = below_zero(value)
+            place = scales + at // BLOCK * (2 * MEANS)
+            first = load_scale(place, inside)
+            mean = bf16_value(first)
+            finite = (first & 0x7FFF) <= 0x7F80
+            if STATE:
+                other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else -mean
+                tl.store(state + at, value - tl.where(below, other, mean), mask=inside & finite)
+            below &= finite
+        else:
+            value = widen(tl.load(src + at, mask=inside, other=0.0))
+            below = below_zero(value)
+            if STATE:
+                mean = tl.load(state + at, mask=inside, other=0.0) * keep + value * rest
+                finite = magnitude(mean) < 0x7F800000
+                tl.store(state + at, mean, mask=inside & finite)
+                below = tl.where(finite, below_zero(mean), below)
+        byte |= (below & inside).to(tl.int32) << k
+    tl.store(codes + unit * (UNIT // 8) + column, byte.to(tl.uint8), mask=(column < width) & (n > 0))
+
+
+@triton.jit
+def sign_encode_kernel(
+    src, state, table, payload, keep, rest,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One row of the table of programs."""
+    first, numel, scale, padding, code, _, _, _ = program(table, ALIGNED)
+    src, state, scales, codes = src + first, state + first, payload + scale, payload + code
+    if MEANS:
+        store_means(src, state, scales, numel, SPAN, BLOCK, MEANS, STATE)
+        used, byte = (numel + BLOCK - 1) // BLOCK * (2 * MEANS), tl.arange(0, 16)
+        tl.store(scales + used + byte, tl.zeros([16], tl.uint8), mask=byte < padding)
+        tl.debug_barrier()  # all means are there, and all have read the residual, before any thread goes on
+    if numel == SPAN:
+        encode_units(src, state, scales, codes, numel, keep, rest, SPAN, BLOCK, MEANS, STATE, True)
+    else:
+        encode_units(src, state, scales, codes, numel, keep, rest, SPAN, BLOCK, MEANS, STATE, False)
+
+
+@triton.jit
+def decode_units(
+    scales, codes, dst, numel,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The opposite of encode_units; without means -1 and 1."""
+    unit, column, n, width = units_of(numel, SPAN // UNIT, WHOLE)
+    byte = load_byte(codes + unit * (UNIT // 8) + column, (column < width) & (n > 0))
+    for k in tl.static_range(8):
+        i = k * width + column
+        inside = (column < width) & (i < n)
+        at = unit * UNIT + i
+        below = (byte >> k & 1) == 1
+        if MEANS:
+            place = scales + at // BLOCK * (2 * MEANS)
+            mean = bf16_value(load_scale(place, inside))
+            other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else -mean
+            value = tl.where(below, other, mean)
+        else:
+            value = tl.where(below, -1.0, 1.0)
+        if ADD:
+            value += widen(tl.load(dst + at, mask=inside, other=0.0))
+        tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sign_decode_kernel(
+    payload, table, dst,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One row of the table of programs."""
+    first, numel, scale, _, code, _, _, _ = program(table, ALIGNED)
+    dst, scales, codes = dst + first, payload + scale, payload + code
+    if numel == SPAN:
+        decode_units(scales, codes, dst, numel, SPAN, BLOCK, MEANS, ADD, True)
+    else:
+        decode_units(scales, codes, dst, numel, SPAN, BLOCK, MEANS, ADD, False)
+
+
+def sign_encode(
+    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
+) -> None:
+    """As `reference.sign_encode`."""
+    _encode(src, momentum, keep, segments, 0, 0, payload)
+
+
+def mean_sign_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    block: int,
+    means: int,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.mean_sign_encode`."""
+    if block:
+        _encode(src, residual, 0.0, segments, block, means, payload)
+    else:
+        reference.mean_sign_encode(src, residual, segments, block, means, payload)
+
+
+def sign_decode(
+    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.sign_decode`."""
+    programs = _programs_of(segments, block, means)
+    check_flat(dst, programs.numel)
+    check_payload(payload, programs.payload_bytes)
+    if add and dst.dtype != torch.float32:
+        raise RuntimeError(f"sums in float32, not in {dst.dtype}: decode to a float32 buffer to add")
+    if len(programs.table):
+        with device_of(dst):
+            sign_decode_kernel[(len(programs.table),)](
+                payload, programs.table, dst, ADD=add, **_constants(programs, block, means)
+            )
+
+
+def _encode(
+    src: torch.Tensor,
+    state: torch.Tensor | None,
+    keep: float,
+    segments: Segments,
+    block: int,
+    means: int,
+    payload: torch.Tensor,
+) -> None:
+    programs = _programs_of(segments, block, means)
+    check_flat(src, programs.numel, [state])
+    check_payload(payload, programs.payload_bytes)
+    if len(programs.table):
+        kept = src if state is None else state
+        with device_of(src):
+            sign_encode_kernel[(len(programs.table),)](
+                src, kept, programs.table, payload, keep, 1.0 - keep,
+                STATE=state is not None, **_constants(programs, block, means),
+            )  # fmt: skip
+
+
+def _constants(programs: Programs, block: int, means: int) -> dict[str, Any]:
+    """What the kernels are compiled for. Without blocks a program lies in one."""
+    span = max(ELEMENTS, block)
+    each = {"SPAN": span, "BLOCK": block or span, "MEANS": means, "ALIGNED": programs.aligned}
+    return {**each, "num_warps": 8 if span > ELEMENTS else 4, **OPTIONS}
+
+
+def _programs_of(segments: Segments, block: int, means: int) -> Programs:
+    """The programs of these segments, made once and kept with them."""
+    made = segments.launches.get(("signs", block, means))
+    if made is None:
+        made = segments.launches["signs", block, means] = _programs(segments, block, means)
+    return made
+
+
+def _programs(segments: Segments, block: int, means: int) -> Programs:
+    if block and (block & (block - 1) or not 32 <= block <= 8192):
+        raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192, nor 0")
+    for index, row in enumerate(segments.rows):
+        if row.offset < 0 or row.numel < 0:
+            raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
+    span, sizes = max(ELEMENTS, block), coded_bytes([(row.numel, 1) for row in segments.rows], block, means)
+    rows, scale_at, code_at = [torch.zeros(0, 8, dtype=torch.int64)], 0, sizes.scales
+    for row in segments.rows:
+        start = torch.arange(0, row.numel, span)
+        columns = torch.zeros(len(start), 8, dtype=torch.int64)
+        columns[:, 0], columns[:, 1] = row.offset + start, (row.numel - start).clamp(max=span)
+        columns[:, 2] = scale_at + (start // block * 2 * means if block else 0)
+        columns[:, 4] = code_at + start // 8
+        rows.append(columns)
+        scale_at += (-(-row.numel // block) if block else min(row.numel, 1)) * 2 * means
+        code_at += (row.numel + 7) // 8
+    table = torch.cat(rows)
+    if len(table):
+        table[-1, 3] = sizes.scales - scale_at
+    return Programs.of(table, segments, sum(sizes))
