@@ -5,9 +5,12 @@ import sys
 
 import pytest
 
+from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
 from gradwire.bench.names import check_method, parse_policy, split_names
+from gradwire.bench.results import BenchRun, Cell, Interval, StepTimes
 from gradwire.bench.runner import BenchRequest
 from gradwire.core import QSGD, Cast, ErrorFeedback, Identity
+from gradwire.core.made import Made
 from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
 from gradwire.planner.policy import Policy
 
@@ -93,3 +96,31 @@ def test_wrong_request_is_named(change, error, said):
 def test_reading_names_needs_no_torch():
     code = "import sys, gradwire.bench.runner, gradwire.bench.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_ceilings_methods_are_methods() -> None:
+    methods = ceiling_methods()
+    assert len(set(methods)) == len(methods) > 10
+    for method in methods:
+        check_method(method)
+
+
+def test_the_ceiling_says_where_more_stops_paying() -> None:
+    times = {"floor": 100.0, "ddp": 1000.0}
+    cells = []
+    for method in ceiling_methods():
+        ratio = float(method.split("(")[1].split(",")[0]) if "Truncate" in method else 8.0
+        median = 1e3 * times.get(method, max(110.0, 900.0 / ratio) + (5.0 if "QSGD" in method else 0.0))
+        step = StepTimes(
+            median_us=median, minimum_us=median, p10_us=median, p90_us=median, mean_us=median, stdev_us=0.0, steps=1
+        )
+        speedup = Interval(ratio=1e6 / median, low=1.0, high=1.0)
+        cells.append(Cell(job="mlp", link="1gbit", gbps=1.0, method=method, step=step, speedup=speedup))
+    run = BenchRun(
+        made=Made(host="h", date="2026-11-21", command="c"), torch="2", cores=2, network="loopback", nodes=2,
+        ranks_per_node=1, steps=1, warmup_steps=3, turn_steps=1, seed=0, cells=tuple(cells),
+    )  # fmt: skip
+    ((table, words),) = ceiling_tables(run)
+    assert table.row_count == 12
+    assert "more than 9.09 times as fast as plain DDP's here, and more than 1/8 brings nothing" in words
+    assert "costs 1.5 ms of a step" in words

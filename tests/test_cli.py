@@ -14,6 +14,7 @@ OPTIONS = """\
 gradwire
   --version
 gradwire bench
+  --what = methods
   --jobs = transformer,mlp,resnet
   --links = 100mbit,500mbit,1000mbit,unlimited
   --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
