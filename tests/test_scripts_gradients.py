@@ -131,6 +131,23 @@ def gradients_of_two_tasks(library: Library) -> Ends:
     return everything(model)
 
 
+def views_of_gradients_kept(library: Library) -> Ends:
+    """Flattened for a projection, and used after the next task's backward; some of some parameters only."""
+    model = plain()
+    run, optimizer = library.parallelize(model), sgd(model)
+    for step in range(4):
+        of_tasks = []
+        for task in range(2):
+            optimizer.zero_grad()
+            run(batch(2 * step + task)).square().mean().backward()
+            kept = [parameter.grad.view(-1)[step:] for parameter in model.parameters()]
+            of_tasks.append(kept if task else kept[step % 2 :: 2])
+        for first, second in zip(of_tasks[0], of_tasks[1][step % 2 :: 2], strict=True):
+            second.add_(first - first.mean())
+        optimizer.step()
+    return everything(model)
+
+
 def sharpness_aware(library: Library) -> Ends:
     """SAM: two backwards a step, the weights moved in between."""
     model = plain()
@@ -158,6 +175,7 @@ def sharpness_aware(library: Library) -> Ends:
         gradients_with_other_data,
         zero_by_hand,
         gradients_of_two_tasks,
+        views_of_gradients_kept,
         sharpness_aware,
     ],
     ids=name_of,

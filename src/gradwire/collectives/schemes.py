@@ -102,6 +102,8 @@ class Scheme(Protocol):
     """What each encode remembers: the first of the whole run, the second of the own shard."""
     shared: Memory
     """What is remembered and the same on all ranks, by tensor name."""
+    aliases: list[torch.Tensor]
+    """All tensors kept here whose memory is the bucket's."""
 
     def post(self, link: Link, tag: int) -> None:
         """At the start of a step: announce the exchanges, with tags from `tag` up, one for each phase."""
@@ -127,6 +129,7 @@ class AllReduce:
         self.flat = flat
         self.memory: list[Memory] = []
         self.shared: Memory = {}
+        self.aliases = [flat]
         self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
 
     def post(self, link: Link, tag: int) -> None:
@@ -154,6 +157,7 @@ class AllGather:
         self.memory = [_memory(codec, piece.flat)]
         self.shared: Memory = {}
         self.state = list(self.memory[0].values())
+        self.aliases = [piece.flat]
         self.wire_bytes = (world_size - 1) * self.sent.numel()
 
     def post(self, link: Link, tag: int) -> None:
@@ -201,6 +205,7 @@ class TwoPhase:
         self.shared: Memory = {}
         self.states = [[m[bounds[j] : bounds[j + 1]] for m in self.memory[0].values()] for j in range(world_size)]
         self.sum_state = list(self.memory[1].values())
+        self.aliases = [piece.flat, *self.parts]
         self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
         self.summed: Mark = None
 
@@ -268,6 +273,7 @@ class Summing:
         self.memory = [_memory(codec, piece.flat)]
         self.program = codec.program(piece.flat, list(self.memory[0].values()), piece.whole)
         self.shared = self.program.shared
+        self.aliases = [piece.flat]
         numel = sum(payload.numel() for payload in self.program.payloads)
         self.wire_bytes = round(2 * (world_size - 1) / world_size * 4 * numel)
         self.summed: Mark = None

@@ -15,6 +15,7 @@ from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, Sum
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.specs import Identity
+from gradwire.engine.place import Place
 from gradwire.errors import PlanError
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
@@ -32,6 +33,8 @@ class Slot:
     """Elements from the start of the bucket's flat buffer."""
     view: torch.Tensor
     """The place itself, in the parameter's shape and strides. Scripts never get it, but `hand_out()`."""
+    place: Place
+    """The memory of the bucket."""
     handed: torch.Tensor | None = None
     """The `grad` of the last step, whose memory is the place."""
 
@@ -41,10 +44,10 @@ class Slot:
 
     def hand_out(self) -> torch.Tensor:
         """A `grad` in the place. A tensor of its own and no view: scripts may give it other memory, or detach it."""
-        view = self.view
-        if self.handed is None or self.handed.data_ptr() != view.data_ptr():
-            alias = torch.empty(0, dtype=view.dtype, device=view.device)
-            self.handed = alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        if self.handed is None or self.handed.data_ptr() != self.view.data_ptr():
+            if self.handed is not None:
+                self.place.take_back(self.handed)
+            self.handed = self.place.hand_out(self.view)
         return self.handed
 
     def take_over(self, grad: torch.Tensor | None) -> None:
@@ -52,9 +55,11 @@ class Slot:
         another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
         if self.handed is None or self.handed is grad:
             return
+        self.place.take_back(self.handed)
         if _references(self) > _ALONE:
             self.handed.data = self.handed.clone()
         self.handed = None
+        self.place.leave_to_script()
 
 
 def _references(holder: Any) -> int:
@@ -113,16 +118,18 @@ def _build(
             )
     numels = [member.numel() for member in members]
     flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
-    slots, at = [], 0
+    slots, at, place = [], 0, Place(flat)
     for name, member in zip(bucket.tensors, members, strict=True):
-        slots.append(Slot(name, index, at, _view(flat, at, member)))
+        slots.append(Slot(name, index, at, _view(flat, at, member), place))
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
     codec.ranks = group.world_size
     coded = _coded_scheme(index, bucket)
     _check(index, bucket, first, codec, all_reduce=coded is None)
     if coded is None:
-        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [AllReduce(flat, group.world_size)])
+        chunk = AllReduce(flat, group.world_size)
+        place.settle([slot.view for slot in slots])
+        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [chunk])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     granularity = codec.spec.granularity or max(numels)
     bounds = cut(numels, granularity, 0, flat.numel(), count)
@@ -140,6 +147,7 @@ def _build(
             contexts=contexts,
         )
         chunks.append(coded(codec, piece, group.rank, group.world_size))
+    place.settle([*(slot.view for slot in slots), *(tensor for chunk in chunks for tensor in chunk.aliases)])
     return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
 
 
