@@ -28,7 +28,7 @@ SHARES = {
     "disk full": 8, "link lost": 5, "link flaps": 4, "torchrun restarts": 3,
 }  # fmt: skip
 """How many of 200 trials are of each kind."""
-LONG_RUNS = (("qsgd2-ef", 2), ("qsgd4", 3))
+LONG_RUNS = (("qsgd2-ef", 2), ("qsgd4-large", 3))
 """Plan and ranks."""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak.json"
 

@@ -23,6 +23,11 @@ PLANS: dict[str, gw.Policy] = {
     "qsgd2-ef": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), bucket_bytes=6000),
     "fp16-allgather": gw.Uniform(gw.Cast(), scheme="allgather", bucket_bytes=3000),
     "identity": gw.Uniform(gw.Identity(), bucket_bytes=5000),
+    "qsgd4-large": gw.Uniform(gw.QSGD(bits=4), bucket_bytes=40_000, chunk_bytes=20_000),
+    "topk-ef": gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), bucket_bytes=5000),
+    "randomk-ef": gw.Uniform(gw.ErrorFeedback(gw.RandomK(0.1)), bucket_bytes=5000),
+    "onebit": gw.Uniform(gw.OneBit(), bucket_bytes=5000),
+    "powersgd": gw.Uniform(gw.PowerSGD(rank=1), bucket_bytes=5000),
     "minmax3-ef": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=3, scale="minmax")), scheme="allgather"),
 }
 MAGIC = struct.Struct("<q")
