@@ -1,10 +1,15 @@
 """Fixtures shared by all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import triton_processes
 from worlds import Worlds
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell that put the tests in the background has SIGINT ignored, and what they start would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
