@@ -11,7 +11,6 @@ from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.fp8 import FP8Compressor
 from gradwire.compressors.identity import IdentityCompressor
-from gradwire.compressors.int8 import Int8Compressor
 from gradwire.compressors.mean_signs import MeanSignCompressor
 from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
@@ -64,7 +63,7 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     OneBit: MeanSignCompressor,
     TwoBit: TwoBitCompressor,
     TernGrad: TernGradCompressor,
-    Int8: Int8Compressor,
+    Int8: lambda spec: QSGDCompressor(QSGD(bits=8, block=spec.block, rounding="nearest"), spec),
     FP8: FP8Compressor,
     Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),

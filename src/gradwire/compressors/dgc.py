@@ -24,8 +24,6 @@ class DGCCompressor(Compressor):
     """Values in the gradient's own dtype, then their indices. Without state it is the first step's Top-k."""
 
     encodes_own_part = True  # momentum is in what is decoded, not in the gradient
-    ranks = 1
-    """How many ranks' gradients are added up: the gradients given are divided by it already. The engine sets it."""
 
     def __init__(self, spec: DGC, again: Compressor) -> None:
         super().__init__(spec)

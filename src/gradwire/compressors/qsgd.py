@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.compressors.base import Compressor, Context, residual_in
-from gradwire.core.specs import QSGD
+from gradwire.core.specs import QSGD, Spec
 from gradwire.kernels import Segments, kernels_for
 
 __all__ = ["QSGDCompressor"]
@@ -20,8 +20,9 @@ __all__ = ["QSGDCompressor"]
 class QSGDCompressor(Compressor):
     """Bits come from the segments, so tensors of 2 to 8 bits share one call (notes D5)."""
 
-    def __init__(self, spec: QSGD) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: QSGD, named: Spec | None = None) -> None:
+        """`named` is the spec that messages and sizes go by, where another method is QSGD at these settings."""
+        super().__init__(named or spec)
         self.block, self.scale, self.rounding = spec.block, spec.scale, spec.rounding
         self.exponential = spec.levels == "exponential"
 

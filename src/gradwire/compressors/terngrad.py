@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.compressors.base import Compressor, Context, residual_in
-from gradwire.core.specs import TernGrad
+from gradwire.compressors.base import Context, residual_in
+from gradwire.compressors.qsgd import QSGDCompressor
+from gradwire.core.specs import QSGD, TernGrad
 from gradwire.kernels import Segments, kernels_for
 
 __all__ = ["TernGradCompressor"]
 
 
-class TernGradCompressor(Compressor):
+class TernGradCompressor(QSGDCompressor):
     """A block with a NaN or an Inf decodes to NaN throughout; with error feedback it keeps the residual it had."""
 
     def __init__(self, spec: TernGrad) -> None:
-        super().__init__(spec)
-        self.block, self.clip = spec.block, spec.clip
+        super().__init__(QSGD(bits=2, block=spec.block, seed=spec.seed), spec)
+        self.clip = spec.clip
 
     def encode(
         self,
@@ -29,20 +30,8 @@ class TernGradCompressor(Compressor):
         context: Context,
         payload: torch.Tensor,
     ) -> None:
-        kernels, residual = kernels_for(src.device.type), residual_in(state)
-        if self.clip:
-            kernels.terngrad_encode(src, residual, segments, context.random, self.block, self.clip, payload)
-        else:
-            kernels.qsgd_encode(src, residual, segments, context.random, self.block, "max", "stochastic", payload)
-
-    def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
-    ) -> None:
-        self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).qsgd_decode(payload, segments, self.block, "max", add, dst)
+        if not self.clip:
+            return super().encode(src, state, segments, context, payload)
+        kernels_for(src.device.type).terngrad_encode(
+            src, residual_in(state), segments, context.random, self.block, self.clip, payload
+        )
