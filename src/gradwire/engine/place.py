@@ -16,8 +16,8 @@ class Place:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._ours: list[torch.Tensor] = []
-        self._handed: list[torch.Tensor] = []
-        """What the script got and has not taken leave of."""
+        self._handed: dict[int, torch.Tensor] = {}
+        """What the script got and has not taken leave of, by id."""
         self._storage = flat.untyped_storage()
         self._uses = 0
 
@@ -30,12 +30,12 @@ class Place:
         """A tensor of its own, and no view, over a part of the memory."""
         alias = torch.empty(0, dtype=view.dtype, device=view.device)
         alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-        self._handed.append(alias)
+        self._handed[id(alias)] = alias
         return alias
 
     def take_back(self, alias: torch.Tensor) -> None:
         """The script has another gradient now, and this part is about to be written."""
-        self._handed = [kept for kept in self._handed if kept is not alias]
+        self._handed.pop(id(alias), None)
 
     def leave_to_script(self) -> None:
         """Move, if the script has a use of the memory that is none of the tensors handed out."""
@@ -48,7 +48,7 @@ class Place:
 
     def _move(self) -> None:
         elsewhere = self.flat.clone()
-        for tensor in [*self._ours, *self._handed]:
+        for tensor in [*self._ours, *self._handed.values()]:
             if tensor.untyped_storage().data_ptr() == self._storage.data_ptr():
                 tensor.data = elsewhere.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         self._storage = self.flat.untyped_storage()
