@@ -9,7 +9,6 @@ to the same, but the difference between ranks' gradients, which compression did 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,7 +59,6 @@ class PowerProgram:
                 name = segments.names[index] if segments.names else str(index)
                 self.names.append((name, row.key, slice(q_at, q_at + matrix[1] * rank)))
                 p_at, q_at = p_at + matrix[0] * rank, q_at + matrix[1] * rank
-        self.factor_numel = p_at
         for row, run in zip(segments.rows, runs, strict=True):
             if not spec.factors(run.shape):
                 self.whole.append((slice(row.offset, row.offset + row.numel), slice(p_at, p_at + row.numel)))
@@ -70,8 +68,6 @@ class PowerProgram:
         assert (p_at, q_at) == spec.round_numels(runs)
         self.payloads = [first, self.q_sum]
         self.q_own, self.q_next = torch.zeros_like(self.q_sum), torch.zeros_like(self.q_sum)
-        self.columns = [m[2] for m in rows for _ in range(rank)]
-        self.starts = [0, *accumulate(self.columns)]
         self.shared = {name: self.q_next[where] for name, _, where in self.names} if spec.warm_start else {}
         self._draw(0)
 
@@ -111,8 +107,8 @@ class PowerProgram:
 
     def _begin_next(self) -> None:
         """The sums begin the next step, brought to length one; a row that says nothing leaves the old one."""
-        for start, stop in zip(self.starts, self.starts[1:], strict=False):
-            row = self.q_sum[start:stop]
-            norm = torch.linalg.vector_norm(row, dtype=torch.float64)
-            usable = norm.isfinite() & (norm > 0)
-            self.q_next[start:stop] = torch.where(usable, (row / norm).float(), self.q_next[start:stop])
+        for _, _, where in self.names:
+            rows, old = (q[where].view(self.spec.rank, -1) for q in (self.q_sum, self.q_next))
+            norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+            usable = norms.isfinite() & (norms > 0)
+            old.copy_(torch.where(usable, (rows / norms).float(), old))
