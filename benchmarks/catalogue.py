@@ -15,7 +15,8 @@ class Entry(NamedTuple):
     source: str
     use: str
     encode: float | None = None
-    """The ratio to `copy_` that encoding is to reach at 4 and 64 MB, with a residual 0.6 of it; or, where `gbps`, GB/s."""
+    """The ratio to `copy_` that encoding is to reach at 4 and 64 MB; or, where `gbps`, GB/s. Of a ratio 0.6 with a residual or
+    momentum, which is read and written as well."""
     gbps: bool = False
     trains: bool = True
     """Whether a model can be trained with it as it is, by the optimizer of the bench's jobs."""
@@ -40,7 +41,12 @@ ENTRIES: list[Entry] = [
             (2, "with error feedback, on very slow links"),
         )
     ),
-    Entry(gw.QSGD(levels="exponential"), "NUQSGD (Ramezani-Kebrya et al. 2021)", "blocks with a few large values"),
+    Entry(
+        gw.QSGD(levels="exponential"),
+        "NUQSGD (Ramezani-Kebrya et al. 2021)",
+        "blocks with a few large values",
+        QUANTISER,
+    ),
     Entry(gw.ErrorFeedback(gw.QSGD(bits=2)), "QSGD with notes D3", "2 bits that learn as well as more", QUANTISER),
     Entry(gw.TernGrad(), "Wen et al. 2017", "2 bits, unbiased, noisy", QUANTISER),
     Entry(gw.TwoBit(), "MXNet; CD-SGD section 3", "2 bits with a residual of its own", QUANTISER),

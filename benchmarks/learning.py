@@ -60,11 +60,11 @@ def _build_halved(folder: Path) -> Path:
     root = Path(__file__).parent.parent
     shutil.copy(root / "setup.py", folder)
     shutil.copytree(root / "csrc", folder / "csrc")
-    source = folder / "csrc" / "qsgd_batch.hpp"
+    source = folder / "csrc" / "levels.hpp"
     right, wrong = ">= kTinyBits ? capped : 0u;", ">= kTinyBits ? capped - 0x80u : 0u;"
     text = source.read_text()
     if text.count(right) != 1:
-        raise SystemExit(f"the control cannot be built: {right!r} is not once in qsgd_batch.hpp any more")
+        raise SystemExit(f"the control cannot be built: {right!r} is not once in levels.hpp any more")
     source.write_text(text.replace(right, wrong))
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib", "--build-temp", "temp"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

@@ -116,14 +116,14 @@ static void reconstruct(void* dst, Dtype dtype, float* residual, const Matrix* m
   else { GW_TYPED((reconstruct_all<T, false>(static_cast<T*>(dst), nullptr, matrices, count, rank, p, q_sum, q_own))) }
 }
 
-template <class Coder>
+template <class Levels>
 static void scaled_encode_as(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
-                             const Stream& stream, int64_t block, Coder coder, uint8_t* payload) {
-#define GW_ENCODE(T)                                                                                                   \
-  return residual ? scaled_encode_from<Coder, T, true>(static_cast<const T*>(src), residual, segments, count, stream, \
-                                                       block, coder, payload)                                          \
-                  : scaled_encode_from<Coder, T, false>(static_cast<const T*>(src), residual, segments, count, stream, \
-                                                        block, coder, payload)
+                             const Stream& stream, const Scaled& how, uint8_t* payload) {
+  const Quantiser q{how.block, how.scale, how.rounding};
+#define GW_ENCODE(T)                                                                                                      \
+  return residual                                                                                                         \
+             ? scaled_encode_from<Levels, T, true>(static_cast<const T*>(src), residual, segments, count, stream, q, payload) \
+             : scaled_encode_from<Levels, T, false>(static_cast<const T*>(src), residual, segments, count, stream, q, payload)
   switch (dtype) {
     case Dtype::float32: GW_ENCODE(float);
     case Dtype::bfloat16: GW_ENCODE(bf16);
@@ -134,27 +134,23 @@ static void scaled_encode_as(const void* src, Dtype dtype, float* residual, cons
 
 static void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
                           const Stream& stream, const Scaled& how, uint8_t* payload) {
-  const Powers<false> exponential{how.scale, how.rounding == Rounding::stochastic};
-  const auto encode = [&](auto coder) {
-    scaled_encode_as(src, dtype, residual, segments, count, stream, how.block, coder, payload);
-  };
   switch (how.code) {
-    case Code::e4m3: return encode(Fp8<3>{});
-    case Code::e5m2: return encode(Fp8<2>{});
-    case Code::natural: return encode(Powers<true>{});
-    case Code::exponential: return encode(exponential);
+    case Code::e4m3: return scaled_encode_as<Fp8<3>>(src, dtype, residual, segments, count, stream, how, payload);
+    case Code::e5m2: return scaled_encode_as<Fp8<2>>(src, dtype, residual, segments, count, stream, how, payload);
+    case Code::natural: return scaled_encode_as<Natural>(src, dtype, residual, segments, count, stream, how, payload);
+    case Code::exponential: return scaled_encode_as<Exponential>(src, dtype, residual, segments, count, stream, how, payload);
   }
 }
 
-template <class Coder>
+template <class Levels>
 static void scaled_decode_as(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                              int64_t block) {
   switch (dtype) {
     case Dtype::float32:
-      if (add) return scaled_decode_to<Coder, float, true>(payload, static_cast<float*>(dst), segments, count, block);
-      return scaled_decode_to<Coder, float, false>(payload, static_cast<float*>(dst), segments, count, block);
-    case Dtype::bfloat16: return scaled_decode_to<Coder, bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
-    case Dtype::float16: return scaled_decode_to<Coder, f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
+      if (add) return scaled_decode_to<Levels, float, true>(payload, static_cast<float*>(dst), segments, count, block);
+      return scaled_decode_to<Levels, float, false>(payload, static_cast<float*>(dst), segments, count, block);
+    case Dtype::bfloat16: return scaled_decode_to<Levels, bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
+    case Dtype::float16: return scaled_decode_to<Levels, f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
   }
 }
 
@@ -163,8 +159,8 @@ static void scaled_decode(const uint8_t* payload, void* dst, Dtype dtype, bool a
   switch (how.code) {
     case Code::e4m3: return scaled_decode_as<Fp8<3>>(payload, dst, dtype, add, segments, count, how.block);
     case Code::e5m2: return scaled_decode_as<Fp8<2>>(payload, dst, dtype, add, segments, count, how.block);
-    case Code::natural: return scaled_decode_as<Powers<true>>(payload, dst, dtype, add, segments, count, how.block);
-    case Code::exponential: return scaled_decode_as<Powers<false>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::natural: return scaled_decode_as<Natural>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::exponential: return scaled_decode_as<Exponential>(payload, dst, dtype, add, segments, count, how.block);
   }
 }
 

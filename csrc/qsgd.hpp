@@ -90,7 +90,14 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
   return packed / 8 * bits;
 }
 
-#include "qsgd_batch.hpp"
+#include "levels.hpp"
+#include "batch.hpp"
+
+template <bool Residual, class T>
+static i64 encode_uniform(const T* from, float* left, const Task& t) {
+  if (t.q.scale == Scale::minmax) return encode_blocks<Uniform<true>, Residual>(from, left, t);
+  return encode_blocks<Uniform<false>, Residual>(from, left, t);
+}
 
 template <class T, bool Residual>
 static void encode_segments(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
@@ -112,7 +119,7 @@ static void encode_segments(const T* src, float* residual, const Segment* segmen
       const u32 counter = u32((seg.first + at) / 2);
       const i64 blocks = (seg.numel - at) / q.block / several * several;
       if (blocks && batches(q.block) && at >= fast_until && counter % (kUnit / 2) == 0) {
-        const i64 done = encode_blocks<Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
+        const i64 done = encode_uniform<Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
         at += done * q.block;
         scales += scale_bytes * done;
         out += q.block / 8 * bits * done;

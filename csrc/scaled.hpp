@@ -1,97 +1,152 @@
-// Payloads of blocks with one bfloat16 scale each: what FP8, Natural and QSGD's exponential levels share. A coder says what
-// a block's scale is and how its elements are coded. Included inside a level's namespace.
+// Payloads of blocks with one bfloat16 scale each: what FP8, Natural and QSGD's exponential levels share. The levels say
+// what a block's scale is (`bound`, `cells_of`) and how one value is coded (`one`). Included inside a level's namespace.
 
 constexpr u16 kBadScale = 0x7fc0u;  // NaN: of a block that holds something not finite
 
-// src (+ residual) of n elements into v, if it is asked for, and the largest magnitude as an integer.
-template <class T, bool Residual, bool Keep>
-GW_INLINE i32 load_run(const T* __restrict from, const float* __restrict left, i64 n, float* __restrict v) {
-  i32 most = 0;
-  for (i64 i = 0; i < n; ++i) {
-    const float value = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
-    const i32 magnitude = i32(bits_of(value) & 0x7fffffffu);
-    if (Keep) v[i] = value;
-    most = magnitude > most ? magnitude : most;
-  }
-  return most;
+// A value as a code, and what the code stands for in units of the block's step.
+struct Coded {
+  u32 code;
+  float sent;
+};
+
+template <class Levels>
+GW_INLINE bool find_by_maximum(const float* v, i64 n, u16* scale) {
+  u32 largest = 0;
+  for (i64 i = 0; i < n; ++i) largest = (bits_of(v[i]) & 0x7fffffffu) > largest ? bits_of(v[i]) & 0x7fffffffu : largest;
+  scale[0] = u16(Levels::bound(largest));
+  return largest < kHuge;
 }
 
-template <class T, bool Residual, bool Keep>
-GW_INLINE i32 load_block(const T* from, const float* left, i64 n, float* v) {
-  i32 most = 0;
-  i64 i = 0;
-  for (; i + kUnit <= n; i += kUnit) {
-    constexpr int lines = int(kUnit * sizeof(T) / 64);
-    for (int line = 0; line < lines; ++line) __builtin_prefetch(from + i + 2 * kBatch + line * (kUnit / lines));
-    if (Residual) for (int line = 0; line < 8; ++line) __builtin_prefetch(left + i + 2 * kBatch + line * 16, 1);
-    const i32 here = load_run<T, Residual, Keep>(from + i, left + (Residual ? i : 0), kUnit, v + (Keep ? i : 0));
-    most = here > most ? here : most;
+// Levels of which one value is coded at a time: see levels.hpp.
+template <class Levels>
+struct OneByOne : Levels {
+  template <bool Residual, bool Stochastic, bool Pairs, int Group>
+  static GW_INLINE_MEMBER void group(const float* x, float* left, i64 half, const u32* hashes, const Cells& cells, i64 cell,
+                                     int bits, u32* both) {
+    const typename Levels::Cell c(cells, cell, bits);
+    const float* const y = x + half;
+    float* const y_left = left + (Residual ? half : 0);
+#pragma GCC ivdep
+    for (int l = 0; l < 16; ++l) {
+      const u32 word = Stochastic ? random_fold(hashes[l], Group) : 0x80008000u;
+      const float p = Residual ? x[l] + left[l] : x[l], q = Residual ? y[l] + y_left[l] : y[l];
+      const Coded a = c.one(p, (word << 7) & 0x7fff80u), b = c.one(q, (word >> 9) & 0x7fff80u);
+      both[l] = (a.code | b.code << (Pairs ? 4 : 8)) & c.mask;
+      if (Residual) {
+        left[l] = p - a.sent * c.step;
+        y_left[l] = q - b.sent * c.step;
+      }
+    }
   }
-  const i32 rest = load_run<T, Residual, Keep>(from + i, left + (Residual ? i : 0), n - i, v + (Keep ? i : 0));
-  return rest > most ? rest : most;
+};
+
+// A block that no batch takes: n values of which v has room for a multiple of 8. Returns the bytes written.
+template <class Levels, bool Residual>
+static i64 encode_by_itself(const float* v, i64 n, u16 raw, bool stochastic, int bits, u64 key, u32 counter, u8* out, float* left) {
+  alignas(64) u8 codes[kMaxBlock];
+  const i64 packed = (n + 7) / 8 * 8, half = packed / 2;
+  const u32 key_low = u32(key), key_high = u32(key >> 32);
+  u32 scale[16] = {raw};
+  Cells cells;
+  Levels::cells_of(scale, bits, 0, cells);
+  const typename Levels::Cell c(cells, 0, bits);
+  const auto encode = [&](i64 i, u32 u) {
+    const Coded coded = c.one(v[i], u);
+    codes[i] = u8(coded.code & c.mask);
+    if (Residual && i < n) left[i] = v[i] - coded.sent * c.step;
+  };
+  for (i64 j = 0; j < half; ++j) {
+    const u32 at = counter + u32(j), group = at / 16 % 4;
+    const u32 word = stochastic ? random_fold(random_hash(at - 16 * group, key_low, key_high), int(group)) : 0x80008000u;
+    encode(j, (word << 7) & 0x7fff80u);
+    encode(j + half, (word >> 9) & 0x7fff80u);
+  }
+  for (i64 i = n; i < packed; ++i) codes[i] = 0;
+  GW_SETTLE(codes);
+  pack(codes, packed, bits, out);
+  return packed / 8 * bits;
 }
 
-template <class Coder, class T, bool Residual>
-static void scaled_encode_from(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream, i64 block,
-                          Coder coder, u8* payload) {
-  constexpr bool reads_src = sizeof(T) == sizeof(float) && !Residual;  // whole blocks need no copy
+template <class Levels, class T, bool Residual>
+static void scaled_encode_from(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
+                               const Quantiser& q, u8* payload) {
   alignas(64) float v[kMaxBlock];
-  alignas(64) i32 largest[kCells];
-  alignas(64) u16 raw[kCells];
+  const bool stochastic = Levels::stochastic && q.rounding == Rounding::stochastic;
+  const bool fast = batches(q.block) && (Levels::small || q.block >= kUnit) && (Levels::nearest || stochastic);
+  const i64 several = q.block < kUnit ? kUnit / q.block : 1;  // blocks of a unit
   u8* scales = payload;
-  u8* const first_code = payload + coded_size(segments, count, block, 1, Coder::size_bits).scales;
+  u8* const first_code = payload + coded_size(segments, count, q.block, 1, Levels::bits).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];
-    coder.begin(seg, stream);
-    const i64 most = block < kBatch ? kBatch / block : 1;
-    for (i64 at = 0; at < seg.numel;) {
+    const u64 key = stream_key(stream, seg.key);
+    const int bits = Levels::bits ? Levels::bits : int(seg.bits);
+    i64 at = 0, fast_until = 0;
+    while (at < seg.numel) {
       const T* from = src + seg.offset + at;
       float* left = Residual ? residual + seg.offset + at : nullptr;
-      const i64 full = (seg.numel - at) / block, cells = full ? (full < most ? full : most) : 1;
-      const i64 n = full ? block : seg.numel - at, packed = (n + 7) / 8 * 8;
-      for (i64 c = 0; c < cells; ++c) {
-        const T* const block_from = from + c * n;
-        const float* const block_left = left + (Residual ? c * n : 0);
-        largest[c] = reads_src && full ? load_block<T, Residual, false>(block_from, block_left, n, v)
-                                       : load_block<T, Residual, true>(block_from, block_left, n, v + c * n);
+      const u32 counter = u32((seg.first + at) / 2);
+      const i64 blocks = (seg.numel - at) / q.block / several * several;
+      if (blocks && fast && at >= fast_until && counter % (kUnit / 2) == 0) {
+        const i64 done = encode_blocks<Levels, Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
+        at += done * q.block;
+        scales += 2 * done;
+        out += q.block / 8 * bits * done;
+        fast_until = at + (q.block < kBatch ? kBatch : q.block);  // what is not finite is encoded block by block
+        if (done) continue;
       }
-      const float* const values = reads_src && full ? reinterpret_cast<const float*>(from) : v;
-      for (i64 i = n; i < packed; ++i) v[i] = 0.0f;
-      for (i64 c = 0; c < cells; ++c)
-        raw[c] = u32(largest[c]) >= kHuge ? kBadScale : coder.scale_of(values + c * n, n, largest[c]);
-      __builtin_memcpy(scales, raw, size_t(2 * cells));
-      scales += 2 * cells;
-      for (i64 c = 0; c < cells; ++c, at += n) {
-        float* const block_left = left + (Residual ? c * n : 0);
-        if (raw[c] == kBadScale || raw[c] == 0) {
-          __builtin_memset(out, 0, size_t(packed / 8 * coder.bits));
-          // nothing of a block of zeros was sent; one that could not be sent keeps the residual it had
-          if (Residual && raw[c] == 0) __builtin_memcpy(block_left, v + c * n, size_t(n) * sizeof(float));
-        } else {
-          coder.template encode<Residual>(values + c * n, n, raw[c], u32((seg.first + at) / 2), out, block_left);
-        }
-        out += packed / 8 * coder.bits;
+      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
+      for (i64 i = 0; i < n; ++i) v[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+      for (i64 i = n; i < (n + 7) / 8 * 8; ++i) v[i] = 0.0f;
+      u16 scale[2];
+      const bool finite = Levels::find(q.scale, v, n, scale);
+      __builtin_memcpy(scales, finite ? scale : &kBadScale, 2);
+      scales += 2;
+      if (finite) {
+        out += encode_by_itself<Levels, Residual>(v, n, scale[0], stochastic, bits, key, counter, out, left);
+      } else {  // keeps the residual it had
+        __builtin_memset(out, 0, size_t((n + 7) / 8 * bits));
+        out += (n + 7) / 8 * bits;
       }
+      at += n;
     }
   }
   while (scales < first_code) *scales++ = 0;
 }
 
-template <class Coder, class T, bool Add>
+template <class Levels, class T, bool Add>
 static void scaled_decode_to(const u8* payload, T* dst, const Segment* segments, i64 count, i64 block) {
-  Coder coder{};
+  alignas(64) u8 unpacked[kMaxBlock];
   const u8* scales = payload;
-  const u8* in = payload + coded_size(segments, count, block, 1, Coder::size_bits).scales;
+  const u8* in = payload + coded_size(segments, count, block, 1, Levels::bits).scales;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];
-    coder.begin(seg, {});
+    const int bits = Levels::bits ? Levels::bits : int(seg.bits);
     for (i64 at = 0; at < seg.numel; at += block, scales += 2) {
       const i64 n = seg.numel - at < block ? seg.numel - at : block;
+      T* __restrict to = dst + seg.offset + at;
+      const u8* __restrict codes = in;
+      if (bits != 8) {
+        unpack(in, (n + 7) / 8 * 8, bits, unpacked);
+        GW_SETTLE(unpacked);
+        codes = unpacked;
+      }
       u16 raw;
       __builtin_memcpy(&raw, scales, 2);
-      coder.template decode<T, Add>(in, n, raw, dst + seg.offset + at);
-      in += (n + 7) / 8 * coder.bits;
+      const typename Levels::Value value(raw, bits);
+      i64 i = 0;
+      for (; i + 64 <= n; i += 64) {
+        for (int line = 0; line < 64; line += 16) __builtin_prefetch(to + i + kAhead + line, 1);
+        for (i64 j = i; j < i + 64; ++j) {
+          const float sent = value.of(codes[j]);
+          from_float(Add ? to_float(to[j]) + sent : sent, to[j]);
+        }
+      }
+      for (; i < n; ++i) {
+        const float sent = value.of(codes[i]);
+        from_float(Add ? to_float(to[i]) + sent : sent, to[i]);
+      }
+      in += (n + 7) / 8 * bits;
     }
   }
 }

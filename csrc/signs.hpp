@@ -5,7 +5,7 @@ constexpr int kSignUnit = 512;                // elements of which the signs are
 constexpr int kUnitBytes = kSignUnit / 8;
 constexpr int kLanes = 64;                // partial sums
 constexpr i64 kPiece = 8192;              // elements that are summed as float32
-constexpr i64 kSignsAhead = 2 * kSignUnit;    // elements prefetched ahead
+constexpr i64 kSignsAhead = 4 * kSignUnit;    // elements prefetched ahead
 constexpr double kLargestSum = 0x1p126;   // from here on a block's sum counts as not finite
 
 enum class Memory { none, residual, momentum };
@@ -15,8 +15,9 @@ struct Decay {
   float keep, take;
 };
 
-// Whether it is below zero: -0.0 is not, and a NaN counts by its sign bit.
-GW_INLINE bool below_zero(float x) { return bits_of(x) > 0x80000000u; }
+// Whether it goes out as negative: by its sign bit, but that of signs alone -0.0 is not.
+template <int Means>
+GW_INLINE bool negative(float x) { return Means ? bits_of(x) >> 31 != 0 : bits_of(x) > 0x80000000u; }
 
 // Asks for a unit's cache lines.
 template <int Write, class T>
@@ -38,15 +39,25 @@ struct Sums {
   i64 below;            // how many are < 0
 };
 
+using Floats16 = float __attribute__((vector_size(64), may_alias));
+using Floats4 = float __attribute__((vector_size(16), may_alias));
+
+// By whole vectors: a loop would become a call.
+template <int Means>
 GW_INLINE void clear_lanes(Sums& sums) {
-  for (int j = 0; j < kLanes; ++j) sums.up[j] = sums.down[j] = 0.0f;
+  for (int j = 0; j < kLanes; j += 16) {
+    *reinterpret_cast<Floats16*>(sums.up + j) = Floats16{};
+    if (Means == 2) *reinterpret_cast<Floats16*>(sums.down + j) = Floats16{};
+  }
 }
 
 // The lanes in halves: two foldings at a time, since each goes through memory.
 GW_INLINE float fold(const float* lane) {
-  alignas(64) float of16[16], of4[4];
+  alignas(64) float of16[16];
+GW_ROLLED
   for (int j = 0; j < 16; ++j) of16[j] = (lane[j] + lane[j + 32]) + (lane[j + 16] + lane[j + 48]);
-  for (int j = 0; j < 4; ++j) of4[j] = (of16[j] + of16[j + 8]) + (of16[j + 4] + of16[j + 12]);
+  const auto* const quarter = reinterpret_cast<const Floats4*>(of16);
+  const Floats4 of4 = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
   return (of4[0] + of4[2]) + (of4[1] + of4[3]);
 }
 
@@ -54,7 +65,7 @@ template <int Means>
 GW_INLINE void end_piece(Sums& sums) {
   sums.above += double(fold(sums.up));
   if (Means == 2) sums.under += double(fold(sums.down));
-  clear_lanes(sums);
+  clear_lanes<Means>(sums);
 }
 
 template <int Means>
@@ -99,25 +110,29 @@ GW_INLINE void send_unit(const T* __restrict from, float* __restrict kept, const
   if (M != Memory::none) prefetch_unit<1>(kept + kSignsAhead);
   alignas(64) u32 bytes[kUnitBytes];
   const float keep = decay.keep, take = decay.take;
-  for (int j = 0; j < kUnitBytes; ++j) {
-    u32 byte = 0;
-    float up = Means ? sums.up[j] : 0.0f, down = Means == 2 ? sums.down[j] : 0.0f;
+  for (int c = 0; c < kUnitBytes; c += 16) {  // 16 at a time: all addresses are constants away from one
+GW_ROLLED
+    for (int j = c; j < c + 16; ++j) {
+      u32 byte = 0;
+      float up = Means ? sums.up[j] : 0.0f, down = Means == 2 ? sums.down[j] : 0.0f;
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) {
-      const int i = j + k * kUnitBytes;
-      float x = given<T, M == Memory::residual>(from, kept, i);
-      if (M == Memory::momentum) {
-        const float old = kept[i], mean = keep * old + take * x;
-        const bool finite = (bits_of(mean) & 0x7fffffffu) < kInfBits;
-        kept[i] = finite ? mean : old;
-        x = finite ? mean : x;
+      for (int k = 0; k < 8; ++k) {
+        const int i = j + k * kUnitBytes;
+        float x = given<T, M == Memory::residual>(from, kept, i);
+        if (M == Memory::momentum) {
+          const float old = kept[i], mean = keep * old + take * x;
+          const bool finite = (bits_of(mean) & 0x7fffffffu) < kInfBits;
+          kept[i] = finite ? mean : old;
+          x = finite ? mean : x;
+        }
+        if (Means) byte |= (bits_of(x) >> (31 - k)) & (1u << k);
+        else byte = negative<0>(x) ? byte | (1u << k) : byte;
+        add_to<Means>(x, up, down);
       }
-      byte = below_zero(x) ? byte | (1u << k) : byte;
-      add_to<Means>(x, up, down);
+      bytes[j] = byte;
+      if (Means) sums.up[j] = up;
+      if (Means == 2) sums.down[j] = down;
     }
-    bytes[j] = byte;
-    if (Means) sums.up[j] = up;
-    if (Means == 2) sums.down[j] = down;
   }
   GW_SETTLE(bytes);
   for (int j = 0; j < kUnitBytes; ++j) out[j] = u8(bytes[j]);
@@ -135,10 +150,11 @@ GW_INLINE void count_below(const u8* bytes, i64 n, Sums& sums) {
 }
 
 // Packs the signs of at most kSignUnit values; returns the bytes written.
+template <int Means>
 GW_INLINE i64 pack_signs(const float* v, i64 n, u8* out) {
   alignas(64) u8 codes[kSignUnit];
   const i64 packed = (n + 7) / 8 * 8;
-  for (i64 i = 0; i < n; ++i) codes[i] = u8(below_zero(v[i]));
+  for (i64 i = 0; i < n; ++i) codes[i] = u8(negative<Means>(v[i]));
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
   GW_SETTLE(codes);
   pack_plane<1>(codes, packed, 0, out);
@@ -171,7 +187,7 @@ static void send_signs(const T* src, float* kept, const Decay& decay, const Segm
     for (i64 at = 0; at < whole; at += kSignUnit, out += kUnitBytes)
       send_unit<T, M, 0>(from + at, M == Memory::none ? nullptr : memory + at, decay, unused, out);
     take_tail<T, M>(from + whole, M == Memory::none ? nullptr : memory + whole, decay, numel - whole, v);
-    out += pack_signs(v, numel - whole, out);
+    out += pack_signs<0>(v, numel - whole, out);
   }
 }
 
@@ -202,7 +218,7 @@ GW_INLINE Values values_of(const u16* raw) {
 }
 
 // What is left of n elements after they were sent. From the last piece to the first: the last is the one still in cache.
-template <class T>
+template <class T, int Means>
 GW_INLINE void keep_rest(const T* src, float* residual, i64 n, const Values& values) {
   const float above = values.above, under = values.under;
   for (i64 at = (n - 1) / kPiece * kPiece; at >= 0; at -= kPiece) {
@@ -211,7 +227,7 @@ GW_INLINE void keep_rest(const T* src, float* residual, i64 n, const Values& val
     const i64 count = n - at < kPiece ? n - at : kPiece;
     for (i64 i = 0; i < count; ++i) {
       const float x = to_float(from[i]) + left[i];
-      left[i] = x - (below_zero(x) ? under : above);
+      left[i] = x - (Means == 1 ? float_of(bits_of(above) ^ (bits_of(x) & 0x80000000u)) : negative<2>(x) ? under : above);
     }
   }
 }
@@ -227,7 +243,7 @@ static void send_blocks(const T* from, float* left, i64 numel, i64 block, u8*& s
   for (i64 at = 0; at < numel; at += block) {
     const i64 n = numel - at < block ? numel - at : block, whole = n / kSignUnit * kSignUnit;
     u8* const first = out;
-    clear_lanes(sums);
+    clear_lanes<Means>(sums);
     sums.above = sums.under = 0.0;
     sums.below = 0;
     for (i64 i = 0; i < whole; i += kSignUnit, out += kUnitBytes) {
@@ -238,7 +254,7 @@ static void send_blocks(const T* from, float* left, i64 numel, i64 block, u8*& s
       if (whole && whole % kPiece == 0) end_piece<Means>(sums);
       take_tail<T, memory>(from + at + whole, Residual ? left + at + whole : nullptr, {}, n - whole, v);
       add_run<float, false, Means>(v, nullptr, n - whole, sums);
-      out += pack_signs(v, n - whole, out);
+      out += pack_signs<Means>(v, n - whole, out);
     }
     end_piece<Means>(sums);
     count_below<Means>(first, out - first, sums);
@@ -248,13 +264,13 @@ static void send_blocks(const T* from, float* left, i64 numel, i64 block, u8*& s
     scales += 2 * Means;
     if (!finite) __builtin_memset(first, 0, size_t(out - first));
     if (Residual) {
-      if (waiting >= 0) keep_rest<T>(from + waiting, left + waiting, wait_count, values);
+      if (waiting >= 0) keep_rest<T, Means>(from + waiting, left + waiting, wait_count, values);
       waiting = finite ? at : -1;
       wait_count = n;
       values = values_of<Means>(raw);
     }
   }
-  if (Residual && waiting >= 0) keep_rest<T>(from + waiting, left + waiting, wait_count, values);
+  if (Residual && waiting >= 0) keep_rest<T, Means>(from + waiting, left + waiting, wait_count, values);
 }
 
 // Blocks of which a unit holds several.
@@ -267,20 +283,20 @@ static void send_small_blocks(const T* from, float* left, i64 numel, i64 block, 
     take_tail<T, Residual ? Memory::residual : Memory::none>(from + at, Residual ? left + at : nullptr, {}, count, v);
     for (i64 b = 0; b < count; b += block) {
       const i64 n = count - b < block ? count - b : block;
-      clear_lanes(sums);
+      clear_lanes<Means>(sums);
       sums.above = sums.under = 0.0;
       sums.below = 0;
       add_run<float, false, Means>(v + b, nullptr, n, sums);
       end_piece<Means>(sums);
-      if (Means == 2) for (i64 i = b; i < b + n; ++i) sums.below += below_zero(v[i]);
+      if (Means == 2) for (i64 i = b; i < b + n; ++i) sums.below += negative<2>(v[i]);
       u16 raw[2];
       const bool finite = means_of<Means>(sums, n, raw);
       __builtin_memcpy(scales, raw, 2 * Means);
       scales += 2 * Means;
       if (!finite) for (i64 i = b; i < b + n; ++i) v[i] = 0.0f;
-      else if (Residual) keep_rest<T>(from + at + b, left + at + b, n, values_of<Means>(raw));
+      else if (Residual) keep_rest<T, Means>(from + at + b, left + at + b, n, values_of<Means>(raw));
     }
-    out += pack_signs(v, count, out);
+    out += pack_signs<Means>(v, count, out);
   }
 }
 

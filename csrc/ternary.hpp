@@ -37,7 +37,7 @@ GW_INLINE float rest_of(float x, float old, float t) {
 template <class T, bool Residual>
 GW_INLINE Threshold find_threshold(const T* from, const float* left, i64 n, double multiple, u8* scale) {
   Sums sums;
-  clear_lanes(sums);
+  clear_lanes<1>(sums);
   add_run<T, Residual, 1>(from, left, n, sums);
   const double sum = double(fold(sums.up));
   u16 raw = 0x7fc0u;

@@ -8,8 +8,9 @@ The last b - 1 bits of a code of b bits say which power, 0 for zero; its first b
 A value becomes one of the two neighbouring levels at random so that the mean is right, or the nearer one, the upper of
 two that are as near. The random 16 bits are added to the mantissa, and a carry out of it is the next power. Below the
 lowest level there is zero. Levels that float32 does not hold as normal numbers (natural: below 2^-126; exponential: below
-2^-120) count as zero: what lies there goes to the smallest level that is left or to zero. A block whose scale is below
-2^-100 counts as zero.
+2^-120) count as zero: what lies there goes to the smallest level that is left or to zero. Of natural compression what lies
+more than 126 powers below the scale, where that exceeds 1, is zero unless it is rounded up to the lowest level. A block
+whose scale is below 2^-100 counts as zero.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class _Natural:
 
     def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
         exponent = raw >> 7
-        power, lowest = _power(v.abs(), (exponent - 126).clamp(min=1), random)
+        power, lowest = (bits_of(v.abs()) + (random << 7)) >> 23, (exponent - 126).clamp(min=1)
         return _signed(torch.where(power >= lowest, power - (exponent - 127), 0), v, bits)
 
     def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Payloads of one bit an element. The signs of a run are cut from its start into units of 512 elements: a unit of n
-elements is padded to m, a multiple of 8, and byte j of it holds elements j + k*m/8 in bit k. A bit is 1 for what is below
-zero: zero and -0.0 count as above, a NaN by its sign bit.
+elements is padded to m, a multiple of 8, and byte j of it holds elements j + k*m/8 in bit k. A bit is the sign bit, but
+signs alone, which are votes, take -0.0 for zero, and zero counts as above.
 
 Before them, where blocks have means, travel those of all blocks in bfloat16, rounded to nearest even, and zero bytes up to
 a multiple of 16: the mean magnitude, or the mean of the elements of at least zero and that of those below (0 where there
@@ -68,7 +68,7 @@ def mean_sign_encode(
             if residual is not None:
                 v = v + residual[where]
             v = v.reshape(count, n)
-            negative = _below_zero(v)
+            negative = torch.signbit(v)
             raw, finite = _means(v, negative, means)
             payload[scale_at : scale_at + raw.numel() * 2] = raw.reshape(-1).view(torch.uint8)
             scale_at += raw.numel() * 2
