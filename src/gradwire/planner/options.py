@@ -149,13 +149,13 @@ def select(
         word(f"devices[{index}]", device, DEVICES, error=PlanError)
     for index, scheme in enumerate(schemes or ()):
         word(f"schemes[{index}]", scheme, SCHEMES, error=PlanError)
-    for field, value, low in (
-        ("nodes", nodes, 1),
-        ("ranks_per_node", ranks_per_node, 1),
-        ("max_encodes", max_encodes, 0),
+    for field, value, what, low in (
+        ("nodes", nodes, "how many nodes there are", 1),
+        ("ranks_per_node", ranks_per_node, "how many ranks a node has", 1),
+        ("max_encodes", max_encodes, "how many encodes an option may have", 0),
     ):
         if value is not None:
-            whole(field, value, "a whole number", low=low, error=PlanError)
+            whole(field, value, what, low=low, error=PlanError)
     if nodes == ranks_per_node == 1:
         return ()
     one_link = 1 in (nodes, ranks_per_node)
