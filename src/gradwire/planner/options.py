@@ -8,6 +8,7 @@ The tree is ByteComp's (section 4.2); `gradwire.planner.grammar` has its rules, 
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -24,8 +25,11 @@ class Exchange(NamedTuple):
     """One link task of an option."""
 
     word: str
+    """One of LINK_TASKS."""
     link: str
+    """'intra' or 'inter'; 'inter' in flat options."""
     compressed: bool
+    """Whether payloads travel."""
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -96,15 +100,14 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def forwards(self) -> int:
         """How often payloads go on undecoded from one link task to the next."""
-        pairs = zip(self.actions, self.actions[1:], strict=False)
-        return sum(before in COMPRESSED and after in COMPRESSED for before, after in pairs)
+        return sum(before in COMPRESSED and after in COMPRESSED for before, after in pairwise(self.actions))
 
     @property
     def skips(self) -> int:
         """How many of the `forwards` hand on payloads of several senders that nobody has added: the list of them travels,
         and the next Decomp decodes and adds them all (ByteComp's footnote 2; notes D31)."""
         count, lists = 0, False
-        for before, after in zip(self.actions, self.actions[1:], strict=False):
+        for before, after in pairwise(self.actions):
             if before is Action.COMP:
                 lists = False
             elif before in (Action.COMM_COMP, Action.COMM1_COMP):
