@@ -39,6 +39,18 @@ gradwire emulate
   --ranks-per-node = 1
   --inter
   --intra
+gradwire options
+  --nodes
+  --ranks-per-node
+  --devices = gpu,cpu
+  --max-encodes
+  --schemes
+  --flat
+  --compressed
+  --restrict
+  --named
+  --count
+  --json
 """
 
 
@@ -70,11 +82,15 @@ def gradwire(*arguments):
     return subprocess.run([sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_help_does_not_import_torch():
-    code = """if True:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--help"], ("demo", "bench", "emulate")), (["options", "--named"], ("comp:gpu", "HiTopKComm"))],
+)
+def test_what_lists_does_not_import_torch(arguments, said):
+    code = f"""if True:
         import sys
         from gradwire.cli import main
-        sys.argv = ["gradwire", "--help"]
+        sys.argv = ["gradwire", *{arguments}]
         try:
             main()
         except SystemExit:
@@ -82,7 +98,7 @@ def test_help_does_not_import_torch():
     """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert all(command in finished.stdout for command in ("demo", "bench", "emulate"))
+    assert all(word in finished.stdout for word in said)
 
 
 def test_version():
@@ -99,6 +115,7 @@ def test_version():
         (["bench", "--links", "5"], "'5'"),
         (["bench", "--jobs", ","], "no job"),
         (["emulate", "--", "no_such_script.py"], "no_such_script.py"),
+        (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
     ],
 )
 def test_errors_are_one_message(arguments, said):

@@ -154,6 +154,64 @@ def emulate(
 
 
 @app.command()
+def options(
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. With 1, only flat options apply.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks a node. With 1, only flat options apply.")] = None,
+    devices: Annotated[str, typer.Option(help="Comma-separated: where encodes and decodes may run.")] = "gpu,cpu",
+    max_encodes: Annotated[int | None, typer.Option(help="At most so many encodes, 0 to 4.")] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, and no others: allreduce, allgather, reducescatter+allgather, reduce+broadcast, "
+            "alltoall+allgather, gather+broadcast."
+        ),
+    ] = None,
+    flat: Annotated[
+        bool | None, typer.Option("--flat/--hierarchical", help="All ranks as one group, or nodes apart.")
+    ] = None,
+    compressed: Annotated[
+        bool | None, typer.Option("--compressed/--uncompressed", help="With an encode, or without.")
+    ] = None,
+    restrict: Annotated[
+        str | None,
+        typer.Option(
+            help="A restricted search of ByteComp: all-compressed, gpu, cpu, inter-allgather, inter-alltoall, "
+            "alltoall+alltoall."
+        ),
+    ] = None,
+    named: Annotated[bool, typer.Option("--named", help="Only what known systems do, with their names.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print how many, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
+) -> None:
+    """List the ways in which a bucket can be synchronised: ByteComp's tree of compression options, 4341 in all.
+
+    A star marks what travels compressed. The tasks are what a plan's buckets have as their option.
+    """
+    from gradwire.bench.names import split_names
+    from gradwire.planner.listing import as_json, as_table, choose, shape_note
+
+    chosen = choose(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        devices=split_names(devices),
+        max_encodes=max_encodes,
+        schemes=None if schemes is None else split_names(schemes),
+        flat=flat,
+        compressed=compressed,
+        restrict=restrict,
+        named=named,
+    )
+    if count:
+        typer.echo(len(chosen))
+    elif json:
+        typer.echo(as_json(chosen), nl=False)
+    else:
+        typer.echo(as_table(chosen), nl=False)
+        typer.echo(shape_note(nodes, ranks_per_node), err=True)
+        typer.echo(f"Listed: {len(chosen)}.", err=True)
+
+
+@app.command()
 def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0)] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
