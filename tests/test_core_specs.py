@@ -43,7 +43,7 @@ qsgd = st.builds(
     bits=st.integers(2, 8),
     block=blocks,
     scale=st.sampled_from(["max", "minmax", "l2"]),
-    rounding=st.sampled_from(["stochastic", "nearest"]),
+    rounding=st.sampled_from(["auto", "stochastic", "nearest"]),
     seed=seeds,
 )
 lossy = st.one_of(

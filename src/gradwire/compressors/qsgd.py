@@ -23,7 +23,8 @@ class QSGDCompressor(Compressor):
     def __init__(self, spec: QSGD, named: Spec | None = None) -> None:
         """`named` is the spec that messages and sizes go by, where another method is QSGD at these settings."""
         super().__init__(named or spec)
-        self.block, self.scale, self.rounding = spec.block, spec.scale, spec.rounding
+        self.block, self.scale = spec.block, spec.scale
+        self.rounding = "nearest" if spec.rounding == "nearest" else "stochastic"
         self.exponential = spec.levels == "exponential"
 
     def encode(

@@ -5,9 +5,9 @@ declared of it only; what a spec does is in `gradwire.compressors`, which looks 
 
 >>> spec = ErrorFeedback(QSGD(bits=4))
 >>> spec
-ErrorFeedback(QSGD(bits=4, block=128))
+ErrorFeedback(QSGD(bits=4, block=128, rounding='nearest'))
 >>> spec.to_dict()
-{'id': 'error_feedback', 'inner': {'id': 'qsgd', 'bits': 4, 'block': 128}}
+{'id': 'error_feedback', 'inner': {'id': 'qsgd', 'bits': 4, 'block': 128, 'rounding': 'nearest'}}
 >>> spec_from_dict(spec.to_dict()) == spec
 True
 """

@@ -93,6 +93,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What runs in this step, for specs that begin otherwise."""
         return self
 
+    def under_feedback(self) -> "Spec":
+        """What runs inside ErrorFeedback, for specs that are better made another way there."""
+        return self
+
     def _shown(self) -> dict[str, Any]:
         shown = changed(self)
         names = [name for name in self.__struct_fields__ if name in shown or name in self.always_written]

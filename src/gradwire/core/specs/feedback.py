@@ -17,7 +17,8 @@ __all__ = ["ErrorFeedback", "innermost"]
 class ErrorFeedback(Spec, frozen=True):
     """Carries what `inner` lost to the next step, one residual per encode (notes D3).
 
-    With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates.
+    With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates. `inner` is
+    taken as it is best here (`under_feedback`): QSGD rounds to nearest unless told otherwise.
     Raises SpecError around what loses nothing, what remembers something itself, and what sends no magnitudes.
     """
 
@@ -27,7 +28,7 @@ class ErrorFeedback(Spec, frozen=True):
     inner: SpecField
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner))
+        msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
         inner = self.inner
         if isinstance(inner, Identity):
             raise SpecError(

@@ -18,7 +18,7 @@ def spec_from_text(text: str) -> Spec:
     Raises SpecError naming what is wrong.
 
     >>> spec_from_text("ErrorFeedback(QSGD(bits=2))")
-    ErrorFeedback(QSGD(bits=2, block=128))
+    ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest'))
     >>> spec_from_text("Identity")
     Identity()
     """

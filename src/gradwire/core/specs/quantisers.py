@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import coded_bytes, qsgd_bytes
 from gradwire.core.specs.base import Law, Run, Spec, register_spec
@@ -30,8 +32,10 @@ class QSGD(Spec, frozen=True):
     scale: str = "max"
     """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
     scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison)."""
-    rounding: str = "stochastic"
-    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback)."""
+    rounding: str = "auto"
+    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback). auto: stochastic, and nearest
+    inside ErrorFeedback (but with minmax below 4 bits), which removes a bias and adds up noise: at 2 bits that is the
+    difference between learning as DDP does and a loss 5 % above."""
     seed: int = 0
     """Of the stochastic rounding. Another seed: other noise, the same size of error."""
     levels: str = "uniform"
@@ -42,7 +46,7 @@ class QSGD(Spec, frozen=True):
         whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
         check_block(self.block)
         word("scale", self.scale, ("max", "minmax", "l2"), error=SpecError)
-        word("rounding", self.rounding, ("stochastic", "nearest"), error=SpecError)
+        word("rounding", self.rounding, ("auto", "stochastic", "nearest"), error=SpecError)
         check_seed(self.seed)
         word("levels", self.levels, ("uniform", "exponential"), error=SpecError)
         if self.levels == "exponential" and self.scale == "minmax":
@@ -53,9 +57,13 @@ class QSGD(Spec, frozen=True):
 
     @property
     def law(self) -> Law:
-        if self.rounding == "stochastic":
+        if self.rounding != "nearest":
             return Law("unbiased")
         return Law("none") if self.scale == "minmax" and self.bits < 4 else Law("contractive")
+
+    def under_feedback(self) -> "QSGD":
+        nearest = msgspec.structs.replace(self, rounding="nearest")
+        return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
 
     @property
     def granularity(self) -> int:
