@@ -15,7 +15,7 @@ from gradwire.kernels import Segment, Segments
 from gradwire.kernels.reference.numbers import equal_blocks
 
 NARROW = ("bfloat16", "int8")
-NUMELS = (1, 7, 123, 4097, 70_001)
+NUMELS = (1, 7, 123, 4097)
 
 
 # ---- one store
@@ -79,7 +79,7 @@ def test_a_store_is_as_small_as_it_says(dtype: str, nbytes: float) -> None:
 
 
 def test_int8_is_off_by_at_most_a_step_and_not_in_the_mean() -> None:
-    residual, store, runs = uneven(), made("int8"), 400
+    residual, store, runs = uneven(), made("int8"), 100
     step = largest_nearby(residual) * (1 + 2**-7) / 127
     total = torch.zeros_like(residual, dtype=torch.float64)
     for run in range(runs):
@@ -101,7 +101,7 @@ def test_bfloat16_is_off_by_at_most_half_a_unit() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 def test_what_was_stored_once_is_stored_again_as_it_was(dtype: str, scale: float) -> None:
     """Of another store and with another random stream: so a state that is saved as float32 loses nothing."""
-    for seed in range(20):
+    for seed in range(10):
         store, again = made(dtype), made(dtype)
         store.narrow(uneven(seed) * scale, key(seed))
         again.narrow_changed(widened(store), key(1000 + seed))
@@ -267,7 +267,8 @@ def bad_step(spec: gw.Spec, scheme: str, residual_dtype: str, value: float) -> l
     """The residuals that a step in which nothing is finite did change."""
     rank = dist.get_rank()
     model = Given([(20, 300)])
-    handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme, residual_dtype=residual_dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, scheme=scheme, residual_dtype=residual_dtype))
     states = []
     for bad in (False, True):
         model.zero_grad()

@@ -46,7 +46,8 @@ class Int8Store:
     """A byte an element, and a bfloat16 scale for each block."""
 
     def __init__(self, segments: Segments) -> None:
-        rows = tuple(row._replace(bits=BITS) for row in segments.rows)
+        # kernels number blocks from a tensor's start; what is cut elsewhere shares random numbers with its neighbour
+        rows = tuple(row._replace(first=row.first // BLOCK * BLOCK, bits=BITS) for row in segments.rows)
         self._segments = Segments(rows, segments.device)
         self._kernels = kernels_for(segments.device.type)
         scale_bytes, code_bytes = qsgd_bytes([(row.numel, BITS) for row in rows], BLOCK, "max")
