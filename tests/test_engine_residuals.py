@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from test_engine_feedback import CARRIED, SIZES, SPECS, Shuffled, poison, residual_sum, resume
-from worlds import Given, Worlds
+from worlds import Given, Worlds, seeded
 
 import gradwire as gw
 from gradwire.compressors.stores import BFloat16Store, Int8Store, store_for
@@ -329,3 +330,52 @@ def test_memory_is_a_quarter_and_one_scratch_a_lane(worlds: Worlds, scheme: str)
         assert abs(held["float32"] / residuals - 1) < 0.01
         assert held["bfloat16"] < 0.51 * residuals + scratch
         assert held["int8"] < 0.26 * residuals + scratch
+
+
+def learn(residual_dtype: str) -> list[float]:
+    """Losses of 60 steps of a small network that is sent by Top-k."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+    teacher = torch.nn.Linear(20, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), residual_dtype=residual_dtype))
+    losses = []
+    for step in range(60):
+        inputs = torch.randn(64, 20, generator=seeded(rank, step))
+        loss = (model(inputs) - teacher(inputs).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_learns_as_with_float32_residuals(worlds: Worlds) -> None:
+    """Without any residual the loss of the last ten steps is far higher: the comparison says something."""
+    last = {dtype: sum(worlds.run(2, learn, dtype)[0][-10:]) / 10 for dtype in ("float32", *NARROW)}
+    first = worlds.run(2, learn, "float32")[0][0]
+    assert last["float32"] < first / 3
+    assert abs(last["bfloat16"] / last["float32"] - 1) < 0.03
+    assert abs(last["int8"] / last["float32"] - 1) < 0.03
+
+
+def refuse() -> list[str]:
+    """What is said of plans whose residuals cannot be as they ask."""
+    told = []
+    for spec, residual_dtype in ((SPECS[0], "float16"), (gw.QSGD(), "int8")):
+        model = Given([(3, 5)])
+        plan = gw.Uniform(spec).plan([gw.TensorInfo("p0", (3, 5), "float32")])
+        (bucket,) = plan.buckets
+        with pytest.raises(gw.PlanError) as caught:
+            gw.parallelize(model, plan=replace(plan, buckets=(replace(bucket, residual_dtype=residual_dtype),)))
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_plan_whose_residuals_cannot_be_so_is_refused_with_the_cure(worlds: Worlds) -> None:
+    for unknown, without in worlds.run(1, refuse):
+        assert "residual_dtype 'float16'" in unknown
+        assert "Write float32 or bfloat16 or int8." in unknown
+        assert "residual_dtype 'int8'" in without
+        assert "Write float32." in without
