@@ -132,10 +132,10 @@ def test_nothing_is_lost_with_narrow_gradients(worlds: Worlds) -> None:
 # ---- resuming
 
 
-def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool) -> tuple[str, str]:
+def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool, residual_dtype: str = "float32") -> tuple[str, str]:
     """Six steps at once, and again in two halves with everything made anew in between."""
     rank = dist.get_rank()
-    policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000)
+    policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000, residual_dtype=residual_dtype)
     digests = []
     for pause in (None, at):
         torch.manual_seed(rank)
@@ -243,7 +243,7 @@ ANYWHERE = (gw.RandomK, gw.PowerSGD)
 NUMEL = 300
 
 
-def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]]:
+def poison(scheme: str, value: float, dtype: torch.dtype, residual_dtype: str = "float32") -> dict[str, list[str]]:
     """One element of rank 0's gradient of every tensor is `value` in step 1 of 3."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -251,7 +251,8 @@ def poison(scheme: str, value: float, dtype: torch.dtype) -> dict[str, list[str]
     specs = SUMMED if scheme == "allreduce" else specs
     model = torch.nn.ModuleList([Given([(10, NUMEL // 10)], dtype) for _ in specs])
     rules = [(f"{index}.*", spec) for index, spec in enumerate(specs)]
-    handle = gw.parallelize(model, plan=gw.Policy(default=rules[0][1], rules=rules, scheme=scheme))
+    policy = gw.Policy(default=rules[0][1], rules=rules, scheme=scheme, residual_dtype=residual_dtype)
+    handle = gw.parallelize(model, plan=policy)
     made_finite, spread, residuals = [], [], []
     for step in range(3):
         model.zero_grad()

@@ -260,3 +260,34 @@ def test_every_plan_holds_every_tensor_once_in_order(
         assert len({(by_name[name].dtype, bucket.spec_of(name).family) for name in bucket.tensors}) == 1
         assert sum(by_name[name].nbytes for name in bucket.tensors[:-1]) < bucket_bytes
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_residuals_are_narrow_where_there_are_any() -> None:
+    policy = Policy(default=ErrorFeedback(QSGD()), rules=[("b", QSGD())], residual_dtype="int8", bucket_bytes=1)
+    plan = policy.plan([tensor("a", 10), tensor("b", 10)])
+    assert [bucket.residual_dtype for bucket in plan.buckets] == ["int8", "float32"]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Policy.from_json(policy.to_json()) == policy
+    assert Uniform(QSGD(), residual_dtype="bfloat16") == Policy(
+        default=QSGD(), exempt_vectors=False, residual_dtype="bfloat16"
+    )
+
+
+def test_a_policy_that_says_nothing_of_residuals_is_written_as_before() -> None:
+    assert "residual_dtype" not in Policy(default=QSGD()).to_dict()
+
+
+@pytest.mark.parametrize("wrong", ["float16", "int4", "", None, 8])
+def test_other_residual_dtypes_are_refused_with_those_there_are(wrong: object) -> None:
+    with pytest.raises(FormatError, match=r"residual_dtype is .*: it must be one of float32, bfloat16, int8"):
+        Policy(default=QSGD(), residual_dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_states_fit_plans_that_differ_in_the_residual_dtype_alone() -> None:
+    tensors = [tensor("a", 10)]
+    plain, narrow = (
+        Uniform(ErrorFeedback(QSGD()), residual_dtype=dtype).plan(tensors) for dtype in ("float32", "int8")
+    )
+    other = Uniform(ErrorFeedback(QSGD(bits=3)), residual_dtype="int8").plan(tensors)
+    assert plain.digest() == plain.state_digest() == narrow.state_digest() != narrow.digest()
+    assert other.state_digest() != plain.state_digest()

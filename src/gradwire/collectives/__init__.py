@@ -2,8 +2,9 @@
 
 from gradwire.collectives.lane import Lane
 from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
+from gradwire.collectives.memory import Memory, share_scratch
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.schemes import AllGather, AllReduce, Memory, Piece, Program, Scheme, Summing, TwoPhase
+from gradwire.collectives.schemes import AllGather, AllReduce, Piece, Program, Scheme, Summing, TwoPhase
 
 __all__ = [
     "AllGather",
@@ -20,5 +21,6 @@ __all__ = [
     "SilentLink",
     "Summing",
     "TwoPhase",
+    "share_scratch",
     "transfer",
 ]

@@ -5,13 +5,14 @@ by its two functions and nothing of plans. Every rank ends with the same bits: w
 and what is used is what was decoded from bytes that all ranks have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from gradwire.collectives.link import Exchange, Link, transfer
+from gradwire.collectives.memory import Memory, Store
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.streams import Mark
 
@@ -19,7 +20,6 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Codec",
-    "Memory",
     "Piece",
     "Program",
     "Scheme",
@@ -27,9 +27,6 @@ __all__ = [
     "Summing",
     "TwoPhase",
 ]
-
-Memory = dict[str, torch.Tensor]
-"""What one encode remembers between steps: name, as 'residual', to a tensor with a number for each element encoded."""
 
 
 class Codec(Protocol):
@@ -55,11 +52,11 @@ class Program(Protocol):
 
     payloads: list[torch.Tensor]
     """Of each round, float32: what is summed."""
-    shared: Memory
+    shared: dict[str, torch.Tensor]
     """What is remembered and the same on all ranks, by tensor name."""
 
     def fill(self, round_number: int, context: Any) -> None:
-        """Write the round's payload."""
+        """Write the round's payload. State changes in the last round only, or when it is finished."""
         ...
 
     def finish(self, context: Any) -> None:
@@ -91,6 +88,10 @@ class Piece:
     reduce_dtype: torch.dtype
     contexts: Sequence[Any]
     """One context for each encode of the scheme."""
+    store_for: Callable[[Any], Store | None]
+    """Where the residual of some segments is stored; None: as the float32 that encodes use."""
+    store_contexts: Sequence[Any]
+    """One context for each encode of the scheme: that of what it stores."""
 
 
 class Scheme(Protocol):
@@ -98,9 +99,10 @@ class Scheme(Protocol):
 
     wire_bytes: int
     """Bytes this rank sends."""
-    memory: list[Memory]
-    """What each encode remembers: the first of the whole run, the second of the own shard."""
-    shared: Memory
+    memory: list[list[Memory]]
+    """What each encode remembers, in the parts that are encoded at once: the first of the whole run, the second of the own
+    shard."""
+    shared: dict[str, torch.Tensor]
     """What is remembered and the same on all ranks, by tensor name."""
     aliases: list[torch.Tensor]
     """All tensors kept here whose memory is the bucket's."""
@@ -127,8 +129,8 @@ class AllReduce:
 
     def __init__(self, flat: torch.Tensor, world_size: int) -> None:
         self.flat = flat
-        self.memory: list[Memory] = []
-        self.shared: Memory = {}
+        self.memory: list[list[Memory]] = []
+        self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [flat]
         self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
 
@@ -154,9 +156,9 @@ class AllGather:
         self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
         wide = piece.flat.dtype != piece.reduce_dtype
         self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
-        self.memory = [_memory(codec, piece.flat)]
-        self.shared: Memory = {}
-        self.state = list(self.memory[0].values())
+        self.own = _memory(codec, piece, 0, piece.flat, piece.whole)
+        self.memory = [[self.own]]
+        self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [piece.flat]
         self.wire_bytes = (world_size - 1) * self.sent.numel()
 
@@ -166,8 +168,8 @@ class AllGather:
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         flat, piece, context = self.piece.flat, self.piece, self.piece.contexts[0]
         with link.streams.encoding(ready) as stream:
-            with meter.codec():
-                self.codec.encode(flat, self.state, piece.whole, context.on(stream), self.sent)
+            with meter.codec(), self.own.open(link.streams, flat) as state:
+                self.codec.encode(flat, state, piece.whole, context.on(stream), self.sent)
             self.exchange.send([self.sent] * len(self.payloads))
         with link.streams.decoding() as stream:
             for source, payload in enumerate(self.payloads):
@@ -179,8 +181,8 @@ class AllGather:
             self.exchange.finish()
 
     def take_back(self, start: int, end: int) -> None:
-        if "residual" in self.memory[0] and self.rank == 0:
-            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
+        if self.rank == 0:
+            self.own.give_back(start, self.piece.flat[start:end])
 
 
 class TwoPhase:
@@ -201,10 +203,11 @@ class TwoPhase:
         self.own_part = _payloads(piece, [sizes[rank] if codec.encodes_own_part else 0])[0]
         self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
         self.sums = _payloads(piece, sum_sizes)
-        self.memory = [_memory(codec, piece.flat), _memory(self.again, self.total)]
-        self.shared: Memory = {}
-        self.states = [[m[bounds[j] : bounds[j + 1]] for m in self.memory[0].values()] for j in range(world_size)]
-        self.sum_state = list(self.memory[1].values())
+        shards = zip(bounds, self.parts, piece.shards, strict=False)
+        self.own = [_memory(codec, piece, 0, part, segments, start) for start, part, segments in shards]
+        self.of_sum = _memory(self.again, piece, 1, self.total, piece.shards[rank], bounds[rank])
+        self.memory = [self.own, [self.of_sum]]
+        self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [piece.flat, *self.parts]
         self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
         self.summed: Mark = None
@@ -226,7 +229,8 @@ class TwoPhase:
             with meter.codec():
                 for j, part in enumerate(self.parts):
                     if j != self.rank:
-                        codec.encode(part, self.states[j], piece.shards[j], context.on(stream), self.to_owners[j])
+                        with self.own[j].open(link.streams, part) as state:
+                            codec.encode(part, state, piece.shards[j], context.on(stream), self.to_owners[j])
             self.reduce.send(self.to_owners)
         with link.streams.decoding() as stream:
             for source in range(self.world_size):
@@ -234,7 +238,8 @@ class TwoPhase:
                 with meter.codec():
                     if source != self.rank or codec.encodes_own_part:
                         if source == self.rank:
-                            codec.encode(mine, self.states[source], segments, context.on(stream), self.own_part)
+                            with self.own[source].open(link.streams, mine) as state:
+                                codec.encode(mine, state, segments, context.on(stream), self.own_part)
                         payload = self.own_part if source == self.rank else self.for_sum[source]
                         codec.decode(payload, segments, dtype, source > 0, self.total, context.on(stream))
                     elif source:
@@ -248,8 +253,8 @@ class TwoPhase:
         piece, codec, context, dtype = self.piece, self.again, self.piece.contexts[1], self.total.dtype
         own = self.sums[self.rank]
         with link.streams.encoding(self.summed) as stream:
-            with meter.codec():
-                codec.encode(self.total, self.sum_state, piece.shards[self.rank], context.on(stream), own)
+            with meter.codec(), self.of_sum.open(link.streams, self.total) as state:
+                codec.encode(self.total, state, piece.shards[self.rank], context.on(stream), own)
             self.gather.send([own] * self.world_size)
         with link.streams.decoding() as stream:
             for j, part in enumerate(self.parts):
@@ -261,8 +266,8 @@ class TwoPhase:
     def take_back(self, start: int, end: int) -> None:
         own, stop = self.piece.bounds[self.rank], self.piece.bounds[self.rank + 1]
         low, high = max(start, own), min(end, stop)
-        if "residual" in self.memory[1] and low < high:
-            self.memory[1]["residual"][low - own : high - own] += self.piece.flat[low:high]
+        if low < high:
+            self.of_sum.give_back(low - own, self.piece.flat[low:high])
 
 
 class Summing:
@@ -270,8 +275,9 @@ class Summing:
 
     def __init__(self, codec: SummedCodec, piece: Piece, rank: int, world_size: int) -> None:
         self.piece, self.rank = piece, rank
-        self.memory = [_memory(codec, piece.flat)]
-        self.program = codec.program(piece.flat, list(self.memory[0].values()), piece.whole)
+        self.own = _memory(codec, piece, 0, piece.flat, piece.whole)
+        self.memory = [[self.own]]
+        self.program = codec.program(piece.flat, self.own.state, piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
         numel = sum(payload.numel() for payload in self.program.payloads)
@@ -283,26 +289,34 @@ class Summing:
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         payload, context = self.program.payloads[phase], self.piece.contexts[0]
+        last = phase == len(self.program.payloads) - 1
         with link.streams.encoding(ready if phase == 0 else self.summed) as stream:
             with meter.codec():
+                self.own.take(link.streams)
                 self.program.fill(phase, context.on(stream))
+                if not last:
+                    self.own.leave(link.streams)
             with transfer():
                 work = link.all_reduce(payload)
         with link.streams.decoding() as stream:
             with transfer():
                 work.wait()
             self.summed = link.streams.mark()
-            if phase == len(self.program.payloads) - 1:
+            if last:
                 with meter.codec():
                     self.program.finish(context.on(stream))
+                    self.own.keep(link.streams, self.piece.flat)
 
     def take_back(self, start: int, end: int) -> None:
-        if "residual" in self.memory[0] and self.rank == 0:
-            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
+        if self.rank == 0:
+            self.own.give_back(start, self.piece.flat[start:end])
 
 
-def _memory(codec: Codec | SummedCodec, like: torch.Tensor) -> Memory:
-    return {name: torch.zeros_like(like, dtype=torch.float32) for name in codec.state}
+def _memory(
+    codec: Codec | SummedCodec, piece: Piece, encode: int, like: torch.Tensor, segments: Any, start: int = 0
+) -> Memory:
+    store = piece.store_for(segments) if "residual" in codec.state else None
+    return Memory(codec.state, start, like, store, piece.store_contexts[encode])
 
 
 def _payloads(piece: Piece, sizes: Sequence[int]) -> list[torch.Tensor]:

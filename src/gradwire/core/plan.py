@@ -32,6 +32,7 @@ from gradwire.errors import FormatError
 __all__ = [
     "CODEC_TASKS",
     "LINK_TASKS",
+    "RESIDUAL_DTYPES",
     "Backward",
     "Bucket",
     "Delayed",
@@ -47,6 +48,8 @@ CODEC_TASKS = ("comp", "decomp")
 """Tasks of an option that run on a device: gpu or cpu."""
 LINK_TASKS = ("allreduce", "reducescatter", "allgather", "alltoall", "reduce", "broadcast", "gather")
 """Tasks of an option that run on a link: intra or inter."""
+RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
+"""How residuals may be stored; the planner gives, and the engine runs, no other."""
 
 if TYPE_CHECKING:
     BucketSpec = Spec | Mapping[str, Spec]
@@ -67,7 +70,9 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reduce_dtype: str = "float32"
     """dtype in which the sum over ranks is taken. Narrower: fewer bytes and more error where the sum is on the wire."""
     residual_dtype: str = "float32"
-    """dtype of the residuals of error feedback. Narrower: less memory, more error."""
+    """How the residuals of error feedback are stored: float32, bfloat16 (half of it) or int8 (a quarter: a byte an element and
+    a bfloat16 scale for each 128). Narrower: less memory, more error. Encodes use float32 all the same; int8 is rounded at
+    random so that the mean is right. Only of specs with feedback, and never of momentum or of PowerSGD's factors."""
     option: tuple[str, ...]
     """Tasks in order, as `task:where`: comp and decomp on gpu or cpu, the collectives on intra or inter."""
     chunk_bytes: int = 0
@@ -83,7 +88,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             text(f"tensors[{index}]", name, "a tensor's name")
         msgspec.structs.force_setattr(self, "spec", _as_bucket_spec(self.spec, self.tensors))
         word("reduce_dtype", self.reduce_dtype, tuple(DTYPE_BYTES))
-        word("residual_dtype", self.residual_dtype, tuple(DTYPE_BYTES))
+        word("residual_dtype", self.residual_dtype, (*DTYPE_BYTES, "int8"))
         for index, task in enumerate(self.option):
             _check_task(f"option[{index}]", task)
         if not self.link_tasks:
@@ -169,13 +174,31 @@ class Plan(Document, frozen=True, kw_only=True):
 
         Canonical: keys sorted, no spaces, non-ASCII characters escaped.
         """
+        return _digest(self.to_dict())
+
+    def state_digest(self) -> str:
+        """`digest` of this plan with float32 residuals: a state saved under one of the two fits the other.
+
+        >>> from gradwire.core import EFSignSGD
+        >>> from gradwire.planner import Uniform
+        >>> tensors = [TensorInfo("weight", (4, 4), "float32")]
+        >>> plan, narrow = (Uniform(EFSignSGD(), residual_dtype=d).plan(tensors) for d in ("float32", "int8"))
+        >>> narrow.digest() == plan.digest(), narrow.state_digest() == plan.digest()
+        (False, True)
+        """
         data = self.to_dict()
-        data.pop("prediction", None)
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+        for bucket in data["buckets"]:
+            bucket["residual_dtype"] = "float32"
+        return _digest(data)
 
     def check_against(self, tensors: Sequence[TensorInfo]) -> None:
         """Raise PlanError unless these are exactly the tensors the plan was made for."""
         fit.check_fit(self, tensors)
+
+
+def _digest(plan: dict[str, Any]) -> str:
+    plan.pop("prediction", None)
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str, Spec]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.collectives import Group, Lane
+from gradwire.collectives import Group, Lane, share_scratch
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec, innermost
 from gradwire.engine.executor import Executor
@@ -22,7 +22,8 @@ class Assembly(NamedTuple):
     executor: Executor
     memory: Remembered
     random: torch.Tensor
-    """Keys of the random streams, int64 of shape (buckets, encodes, 4): seed, step, encode, rank."""
+    """Keys of the random streams, int64 of shape (buckets, 4, 4): seed, step, encode, rank. Encodes 0 and 1 are those of a
+    scheme, 2 and 3 are the roundings of residuals that these store narrow."""
     step: int
     """The step whose specs it runs."""
     changing: tuple[Spec, ...]
@@ -38,12 +39,16 @@ def assemble(
 ) -> Assembly:
     """Buckets that run a plan from this step on. Raises PlanError for what this version cannot run, naming it."""
     device = next(iter(parameters.values())).device
-    random = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64, device=device)
+    random = torch.zeros(len(plan.buckets), 4, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
         random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
-    random[:, 1, 2] = 1
+    random[:, :, 2] = torch.arange(4)
     random[:, :, 3] = group.rank
     specs = {spec for bucket in plan.buckets for spec in bucket.specs}
     changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
     buckets = build_buckets(plan, parameters, group, random, step)
-    return Assembly(Executor(plan, buckets, lanes), Remembered(buckets, group.rank), random, step, changing)
+    executor = Executor(plan, buckets, lanes)
+    for tasks in executor.tasks:
+        pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
+        share_scratch(part for piece in pieces for encode in piece.memory for part in encode)
+    return Assembly(executor, Remembered(buckets, group.rank), random, step, changing)

@@ -120,15 +120,15 @@ class Handle:
         Of the plan it holds what a policy makes it from again, and its digest. The tensors are copies.
         """
         step, memory = self._backward.step, self._memory.state()
-        return write_state(self._group, step, self._order, self._plan.digest(), memory)
+        return write_state(self._group, step, self._order, self._plan.state_digest(), memory)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up where `state_dict` was made. Between steps, on every rank; nothing is sent.
 
-        With the same ranks pass at least this rank's own state, and run the same plan or policy: the run goes on bit for
-        bit. With another number of ranks pass the states of all ranks that saved, in one dictionary: their residuals are
-        dealt out so that the sum is kept. A rank whose state is missing begins with zero residuals, with a warning that
-        names what is lost.
+        With the same ranks pass at least this rank's own state, and run the same plan or policy: the run goes on bit for bit
+        (with another `residual_dtype`, but for rounding). With another number of ranks pass the states of all ranks that
+        saved, in one dictionary: their residuals are dealt out so that the sum is kept. A rank whose state is missing begins
+        with zero residuals, with a warning that names what is lost.
 
         Raises ValueError naming what is missing or does not fit; the handle is as before then.
         """
@@ -139,9 +139,9 @@ class Handle:
                 "the model once: it was saved with another model, or other parameters of it were frozen."
             )
         plan = self._plan if self._policy is None else self._plan_of(self._policy, saved.order)
-        if saved.own and saved.plan != plan.digest():
+        if saved.own and saved.plan != plan.state_digest():
             raise ValueError(
-                f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.digest()[:16]}: shards "
+                f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.state_digest()[:16]}: shards "
                 "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
             )
         usable = plan == self._plan and not self._built.outdated(saved.step)

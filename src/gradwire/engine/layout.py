@@ -6,6 +6,7 @@ Everything here is made once, before the first step, and is the same on every ra
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, Summing, TwoPhase
 from gradwire.compressors import Compressor, Context, compressor_for
-from gradwire.core.plan import Bucket, Plan
+from gradwire.compressors.stores import store_for
+from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.specs import Identity
 from gradwire.engine.place import Place
 from gradwire.errors import PlanError
@@ -98,7 +100,8 @@ class BucketBuffers:
 def build_buckets(
     plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
 ) -> list[BucketBuffers]:
-    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, encodes, 4), on the parameters' device.
+    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 4, 4), on the
+    parameters' device: of each bucket the keys of its two encodes, then those of what these store.
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
@@ -134,7 +137,7 @@ def _build(
     granularity = codec.spec.granularity or max(numels)
     bounds = cut(numels, granularity, 0, flat.numel(), count)
     rows = _Rows(bucket, members)
-    contexts = [Context(random[encode]) for encode in range(random.shape[0])]
+    first_encode, second_encode, first_store, second_store = map(Context, random.unbind())
     chunks: list[Scheme] = []
     for start, end in pairwise(bounds):
         shards = cut(numels, granularity, start, end, group.world_size)
@@ -144,7 +147,9 @@ def _build(
             shards=[rows.between(a, b, flat.device) for a, b in pairwise(shards)],
             whole=rows.between(start, end, flat.device),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
-            contexts=contexts,
+            contexts=(first_encode, second_encode),
+            store_for=partial(store_for, bucket.residual_dtype),
+            store_contexts=(first_store, second_store),
         )
         chunks.append(coded(codec, piece, group.rank, group.world_size))
     place.settle([*(slot.view for slot in slots), *(tensor for chunk in chunks for tensor in chunk.aliases)])
@@ -250,8 +255,15 @@ def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compres
             f"bucket {index} of {own} tensors has reduce_dtype {bucket.reduce_dtype!r}, but {why}. Write "
             f"{' or '.join(dict.fromkeys(possible))}."
         )
-    if bucket.residual_dtype != "float32":
-        raise PlanError(f"bucket {index} has residual_dtype {bucket.residual_dtype!r}; this version keeps float32.")
+    keeps = RESIDUAL_DTYPES if codec.spec.feedback else ("float32",)
+    if bucket.residual_dtype not in keeps:
+        why = (
+            "residuals are stored as one of these" if codec.spec.feedback else "nothing of what it sends is carried on"
+        )
+        raise PlanError(
+            f"bucket {index} with spec {bucket.spec!r} has residual_dtype {bucket.residual_dtype!r}, but {why}. Write "
+            f"{' or '.join(keeps)}."
+        )
 
 
 def _view(flat: torch.Tensor, at: int, parameter: torch.nn.Parameter) -> torch.Tensor:

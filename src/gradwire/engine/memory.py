@@ -46,22 +46,18 @@ class Remembered:
     def __init__(self, buckets: list[BucketBuffers], rank: int) -> None:
         self._buckets, self._rank = buckets, rank
 
-    def _runs(self) -> Iterator[_Run]:
+    def _runs(self, change: bool = False) -> Iterator[_Run]:
+        """With `change` what is written to the parts is remembered."""
         for buffers in self._buckets:
             for chunk, start in zip(buffers.chunks, buffers.bounds, strict=False):
                 for name, value in chunk.shared.items():
                     yield _Run(f"{SHARED}/0/{name}", 0, value.numel(), value)
-                for encode, memory in enumerate(chunk.memory):
-                    begin = start
-                    if encode == 1 and isinstance(chunk, TwoPhase):
-                        begin += chunk.piece.bounds[self._rank]
-                    for what, whole in memory.items():
-                        for slot in buffers.slots:
-                            low = max(slot.offset, begin)
-                            high = min(slot.offset + slot.view.numel(), begin + whole.numel())
-                            if low < high:
-                                key, part = f"{what}/{encode}/{slot.name}", whole[low - begin : high - begin]
-                                yield _Run(key, low - slot.offset, slot.view.numel(), part)
+                for encode, memories in enumerate(chunk.memory):
+                    for memory in memories:
+                        values = memory.read()
+                        yield from _parts(values, encode, start + memory.start, buffers)
+                        if change:
+                            memory.write(values)
 
     def state(self) -> dict[str, torch.Tensor]:
         """`{what}/{encode}/{tensor}`: one-dimensional float32, zero where nothing is kept."""
@@ -84,7 +80,7 @@ class Remembered:
 
     def load(self, state: State) -> None:
         """Take what `state` of the same rank and plan returned, when `check` finds nothing wrong with it."""
-        for run in self._runs():
+        for run in self._runs(change=True):
             run.part.copy_(state[run.key].reshape(-1)[run.first : run.first + run.part.numel()])
 
     def carried(self) -> dict[str, torch.Tensor]:
@@ -115,7 +111,7 @@ class Remembered:
     def take_over(self, carried: State) -> None:
         """Begin with what another set of buckets left, and with zeros where it left nothing (with the first factors, where
         no shared ones). Of the own shard the second encode takes it: the first has none."""
-        for run in self._runs():
+        for run in self._runs(change=True):
             if run.carried_key in carried:
                 run.part.copy_(carried[run.carried_key][run.first : run.first + run.part.numel()])
             elif not run.key.startswith(f"{SHARED}/"):
@@ -123,19 +119,36 @@ class Remembered:
         for buffers in self._buckets:
             for chunk in buffers.chunks:
                 if isinstance(chunk, TwoPhase):
-                    for what, own in zip(chunk.memory[0], chunk.states[self._rank], strict=True):
-                        if what in chunk.memory[1]:
-                            own.zero_()
+                    chunk.own[self._rank].clear(chunk.of_sum.names)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What happens inside leaves no trace in what is remembered."""
-        copies = [(run.part, run.part.clone()) for run in self._runs()]
+        copies = [(held, held.clone()) for held in self.held()]
         try:
             yield
         finally:
-            for part, copy in copies:
-                part.copy_(copy)
+            for held, copy in copies:
+                held.copy_(copy)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """The memory itself."""
+        for buffers in self._buckets:
+            for chunk in buffers.chunks:
+                yield from chunk.shared.values()
+                for memories in chunk.memory:
+                    for memory in memories:
+                        yield from memory.held
+
+
+def _parts(values: State, encode: int, begin: int, buffers: BucketBuffers) -> Iterator[_Run]:
+    """By tensor, what an encode remembers from the bucket's element `begin` on."""
+    for what, whole in values.items():
+        for slot in buffers.slots:
+            low, high = max(slot.offset, begin), min(slot.offset + slot.view.numel(), begin + whole.numel())
+            if low < high:
+                key, part = f"{what}/{encode}/{slot.name}", whole[low - begin : high - begin]
+                yield _Run(key, low - slot.offset, slot.view.numel(), part)
 
 
 def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import msgspec
 
 from gradwire.core.checks import changed, freeze, unique, whole, word
-from gradwire.core.plan import Bucket, Plan
+from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document
@@ -44,7 +44,7 @@ class Policy(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
 
     default: SpecField
     """Spec of the tensors that no rule matches."""
@@ -69,6 +69,9 @@ class Policy(Document, frozen=True, kw_only=True):
     chunk_bytes: int = 8 * 2**20
     """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
     and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
+    residual_dtype: str = "float32"
+    """How the residuals of specs with error feedback are stored: float32, bfloat16 or int8 (a byte an element and a bfloat16
+    scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "default", as_spec("default", self.default))
@@ -81,6 +84,7 @@ class Policy(Document, frozen=True, kw_only=True):
             whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
         whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
+        word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
 
     def __repr__(self) -> str:
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
@@ -165,6 +169,7 @@ class Policy(Document, frozen=True, kw_only=True):
             tensors=tuple(own),
             spec=own if len(set(own.values())) > 1 else own[first.name],
             reduce_dtype=first.dtype if wide else "float32",
+            residual_dtype=self.residual_dtype if own[first.name].feedback else "float32",
             option=_option(scheme, first.device, own[first.name]),
             chunk_bytes=self.chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),
@@ -178,6 +183,7 @@ def Uniform(
     bucket_bytes: int | None = None,
     edge_bytes: int = 256 * 1024,
     chunk_bytes: int = 8 * 2**20,
+    residual_dtype: str = "float32",
 ) -> Policy:
     """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
 
@@ -192,6 +198,7 @@ def Uniform(
         bucket_bytes=bucket_bytes,
         edge_bytes=edge_bytes,
         chunk_bytes=chunk_bytes,
+        residual_dtype=residual_dtype,
     )
 
 
