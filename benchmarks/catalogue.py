@@ -53,7 +53,7 @@ ENTRIES: list[Entry] = [
     Entry(gw.SignSGD(), "Bernstein et al. 2018", "with learning rates for steps of size one", SIGN, trains=False),
     Entry(gw.Signum(), "Bernstein et al. 2018", "as SignSGD, less noise", SIGN, trains=False),
     Entry(gw.EFSignSGD(), "Karimireddy et al. 2019; Cupcake", "1 bit that learns", SIGN),
-    Entry(gw.OneBit(), "Seide et al. 2014; Cupcake", "1 bit, fewest bytes of the dense ones", SIGN),
+    Entry(gw.OneBit(), "Seide et al. 2014; Cupcake", "1 bit, two means a block", SIGN),
     Entry(gw.ErrorFeedback(gw.TopK(0.01)), "Aji and Heafield 2017; Cupcake", "very slow links, few ranks", 1.0, True),
     Entry(gw.ErrorFeedback(gw.BlockTopK(0.01)), "Top-k in blocks", "as Top-k, cheaper to find", 1.0, True),
     Entry(gw.ErrorFeedback(gw.Threshold(1e-3)), "Strom 2015", "gradients whose scale is known"),

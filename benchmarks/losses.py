@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--jobs", nargs="+", default=["transformer", "resnet"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", default="", help="a part of the method's name")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of methods' names")
     parser.add_argument("--again", action="store_true")
     options = parser.parse_args(arguments)
     methods = [*PLAIN, *(f"gradwire:{entry.spec!r}" for entry in ENTRIES if entry.trains or "DGC" in repr(entry.spec))]
@@ -43,7 +43,9 @@ def run(arguments: list[str]) -> int:
     for job in options.jobs:
         for seed in options.seeds:
             done = known.setdefault(job, {})
-            missing = [m for m in methods if options.only in m and str(seed) not in done.get(m, {})]
+            missing = [
+                m for m in methods if any(part in m for part in options.only) and str(seed) not in done.get(m, {})
+            ]
             for start in range(0, len(missing), TOGETHER):
                 for method, curve in losses(job, seed, options.steps, missing[start : start + TOGETHER]).items():
                     done.setdefault(method, {})[str(seed)] = statistics.mean(curve[-WINDOW:])

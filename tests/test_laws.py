@@ -63,6 +63,7 @@ SPECS: list[Spec] = [
     EFSignSGD(),
     EFSignSGD(block=0),
     OneBit(),
+    OneBit(block=0),
     OneBit(block=128),
     TopK(0.01),
     TopK(0.3),

@@ -81,9 +81,9 @@ class OneBit(Spec, frozen=True):
     id: ClassVar[str] = "onebit"
     state: ClassVar[tuple[str, ...]] = ("residual",)
 
-    block: int = 0
+    block: int = 1024
     """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
-    once. Smaller: less error, more bytes."""
+    once. Smaller: less error, more bytes. Up to 8192 gradient and residual are read once, a whole tensor twice."""
 
     def __post_init__(self) -> None:
         if self.block != 0:
