@@ -638,7 +638,7 @@ GOLDEN_SPECS: dict[str, tuple[Spec, torch.dtype]] = {
     "twobit-fixed": (TwoBit(threshold=0.5), torch.bfloat16),
     "signsgd": (SignSGD(), torch.float32),
     "ef-signsgd": (EFSignSGD(block=128), torch.float32),
-    "onebit": (OneBit(block=0), torch.float32),
+    "onebit": (OneBit(), torch.float32),
     "topk": (TopK(0.05), torch.float32),
     "topk-dense-bfloat16": (TopK(0.4, per="bucket"), torch.bfloat16),
     "topk-feedback": (ErrorFeedback(TopK(0.1)), torch.float32),
