@@ -3,9 +3,14 @@
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import triton_processes
 from worlds import Worlds
+
+# on a busy machine an example of microseconds takes a second now and then
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell that put the tests in the background has SIGINT ignored, and what they start would inherit that
