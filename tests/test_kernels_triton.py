@@ -155,7 +155,8 @@ CAST = {"payload": "*i16", "numel": "i32"}
 
 def qsgd_constants(block: int, scale: int, aligned: bool, **others: bool) -> dict[str, Any]:
     rows = 32 if aligned else 4  # fewer than in earnest compile faster, to the same operations
-    return {"ROWS": rows, "BLOCK": block, "SCALE": scale, "ALIGNED": aligned, **others}
+    each = {"ROWS": rows, "BLOCK": block, "SCALE": scale, "ALIGNED": aligned, **others}
+    return each | ({"CLIP": 0.0} if "STOCHASTIC" in others else {})
 
 
 COMPILED = {

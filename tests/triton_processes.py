@@ -126,9 +126,10 @@ def _ptx(case: Compile) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from gradwire.kernels.triton import cast, launch, qsgd, signs
+    from gradwire.kernels.triton import cast, launch, qsgd, scaled, signs, ternary
 
-    function = next(getattr(module, case.kernel) for module in (cast, qsgd, signs) if hasattr(module, case.kernel))
+    modules = (cast, qsgd, scaled, signs, ternary)
+    function = next(getattr(module, case.kernel) for module in modules if hasattr(module, case.kernel))
     names = function.arg_names
     assert {*case.types, *case.constants} == set(names)
     source = ASTSource(

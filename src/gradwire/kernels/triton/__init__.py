@@ -6,8 +6,34 @@ Imported by `kernels_for("cuda")` only: Triton is loaded with it.
 from gradwire.kernels import reference
 from gradwire.kernels.reference import *  # noqa: F403
 from gradwire.kernels.triton.cast import cast_decode, cast_encode
-from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode
+from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode, terngrad_encode
+from gradwire.kernels.triton.scaled import (
+    exponential_decode,
+    exponential_encode,
+    fp8_decode,
+    fp8_encode,
+    natural_decode,
+    natural_encode,
+)
 from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_encode
+from gradwire.kernels.triton.ternary import threshold_decode, threshold_encode
 
-__all__ = ["cast_decode", "cast_encode", "mean_sign_encode", "qsgd_decode", "qsgd_encode", "sign_decode", "sign_encode"]
+__all__ = [
+    "cast_decode",
+    "cast_encode",
+    "exponential_decode",
+    "exponential_encode",
+    "fp8_decode",
+    "fp8_encode",
+    "mean_sign_encode",
+    "natural_decode",
+    "natural_encode",
+    "qsgd_decode",
+    "qsgd_encode",
+    "sign_decode",
+    "sign_encode",
+    "terngrad_encode",
+    "threshold_decode",
+    "threshold_encode",
+]
 __all__ += [name for name in reference.__all__ if name not in __all__]

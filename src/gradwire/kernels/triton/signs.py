@@ -13,12 +13,21 @@ from gradwire.core.payload import SIGN_UNIT, coded_bytes
 from gradwire.kernels import reference
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value, store_scale
-from gradwire.kernels.triton.launch import ELEMENTS, OPTIONS, Programs, check_flat, check_payload, device_of, program
+from gradwire.kernels.triton.launch import (
+    ELEMENTS,
+    OPTIONS,
+    Programs,
+    check_dst,
+    check_flat,
+    check_payload,
+    device_of,
+    program,
+)
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, narrow_u16, widen
+from gradwire.kernels.triton.sums import LANES, folded
 
 __all__ = ["mean_sign_encode", "sign_decode", "sign_encode"]
 
-LANES = tl.constexpr(64)
 UNIT = tl.constexpr(SIGN_UNIT)
 
 
@@ -34,14 +43,6 @@ def units_of(numel, UNITS: tl.constexpr, WHOLE: tl.constexpr):
     unit, column = tl.arange(0, UNITS)[:, None], tl.arange(0, UNIT // 8)[None, :]
     n = tl.minimum(tl.maximum(numel - unit * UNIT, 0), UNIT)
     return unit, column, n, UNIT // 8 if WHOLE else (n + 7) // 8
-
-
-@triton.jit
-def folded(lanes, ROWS: tl.constexpr):
-    """The sums of ROWS x 64 lanes, folded in halves, as float64."""
-    for fold in tl.static_range(6):
-        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 32 >> fold]), axis=1)
-    return tl.reshape(lanes, [ROWS]).to(tl.float64)
 
 
 @triton.jit
@@ -197,10 +198,8 @@ def sign_decode(
 ) -> None:
     """As `reference.sign_decode`."""
     programs = _programs_of(segments, block, means)
-    check_flat(dst, programs.numel)
+    check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
-    if add and dst.dtype != torch.float32:
-        raise RuntimeError(f"sums in float32, not in {dst.dtype}: decode to a float32 buffer to add")
     if len(programs.table):
         with device_of(dst):
             sign_decode_kernel[(len(programs.table),)](
