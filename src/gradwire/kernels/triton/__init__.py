@@ -1,10 +1,10 @@
 """Kernels for CUDA in Triton, with the bytes of the reference. A call queues its work and waits for nothing.
 
 One Triton kernel a call, what is remembered fused into it: cast, qsgd, terngrad, fp8, natural, exponential, threshold, sign,
-mean_sign in blocks, block_topk, randomk, gather_random, scatter_random, orthogonalise.
+mean_sign in blocks, block_topk, randomk, gather_random, scatter_random, project, back_project, orthogonalise.
 
 Several a call: mean_sign of whole runs (sums of pieces, means, signs), topk and dgc (count, choose, send, pack or find indices),
-project, back_project and reconstruct.
+reconstruct (is Q finite, the product).
 
 Operations of torch between them, all of static sizes: cumsum and index_add over one number a program, for the order of what topk
 and dgc send; copies of a sparse payload's values, which may begin at any byte; zeroed and cloned scratch. Nothing of the size of

@@ -47,6 +47,8 @@ def load_pieces(
             inside &= j < n
         insides += (inside,)
         values += (load_value(src, residual, block * BLOCK + j, inside, RESIDUAL),)
+    if RESIDUAL:
+        tl.debug_barrier()  # several threads may hold an element of a small block: all have read it before one writes
     return values, insides
 
 

@@ -63,7 +63,14 @@ def _groups(segments: Segments, ratio: float, together: bool, itemsize: int) -> 
     members = [list(segments.rows)] if together else [[row] for row in segments.rows]
     members = [[row for row in rows if row.numel] for rows in members]
     members = [rows for rows in members if rows]
-    programs, table, kept, of_bytes, entries, pieces, pieces_of, spans = [], [], [], [], [], [], [], []
+    programs: list[tuple[int, ...]] = []
+    table: list[tuple[int, ...]] = []
+    of_bytes: list[tuple[int, ...]] = []
+    entries: list[tuple[int, ...]] = []
+    pieces: list[tuple[int, ...]] = []
+    pieces_of: list[tuple[int, ...]] = []
+    spans: list[tuple[int, ...]] = []
+    kept: list[int] = []
     values = ones = 0
     byte = itemsize * sum(kept_of(sum(row.numel for row in rows), ratio) for rows in members)
     for group, rows in enumerate(members):

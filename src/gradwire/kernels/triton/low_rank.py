@@ -259,7 +259,7 @@ def reconstruct(
 
 def _programs(numel: int, each: int) -> int:
     """Programs of each matrix, if all of so many elements could be one's."""
-    return max(1, min(PROGRAMS, triton.cdiv(numel, each)))
+    return max(1, min(PROGRAMS, -(-numel // each)))
 
 
 def _grid(matrices: torch.Tensor, numel: int, each: int, rank: int) -> tuple[int, int, int]:
@@ -268,7 +268,7 @@ def _grid(matrices: torch.Tensor, numel: int, each: int, rank: int) -> tuple[int
 
 def _columns(rank: int) -> int:
     """Columns of P at a time: 16 is the least that tl.dot takes."""
-    return max(16, min(64, triton.next_power_of_2(rank)))
+    return max(16, min(64, 1 << (rank - 1).bit_length()))
 
 
 def _constants(rank: int, residual: torch.Tensor | None) -> dict[str, Any]:

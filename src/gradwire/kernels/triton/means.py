@@ -109,7 +109,9 @@ def store_run_means(
 
 
 def _tables(segments: Segments, means: int) -> _Tables:
-    programs, runs, piece = [], [], 0
+    programs: list[tuple[int, ...]] = []
+    runs: list[tuple[int, ...]] = []
+    piece = 0
     each = PIECES.value * PIECE.value
     for row in segments.rows:
         if row.numel:

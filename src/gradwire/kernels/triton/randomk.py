@@ -73,8 +73,8 @@ def gather_kernel(
     bad = tl.zeros([STRETCHES], tl.int32)
     for first in range(0, LONGEST, WIDTH):
         inside = present[:, None] & (first + column < length[:, None])
-        value = load_value(src, residual, start[:, None] + first + column, inside, RESIDUAL)
-        rounded = widen(narrow(value, values.dtype.element_ty))
+        given = load_value(src, residual, start[:, None] + first + column, inside, RESIDUAL)
+        rounded = widen(narrow(given, values.dtype.element_ty))
         bad |= tl.max((inside & (magnitude(rounded) >= 0x7F800000)).to(tl.int32), axis=1)
     value = load_value(src, residual, at, present, RESIDUAL)
     if not RESIDUAL:
@@ -88,8 +88,8 @@ def gather_kernel(
         for first in range(0, LONGEST, WIDTH):
             here = start[:, None] + first + column
             inside = present[:, None] & (first + column < length[:, None]) & (bad == 0)[:, None]
-            value = load_value(src, residual, here, inside, True)
-            tl.store(residual + here, tl.where(here == at[:, None], left[:, None], value), mask=inside)
+            unsent = load_value(src, residual, here, inside, True)
+            tl.store(residual + here, tl.where(here == at[:, None], left[:, None], unsent), mask=inside)
 
 
 @triton.jit
