@@ -89,12 +89,11 @@ def _groups(segments: Segments, ratio: float, together: bool, itemsize: int) -> 
         table.append((values, low, ones, numel))
         kept.append(k)
         low_bytes, size = (k * max(low, 0) + 7) // 8, index_bytes(k, numel)
-        for start, length, is_low in ((0, low_bytes, 1), (low_bytes, size - low_bytes, 0)):
+        for start, length, is_low in ((byte, low_bytes, 1), (byte + low_bytes, size - low_bytes, 0)):
             for at in range(0, length, BYTES):
-                of_bytes.append((byte + start + at, min(BYTES, length - at), group, 8 * at, is_low, byte, values, k))
+                of_bytes.append((start + at, min(BYTES, length - at), group, 8 * at, is_low, byte, values, k))
         entries += [(values + at, min(ENTRIES, k - at), group, values) for at in range(0, k, ENTRIES)]
         values, ones, byte = values + k, ones + 8 * (size - low_bytes), byte + size
-    most = max((end - begin for begin, end in pieces_of), default=1)
 
     def on_device(rows: list[tuple[int, ...]], columns: int) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, columns)
@@ -111,7 +110,7 @@ def _groups(segments: Segments, ratio: float, together: bool, itemsize: int) -> 
         entries=on_device(entries, 4),
         pieces=on_device(pieces, 2),
         pieces_of=on_device(pieces_of, 2),
-        steps=(most - 1).bit_length(),
+        steps=(max((end - begin for begin, end in pieces_of), default=1) - 1).bit_length(),
         values=values,
         ones=ones,
         numel=max((row.offset + row.numel for row in segments.rows), default=0),

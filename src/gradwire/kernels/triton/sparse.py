@@ -1,5 +1,5 @@
-"""Top-k, Threshold and DGC. Encoding is ten launches and a few small operations of torch, decoding five, whatever the number of
-groups; see selection.py and indices.py.
+"""Top-k, Threshold and DGC. Encoding is eleven launches and some small operations of torch, decoding five, whatever the number
+of groups; see selection.py and indices.py.
 
 A group whose indices are damaged becomes NaN throughout: to raise an error as the reference does, the host would have to wait.
 """
