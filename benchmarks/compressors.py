@@ -43,16 +43,16 @@ class Row(NamedTuple):
     ok: bool
 
 
-def calls(spec: Spec, numel: int) -> tuple[Callable[[], object], Callable[[], object], int]:
+def calls(spec: Spec, numel: int, device: str = "cpu") -> tuple[Callable[[], object], Callable[[], object], int]:
     """Encode, decode-and-add, payload bytes."""
     compressor = compressor_for(spec)
     rows = 2 ** (int(math.log2(numel)) // 2)
     segments = Segments(
-        (Segment(0, numel, 1, 0, spec.element_bits),), torch.device("cpu"), ("w",), ((rows, numel // rows),)
+        (Segment(0, numel, 1, 0, spec.element_bits),), torch.device(device), ("w",), ((rows, numel // rows),)
     )
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    state = [torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 1e-3 for _ in spec.state]
-    context = Context(torch.tensor([0, 1, 0, 0]))
+    gradient = (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    state = [(torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 1e-3).to(device) for _ in spec.state]
+    context = Context(torch.tensor([0, 1, 0, 0], device=device))
     size = spec.payload_bytes([Run(numel, spec.element_bits, segments.shapes[0])], 4)
     if spec.rounds:
         program: Program = compressor.program(gradient, state, segments)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def calls(spec: Spec, numel: int) -> tuple[Callable[[], object], Callable[[], ob
                 program.fill(number, context)
 
         return fill, lambda: program.finish(context), size
-    payload, total = torch.zeros(size, dtype=torch.uint8), torch.zeros(numel)
+    payload, total = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(numel, device=device)
     return (
         lambda: compressor.encode(gradient, state, segments, context, payload),
         lambda: compressor.decode(payload, segments, torch.float32, True, total, context),

@@ -1,4 +1,5 @@
-"""GB/s of every GPU kernel, beside `copy_` between two float32 tensors of the same size.
+"""GB/s of the GPU kernels of QSGD and casts, and of every compressor's encode and decode-and-add as the engine calls them,
+beside `copy_` between two float32 tensors of the same size.
 
     python -m benchmarks gpu [--megabytes 4 64 256] [--pairs 15]
 
@@ -16,7 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.catalogue import ENTRIES
 from benchmarks.common import RESULTS, write
+from benchmarks.compressors import calls
 from benchmarks.kernels import BLOCK, kernels_of
 from gradwire.kernels import kernels_for
 
@@ -45,12 +48,21 @@ def seconds(call: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) * 1e-3 / CALLS
 
 
+def calls_of(numel: int) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    found: dict[str, Callable[[], object]] = dict(kernels_of(kernels_for("cuda"), numel, "cuda"))
+    for entry in ENTRIES:
+        encode, decode, _ = calls(entry.spec, numel, "cuda")
+        found |= {f"{entry.spec!r}: encode": encode, f"{entry.spec!r}: decode": decode}
+    return found
+
+
 def measure(megabytes: int, pairs: int) -> list[Row]:
     """Every kernel at one size, each against the copy, in turn."""
     numel = megabytes * 2**20 // 4
     source, target = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
     rows = []
-    for kernel, call in kernels_of(kernels_for("cuda"), numel, "cuda").items():
+    for kernel, call in calls_of(numel).items():
         copy = lambda: target.copy_(source)  # noqa: E731
         for warm_up in (copy, call, copy, call):  # the first call compiles
             seconds(warm_up)

@@ -61,7 +61,7 @@ def test_signs_have_the_bytes_of_the_reference(
 
 
 @pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize(("block", "means"), [(0, 0), (128, 2)])
+@pytest.mark.parametrize(("block", "means"), [(0, 0), (128, 2), (0, 2)])
 def test_runs_of_few_elements_or_none(interpreter: Interpreter, block: int, means: int, with_state: bool) -> None:
     numels = (0, 1, 7, 9, 511, 513)
     offsets = itertools.accumulate(numels, initial=0)
@@ -90,13 +90,46 @@ def test_payloads_of_any_bytes_decode_as_by_the_reference(interpreter: Interpret
     interpreter.check(decode_bytes, 0)
 
 
+def run_means(kernels: Any, means: int) -> dict[str, torch.Tensor]:
+    """Signs of runs that are longer than a piece of a sum, and than the pieces of a program."""
+    numels = (5, 40000)
+    x = torch.randn(sum(numels), generator=torch.Generator().manual_seed(10)).exp()
+    segments = Segments.of([Segment(0, 5, 1, 0, 1), Segment(5, 40000, 1, 0, 1)])
+    payload = torch.zeros(sum(coded_bytes([(n, 1) for n in numels], 0, means)), dtype=torch.uint8)
+    kernels.mean_sign_encode(x - 1, None, segments, 0, means, payload)
+    return {"payload": payload}
+
+
+@pytest.mark.parametrize("means", [1, 2])
+def test_means_of_long_runs(interpreter: Interpreter, means: int) -> None:
+    interpreter.check(run_means, means)
+
+
 TYPES = {"src": "*fp32", "state": "*fp32", "table": "*i64", "payload": "*u8", "keep": "fp32", "rest": "fp32"}
 COMPILED = {
     "means, sm_80": Compile(
-        "sign_encode_kernel", TYPES, {"SPAN": 4096, "BLOCK": 512, "MEANS": 1, "STATE": True, "ALIGNED": True}, 80
+        "sign_encode_kernel",
+        TYPES,
+        {"SPAN": 4096, "BLOCK": 512, "MEANS": 1, "KNOWN": False, "STATE": True, "ALIGNED": True},
+        80,
     ),
     "momentum, sm_90": Compile(
-        "sign_encode_kernel", TYPES, {"SPAN": 4096, "BLOCK": 4096, "MEANS": 0, "STATE": True, "ALIGNED": True}, 90
+        "sign_encode_kernel",
+        TYPES,
+        {"SPAN": 4096, "BLOCK": 4096, "MEANS": 0, "KNOWN": False, "STATE": True, "ALIGNED": True},
+        90,
+    ),
+    "means of pieces, sm_80": Compile(
+        "piece_sums_kernel",
+        {"src": "*fp16", "residual": "*fp32", "table": "*i64", "sums": "*fp64", "counts": "*i32"},
+        {"MEANS": 2, "RESIDUAL": True},
+        80,
+    ),
+    "means of runs, sm_90": Compile(
+        "run_means_kernel",
+        {"sums": "*fp64", "counts": "*i32", "table": "*i64", "payload": "*u8"},
+        {"MEANS": 2},
+        90,
     ),
     "decode, sm_90": Compile(
         "sign_decode_kernel",
@@ -134,7 +167,7 @@ def test_wrong_sizes_are_refused_in_words() -> None:
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(("block", "means"), [*MEANS[:5], (128, 1), (8192, 2), (512, 2)])
+@pytest.mark.parametrize(("block", "means"), [*MEANS, (128, 1), (8192, 2), (512, 2)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gpu_gives_the_bytes_of_the_reference(dtype: torch.dtype, block: int, means: int) -> None:
     large = torch.randn(2**20 + 1, generator=torch.Generator().manual_seed(9)).to(dtype)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradwire.core.payload import qsgd_bytes
+from gradwire.core.payload import coded_bytes
 from gradwire.kernels.segments import Segments
 
 __all__ = [
@@ -16,8 +16,10 @@ __all__ = [
     "OPTIONS",
     "Programs",
     "blocks_each",
+    "check_dst",
     "check_flat",
     "check_payload",
+    "check_stream",
     "device_of",
     "program",
     "programs_of",
@@ -69,24 +71,24 @@ def blocks_each(block: int) -> int:
     return max(1, ELEMENTS // block)
 
 
-def programs_of(segments: Segments, block: int, scale: str) -> Programs:
-    """The programs of these segments, made once and kept with them."""
-    made = segments.launches.get((block, scale))
+def programs_of(segments: Segments, block: int, scales: int = 1, bits: int = 0) -> Programs:
+    """The programs of these segments, made once and kept with them; bits 0: an element has those of its segment."""
+    made = segments.launches.get((block, scales, bits))
     if made is None:
-        made = segments.launches[block, scale] = _programs(segments, block, scale)
+        made = segments.launches[block, scales, bits] = _programs(segments, block, scales, bits)
     return made
 
 
-def _programs(segments: Segments, block: int, scale: str) -> Programs:
+def _programs(segments: Segments, block: int, scales: int, bits: int) -> Programs:
     if block & (block - 1) or not 32 <= block <= 8192:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
-    each, scale_bytes = blocks_each(block), 4 if scale == "minmax" else 2
+    each, scale_bytes = blocks_each(block), 2 * scales
     for index, row in enumerate(segments.rows):
         if row.offset < 0 or row.numel < 0:
             raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
-        if not 2 <= row.bits <= 8 or row.first < 0 or row.first % block:
+        if not 2 <= (bits or row.bits) <= 8 or row.first < 0 or row.first % block:
             raise RuntimeError(f"segment {index} has impossible bits or start: {row}")
-    sizes = qsgd_bytes([(row.numel, row.bits) for row in segments.rows], block, scale)
+    sizes = coded_bytes([(row.numel, bits or row.bits) for row in segments.rows], block, scales)
     rows: list[torch.Tensor] = []
     scale_at, code_at = 0, sizes.scales
     for row in segments.rows:
@@ -94,16 +96,16 @@ def _programs(segments: Segments, block: int, scale: str) -> Programs:
         start = torch.arange(0, full, each)
         if tail:
             start = torch.cat([start, torch.tensor([full])])
-        columns = torch.zeros(len(start), 8, dtype=torch.int64)
+        columns, width = torch.zeros(len(start), 8, dtype=torch.int64), bits or row.bits
         columns[:, 0] = row.offset + start * block
         columns[:, 1] = torch.where(start < full, (full - start).clamp(max=each) * block, tail)
         columns[:, 2] = scale_at + start * scale_bytes
-        columns[:, 4] = code_at + start * (block // 8 * row.bits)
+        columns[:, 4] = code_at + start * (block // 8 * width)
         columns[:, 5] = (row.first + start * block) // 2
-        columns[:, 6], columns[:, 7] = row.key, row.bits
+        columns[:, 6], columns[:, 7] = row.key, width
         rows.append(columns)
         scale_at += (full + (tail > 0)) * scale_bytes
-        code_at += (full * (block // 8) + (tail + 7) // 8) * row.bits
+        code_at += (full * (block // 8) + (tail + 7) // 8) * width
     table = torch.cat(rows) if rows else torch.zeros(0, 8, dtype=torch.int64)
     if len(table):
         table[-1, 3] = sizes.scales - scale_at
@@ -121,6 +123,19 @@ def check_flat(flat: torch.Tensor, numel: int, remembered: Sequence[torch.Tensor
             state.is_contiguous() and state.dtype == torch.float32 and state.numel() == flat.numel()
         ):
             raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
+
+
+def check_dst(dst: torch.Tensor, numel: int, add: bool) -> None:
+    """Raise RuntimeError unless kernels may write `numel` elements of dst, or add to them."""
+    check_flat(dst, numel)
+    if add and dst.dtype != torch.float32:
+        raise RuntimeError(f"sums in float32, not in {dst.dtype}: decode to a float32 buffer to add")
+
+
+def check_stream(stream: torch.Tensor) -> None:
+    """Raise RuntimeError unless kernels may read the stream's four numbers."""
+    if stream.numel() != 4 or stream.dtype != torch.int64 or not stream.is_contiguous():
+        raise RuntimeError("the stream is four int64: seed, step, encode, rank")
 
 
 def check_payload(payload: torch.Tensor, expected: int) -> None:

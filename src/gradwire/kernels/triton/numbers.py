@@ -9,6 +9,7 @@ __all__ = [
     "bf16_value",
     "load_u16",
     "magnitude",
+    "mix64",
     "narrow",
     "narrow_u16",
     "ordered",

@@ -1,6 +1,6 @@
 """Signs, with means of blocks or without: one launch a call, a program for up to 4096 elements of a tensor (8192 in blocks of
 8192). Programs begin at whole units of signs and at whole blocks. The bytes of a unit are held as in blocks.py: each takes
-its bits from one of 64 columns. The means of one block for each whole tensor are the reference's.
+its bits from one of 64 columns. Where a block is a whole run, two launches find the means before.
 """
 
 from typing import Any
@@ -10,22 +10,25 @@ import triton
 import triton.language as tl
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
-from gradwire.kernels import reference
 from gradwire.kernels.segments import Segments
-from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value, store_scale
-from gradwire.kernels.triton.launch import ELEMENTS, OPTIONS, Programs, check_flat, check_payload, device_of, program
-from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, narrow_u16, widen
+from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value
+from gradwire.kernels.triton.launch import (
+    ELEMENTS,
+    OPTIONS,
+    Programs,
+    check_dst,
+    check_flat,
+    check_payload,
+    device_of,
+    program,
+)
+from gradwire.kernels.triton.means import below_zero, store_mean, store_run_means
+from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
+from gradwire.kernels.triton.sums import LANES, folded
 
 __all__ = ["mean_sign_encode", "sign_decode", "sign_encode"]
 
-LANES = tl.constexpr(64)
 UNIT = tl.constexpr(SIGN_UNIT)
-
-
-@triton.jit
-def below_zero(value):
-    """Whether the sign bit of a float32 counts: of all but -0.0."""
-    return (value.to(tl.int32, bitcast=True) < 0) & (magnitude(value) > 0)
 
 
 @triton.jit
@@ -34,21 +37,6 @@ def units_of(numel, UNITS: tl.constexpr, WHOLE: tl.constexpr):
     unit, column = tl.arange(0, UNITS)[:, None], tl.arange(0, UNIT // 8)[None, :]
     n = tl.minimum(tl.maximum(numel - unit * UNIT, 0), UNIT)
     return unit, column, n, UNIT // 8 if WHOLE else (n + 7) // 8
-
-
-@triton.jit
-def folded(lanes, ROWS: tl.constexpr):
-    """The sums of ROWS x 64 lanes, folded in halves, as float64."""
-    for fold in tl.static_range(6):
-        lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 32 >> fold]), axis=1)
-    return tl.reshape(lanes, [ROWS]).to(tl.float64)
-
-
-@triton.jit
-def store_mean(at, total, count, finite, present):
-    mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
-    raw = narrow_u16(tl.where(finite, mean, 0.0), True).to(tl.int32)
-    store_scale(at, tl.where(finite, raw, 0x7FC0), present)
 
 
 @triton.jit
@@ -115,13 +103,15 @@ def encode_units(
 @triton.jit
 def sign_encode_kernel(
     src, state, table, payload, keep, rest,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, KNOWN: tl.constexpr, STATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One row of the table of programs."""
+    """One row of the table of programs. KNOWN: the means are in the payload."""
     first, numel, scale, padding, code, _, _, _ = program(table, ALIGNED)
     src, state, scales, codes = src + first, state + first, payload + scale, payload + code
     if MEANS:
-        store_means(src, state, scales, numel, SPAN, BLOCK, MEANS, STATE)
+        if not KNOWN:
+            store_means(src, state, scales, numel, SPAN, BLOCK, MEANS, STATE)
         used, byte = (numel + BLOCK - 1) // BLOCK * (2 * MEANS), tl.arange(0, 16)
         tl.store(scales + used + byte, tl.zeros([16], tl.uint8), mask=byte < padding)
         tl.debug_barrier()  # all means are there, and all have read the residual, before any thread goes on
@@ -186,10 +176,7 @@ def mean_sign_encode(
     payload: torch.Tensor,
 ) -> None:
     """As `reference.mean_sign_encode`."""
-    if block:
-        _encode(src, residual, 0.0, segments, block, means, payload)
-    else:
-        reference.mean_sign_encode(src, residual, segments, block, means, payload)
+    _encode(src, residual, 0.0, segments, block, means, payload)
 
 
 def sign_decode(
@@ -197,10 +184,8 @@ def sign_decode(
 ) -> None:
     """As `reference.sign_decode`."""
     programs = _programs_of(segments, block, means)
-    check_flat(dst, programs.numel)
+    check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
-    if add and dst.dtype != torch.float32:
-        raise RuntimeError(f"sums in float32, not in {dst.dtype}: decode to a float32 buffer to add")
     if len(programs.table):
         with device_of(dst):
             sign_decode_kernel[(len(programs.table),)](
@@ -222,10 +207,13 @@ def _encode(
     check_payload(payload, programs.payload_bytes)
     if len(programs.table):
         kept = src if state is None else state
+        known = bool(means) and not block
+        if known:
+            store_run_means(src, state, segments, means, payload)
         with device_of(src):
             sign_encode_kernel[(len(programs.table),)](
                 src, kept, programs.table, payload, keep, 1.0 - keep,
-                STATE=state is not None, **_constants(programs, block, means),
+                KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
             )  # fmt: skip
 
 

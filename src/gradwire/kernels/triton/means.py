@@ -1,0 +1,124 @@
+"""The means of whole runs, before their signs: a launch that sums pieces of 8192 elements, and one that adds up the sums of each
+run's pieces in their order, a program a run. Both orders are the reference's.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.kernels.segments import Segments
+from gradwire.kernels.triton.blocks import load_value, store_scale
+from gradwire.kernels.triton.launch import OPTIONS, device_of
+from gradwire.kernels.triton.numbers import magnitude, narrow_u16
+from gradwire.kernels.triton.sums import LANES, folded
+
+__all__ = ["below_zero", "store_mean", "store_run_means"]
+
+PIECE = tl.constexpr(8192)
+"""Elements that are summed as float32; the sums of pieces are added up as float64."""
+PIECES = tl.constexpr(4)
+"""Pieces of a program."""
+AT_ONCE = tl.constexpr(8)
+"""Loads that a program has on their way at once."""
+
+
+@triton.jit
+def below_zero(value):
+    """Whether the sign bit of a float32 counts: of all but -0.0."""
+    return (value.to(tl.int32, bitcast=True) < 0) & (magnitude(value) > 0)
+
+
+@triton.jit
+def store_mean(at, total, count, finite, present):
+    mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    raw = narrow_u16(tl.where(finite, mean, 0.0), True).to(tl.int32)
+    store_scale(at, tl.where(finite, raw, 0x7FC0), present)
+
+
+@triton.jit
+def piece_sums_kernel(src, residual, table, sums, counts, MEANS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """(sum of what is at least zero or, with one mean, of magnitudes; sum of what is below) and how many are below, by piece."""
+    row = table + tl.program_id(0) * 3
+    first, numel, place = tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2)
+    piece, lane = tl.arange(0, PIECES)[:, None], tl.arange(0, LANES)[None, :]
+    above, under = tl.zeros([PIECES, LANES], tl.float32), tl.zeros([PIECES, LANES], tl.float32)
+    below = tl.zeros([PIECES, LANES], tl.int32)
+    for start in range(0, tl.minimum(numel, PIECE), LANES * AT_ONCE):
+        for k in tl.static_range(AT_ONCE):
+            i = piece * PIECE + start + k * LANES + lane
+            value = load_value(src + first, residual + first, i, i < numel, RESIDUAL)
+            if MEANS == 1:
+                above += tl.abs(value)
+            else:
+                above += tl.where(value < 0, 0.0, value)
+                under += tl.where(value < 0, value, 0.0)
+                below += below_zero(value).to(tl.int32)
+    index = tl.arange(0, PIECES)
+    present = index * PIECE < numel
+    tl.store(sums + (place + index) * 2, folded(above, PIECES), mask=present)
+    tl.store(sums + (place + index) * 2 + 1, folded(under, PIECES), mask=present)
+    tl.store(counts + place + index, tl.sum(below, axis=1), mask=present)
+
+
+@triton.jit
+def run_means_kernel(sums, counts, table, payload, MEANS: tl.constexpr):
+    """The means of one run from the sums of its pieces."""
+    row, one = table + tl.program_id(0) * 4, tl.arange(0, 1)
+    piece, pieces, numel, scale = tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2), tl.load(row + 3)
+    sums, counts = sums + piece * 2, counts + piece
+    above, under, below = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64), tl.zeros([1], tl.int64)
+    for start in range(0, pieces, AT_ONCE):
+        for k in tl.static_range(AT_ONCE):
+            at = start + k + one
+            above += tl.load(sums + at * 2, mask=at < pieces, other=0.0)
+            if MEANS == 2:
+                under += tl.load(sums + at * 2 + 1, mask=at < pieces, other=0.0)
+                below += tl.load(counts + at, mask=at < pieces, other=0)
+    finite = (above < 2.0**126) & (-under < 2.0**126)
+    store_mean(payload + scale + one, above, numel - below, finite, one == 0)
+    if MEANS == 2:
+        store_mean(payload + scale + 2 + one, under, below, finite, one == 0)
+
+
+class _Tables(NamedTuple):
+    programs: torch.Tensor
+    """int64 of shape (programs, 3): first element; elements; first piece."""
+    runs: torch.Tensor
+    """int64 of shape (runs, 4): first piece; pieces; elements; byte of its means."""
+    pieces: int
+
+
+def store_run_means(
+    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, means: int, payload: torch.Tensor
+) -> None:
+    """Write the means of src (+ residual) of every run where the payload of `mean_sign_encode` has them."""
+    made = segments.launches.get(("means", means))
+    if made is None:
+        made = segments.launches["means", means] = _tables(segments, means)
+    if made.pieces:
+        sums = torch.empty(2 * made.pieces, dtype=torch.float64, device=src.device)
+        counts = torch.empty(made.pieces, dtype=torch.int32, device=src.device)
+        kept = src if residual is None else residual
+        with device_of(src):
+            piece_sums_kernel[(len(made.programs),)](
+                src, kept, made.programs, sums, counts, MEANS=means, RESIDUAL=residual is not None, **OPTIONS
+            )
+            run_means_kernel[(len(made.runs),)](sums, counts, made.runs, payload, MEANS=means, num_warps=1, **OPTIONS)
+
+
+def _tables(segments: Segments, means: int) -> _Tables:
+    programs: list[tuple[int, ...]] = []
+    runs: list[tuple[int, ...]] = []
+    piece = 0
+    each = PIECES.value * PIECE.value
+    for row in segments.rows:
+        if row.numel:
+            pieces = -(-row.numel // PIECE.value)
+            runs.append((piece, pieces, row.numel, 2 * means * len(runs)))
+            for at in range(0, row.numel, each):
+                programs.append((row.offset + at, min(each, row.numel - at), piece + at // PIECE.value))
+            piece += pieces
+    on_device = [torch.tensor(rows, dtype=torch.int64, device=segments.device) for rows in (programs, runs)]
+    return _Tables(on_device[0], on_device[1], piece)

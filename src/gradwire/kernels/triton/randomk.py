@@ -1,0 +1,249 @@
+"""Random-k: one launch a call, a program for some stretches of a run, of 4096 elements if there are as many."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.core.payload import kept_of
+from gradwire.kernels.segments import Segments
+from gradwire.kernels.triton.blocks import load_value
+from gradwire.kernels.triton.launch import (
+    ELEMENTS,
+    OPTIONS,
+    check_dst,
+    check_flat,
+    check_payload,
+    check_stream,
+    device_of,
+)
+from gradwire.kernels.triton.numbers import magnitude, mix64, narrow, random_words, widen
+
+__all__ = ["gather_random", "randomk_decode", "randomk_encode", "scatter_random"]
+
+OWN, COMMON, SENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Where the key of the stream is: in (seed, step, encode, rank), in the first two of them, or in the payload's first bytes."""
+STREAM_BYTES = 8
+
+
+@triton.jit
+def base_of(stream, KEY: tl.constexpr):
+    """The key of the stream, before tensors."""
+    if KEY == SENT:
+        base = tl.load(stream).to(tl.uint64)
+        for k in tl.static_range(1, 8):
+            base |= tl.load(stream + k).to(tl.uint64) << (8 * k)
+    else:
+        base = mix64(tl.load(stream).to(tl.uint64, bitcast=True))
+        base = mix64(base ^ tl.load(stream + 1).to(tl.uint64, bitcast=True))
+        if KEY == OWN:
+            base = mix64(base ^ tl.load(stream + 2).to(tl.uint64, bitcast=True))
+            base = mix64(base ^ tl.load(stream + 3).to(tl.uint64, bitcast=True))
+        else:
+            base = mix64(mix64(base))
+    return base
+
+
+@triton.jit
+def stretches_of(base, table, STRETCHES: tl.constexpr):
+    """Of STRETCHES stretches the first element, the length, the element drawn, all in the flat buffer, the place of its value,
+    and how many of them there are."""
+    row = table + tl.program_id(0) * 7
+    offset, numel, kept, which = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    key = mix64(base ^ tl.load(row + 5).to(tl.uint64, bitcast=True))
+    key = mix64(key ^ tl.load(row + 6).to(tl.uint64, bitcast=True))
+    i = which + tl.arange(0, STRETCHES)
+    start = i * numel // kept
+    length = (i + 1) * numel // kept - start
+    word = random_words(i.to(tl.uint32), key).to(tl.uint64)
+    drawn = ((word * length.to(tl.uint64)) >> 32).to(tl.int64)
+    count = tl.minimum(kept - which, STRETCHES)
+    return offset + start, length, offset + start + drawn, tl.load(row + 4) + tl.arange(0, STRETCHES), count
+
+
+@triton.jit
+def gather_kernel(
+    src, residual, stream, table, values,
+    STRETCHES: tl.constexpr, WIDTH: tl.constexpr, LONGEST: tl.constexpr, KEY: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """The element drawn from each stretch; NaN if a value of the stretch cannot be sent."""
+    start, length, at, place, count = stretches_of(base_of(stream, KEY), table, STRETCHES)
+    present, column = tl.arange(0, STRETCHES) < count, tl.arange(0, WIDTH)[None, :]
+    bad = tl.zeros([STRETCHES], tl.int32)
+    for first in range(0, LONGEST, WIDTH):
+        inside = present[:, None] & (first + column < length[:, None])
+        given = load_value(src, residual, start[:, None] + first + column, inside, RESIDUAL)
+        rounded = widen(narrow(given, values.dtype.element_ty))
+        bad |= tl.max((inside & (magnitude(rounded) >= 0x7F800000)).to(tl.int32), axis=1)
+    value = load_value(src, residual, at, present, RESIDUAL)
+    if not RESIDUAL:
+        value *= length.to(tl.float32)
+    value = tl.where((bad > 0) | (magnitude(value) > 0x7F800000), float("nan"), value)
+    sent = narrow(value, values.dtype.element_ty)
+    tl.store(values + place, sent, mask=present)
+    if RESIDUAL:
+        left = value - widen(sent)
+        tl.debug_barrier()  # all have read the residual
+        for first in range(0, LONGEST, WIDTH):
+            here = start[:, None] + first + column
+            inside = present[:, None] & (first + column < length[:, None]) & (bad == 0)[:, None]
+            unsent = load_value(src, residual, here, inside, True)
+            tl.store(residual + here, tl.where(here == at[:, None], left[:, None], unsent), mask=inside)
+
+
+@triton.jit
+def scatter_kernel(
+    values, stream, table, dst,
+    STRETCHES: tl.constexpr, WIDTH: tl.constexpr, LONGEST: tl.constexpr, KEY: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Values where they were drawn, with zeros elsewhere, or added."""
+    start, length, at, place, count = stretches_of(base_of(stream, KEY), table, STRETCHES)
+    present, column = tl.arange(0, STRETCHES) < count, tl.arange(0, WIDTH)[None, :]
+    value = widen(tl.load(values + place, mask=present, other=0.0))
+    if ADD:
+        value = widen(tl.load(dst + at, mask=present, other=0.0)) + value
+        tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=present)
+    else:
+        for first in range(0, LONGEST, WIDTH):
+            here = start[:, None] + first + column
+            inside = present[:, None] & (first + column < length[:, None])
+            written = tl.where(here == at[:, None], value[:, None], 0.0)
+            tl.store(dst + here, narrow(written, dst.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def key_kernel(stream, payload):
+    """The key of the stream, as the payload begins with it."""
+    base, byte = base_of(stream, OWN), tl.arange(0, 8)
+    tl.store(payload + byte, (base >> (8 * byte).to(tl.uint64)).to(tl.uint8))
+
+
+class _Stretches(NamedTuple):
+    table: torch.Tensor
+    """int64 of shape (programs, 7): first element of the run; its elements; its stretches; number of the program's first
+    stretch; place of its value; key of the tensor; the run's first element within the tensor."""
+    stretches: int
+    """Of a program, at most."""
+    width: int
+    longest: int
+    """No stretch is longer; a power of two."""
+    numel: int
+    values: int
+
+    def constants(self) -> dict[str, int]:
+        return {"STRETCHES": self.stretches, "WIDTH": self.width, "LONGEST": self.longest}
+
+
+def randomk_encode(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    payload: torch.Tensor,
+) -> None:
+    """As `reference.randomk_encode`."""
+    stretches = _stretches_of(segments, ratio)
+    check_flat(src, stretches.numel, [residual])
+    check_payload(payload, STREAM_BYTES + stretches.values * src.itemsize)
+    check_stream(stream)
+    values = torch.empty(stretches.values, dtype=src.dtype, device=src.device)
+    _gather(src, residual, stretches, stream, OWN.value, values)
+    with device_of(src):
+        key_kernel[(1,)](stream, payload)
+    payload[STREAM_BYTES:].copy_(values.view(torch.uint8))
+
+
+def randomk_decode(
+    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.randomk_decode`."""
+    stretches = _stretches_of(segments, ratio)
+    check_payload(payload, STREAM_BYTES + stretches.values * dtype.itemsize)
+    _scatter(payload[STREAM_BYTES:].clone().view(dtype), stretches, payload, SENT.value, add, dst)
+
+
+def gather_random(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    segments: Segments,
+    stream: torch.Tensor,
+    ratio: float,
+    values: torch.Tensor,
+) -> None:
+    """As `reference.gather_random`."""
+    stretches = _stretches_of(segments, ratio)
+    check_flat(src, stretches.numel, [residual])
+    check_stream(stream)
+    _check_values(values, stretches)
+    _gather(src, residual, stretches, stream, COMMON.value, values)
+
+
+def scatter_random(
+    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
+) -> None:
+    """As `reference.scatter_random`."""
+    stretches = _stretches_of(segments, ratio)
+    check_stream(stream)
+    _check_values(values, stretches)
+    _scatter(values, stretches, stream, COMMON.value, add, dst)
+
+
+def _gather(
+    src: torch.Tensor,
+    residual: torch.Tensor | None,
+    stretches: _Stretches,
+    stream: torch.Tensor,
+    key: int,
+    values: torch.Tensor,
+) -> None:
+    if stretches.values:
+        kept = src if residual is None else residual
+        with device_of(src):
+            gather_kernel[(len(stretches.table),)](
+                src, kept, stream, stretches.table, values,
+                KEY=key, RESIDUAL=residual is not None, **stretches.constants(), **OPTIONS,
+            )  # fmt: skip
+
+
+def _scatter(
+    values: torch.Tensor, stretches: _Stretches, stream: torch.Tensor, key: int, add: bool, dst: torch.Tensor
+) -> None:
+    check_dst(dst, stretches.numel, add)
+    if stretches.values:
+        with device_of(dst):
+            scatter_kernel[(len(stretches.table),)](
+                values, stream, stretches.table, dst, KEY=key, ADD=add, **stretches.constants(), **OPTIONS
+            )
+
+
+def _check_values(values: torch.Tensor, stretches: _Stretches) -> None:
+    if values.dtype != torch.float32 or not values.is_contiguous() or values.numel() != stretches.values:
+        raise RuntimeError(
+            f"{stretches.values} elements are drawn, as contiguous float32: this is {values.numel()} of {values.dtype}"
+        )
+
+
+def _stretches_of(segments: Segments, ratio: float) -> _Stretches:
+    """The programs of these segments, made once and kept with them."""
+    made = segments.launches.get(("randomk", ratio))
+    if made is None:
+        made = segments.launches["randomk", ratio] = _stretches(segments, ratio)
+    return made
+
+
+def _stretches(segments: Segments, ratio: float) -> _Stretches:
+    kept = [kept_of(row.numel, ratio) for row in segments.rows]
+    lengths = [-(-row.numel // k) for row, k in zip(segments.rows, kept, strict=True) if k]
+    longest = triton.next_power_of_2(max(lengths, default=1))
+    width = min(longest, ELEMENTS)
+    each, rows, values = ELEMENTS // width, [], 0
+    for row, k in zip(segments.rows, kept, strict=True):
+        if row.offset < 0:
+            raise RuntimeError(f"a segment reaches past the flat buffer: {row}")
+        rows += [(row.offset, row.numel, k, i, values + i, row.key, row.first) for i in range(0, k, each)]
+        values += k
+    table = torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, 7)
+    numel = max((row.offset + row.numel for row in segments.rows), default=0)
+    return _Stretches(table, each, width, longest, numel, values)
