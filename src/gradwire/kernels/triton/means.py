@@ -14,7 +14,7 @@ from gradwire.kernels.triton.launch import OPTIONS, device_of
 from gradwire.kernels.triton.numbers import magnitude, narrow_u16
 from gradwire.kernels.triton.sums import LANES, folded
 
-__all__ = ["below_zero", "store_mean", "store_run_means"]
+__all__ = ["negative", "store_mean", "store_run_means"]
 
 PIECE = tl.constexpr(8192)
 """Elements that are summed as float32; the sums of pieces are added up as float64."""
@@ -25,9 +25,12 @@ AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
-def below_zero(value):
-    """Whether the sign bit of a float32 counts: of all but -0.0."""
-    return (value.to(tl.int32, bitcast=True) < 0) & (magnitude(value) > 0)
+def negative(value, MEANS: tl.constexpr):
+    """Whether a float32 goes out as negative: by its sign bit, but that of signs alone -0.0 is not."""
+    below = value.to(tl.int32, bitcast=True) < 0
+    if MEANS == 0:
+        below &= magnitude(value) > 0
+    return below
 
 
 @triton.jit
@@ -54,7 +57,7 @@ def piece_sums_kernel(src, residual, table, sums, counts, MEANS: tl.constexpr, R
             else:
                 above += tl.where(value < 0, 0.0, value)
                 under += tl.where(value < 0, value, 0.0)
-                below += below_zero(value).to(tl.int32)
+                below += negative(value, MEANS).to(tl.int32)
     index = tl.arange(0, PIECES)
     present = index * PIECE < numel
     tl.store(sums + (place + index) * 2, folded(above, PIECES), mask=present)

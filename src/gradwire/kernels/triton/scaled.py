@@ -80,12 +80,14 @@ def fp8_value(code, M: tl.constexpr):
 
 
 @triton.jit
-def power_code(size, lowest, offset, u):
+def power_code(size, lowest, offset, u, CODE: tl.constexpr):
     """Which power of two a size becomes, 0 for zero; u: 16 random bits, added to the mantissa."""
-    floor = (lowest << 23).to(tl.float32, bitcast=True)
-    below = size < floor  # there the mantissa of size + floor is size / floor
-    power = (magnitude(tl.where(below, size + floor, size)) + (u << 7)) >> 23
-    power = tl.where(below, power - 1, power)
+    mantissa = magnitude(size)
+    if CODE == EXPONENTIAL:
+        # below the lowest power, the floor, the mantissa of size + floor is size / floor; above it this is less than size
+        floor = (lowest << 23).to(tl.float32, bitcast=True)
+        mantissa = tl.maximum(mantissa, magnitude(size + floor) - (1 << 23))
+    power = (mantissa + (u << 7)) >> 23
     return tl.where(power >= lowest, power - offset, 0)
 
 
@@ -149,7 +151,7 @@ def code_of(x, factor, lowest, offset, bits, u, CODE: tl.constexpr):
         if CODE == EXPONENTIAL:
             size = tl.minimum(size * factor, 1.0)
         sign = (x.to(tl.int32, bitcast=True) >> 31) & 1
-        return power_code(size, lowest, offset, u) | (sign << (bits - 1))
+        return power_code(size, lowest, offset, u, CODE) | (sign << (bits - 1))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from gradwire.kernels.triton.launch import (
     device_of,
     program,
 )
-from gradwire.kernels.triton.means import below_zero, store_mean, store_run_means
+from gradwire.kernels.triton.means import negative, store_mean, store_run_means
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
 from gradwire.kernels.triton.sums import LANES, folded
 
@@ -57,7 +57,7 @@ def store_means(
         else:
             above += tl.where(value < 0, 0.0, value)
             under += tl.where(value < 0, value, 0.0)
-            below += below_zero(value).to(tl.int32)
+            below += negative(value, MEANS).to(tl.int32)
     total, beneath, many = folded(above, SPAN // BLOCK), folded(under, SPAN // BLOCK), tl.sum(below, axis=1)
     finite = (total < 2.0**126) & (-beneath < 2.0**126)
     store_mean(scales + block * (2 * MEANS), total, n - many, finite, n > 0)
@@ -79,7 +79,7 @@ def encode_units(
         at = unit * UNIT + i
         if MEANS:
             value = load_value(src, state, at, inside, STATE)
-            below = below_zero(value)
+            below = negative(value, MEANS)
             place = scales + at // BLOCK * (2 * MEANS)
             first = load_scale(place, inside)
             mean = bf16_value(first)
@@ -90,12 +90,12 @@ def encode_units(
             below &= finite
         else:
             value = widen(tl.load(src + at, mask=inside, other=0.0))
-            below = below_zero(value)
+            below = negative(value, MEANS)
             if STATE:
                 mean = tl.load(state + at, mask=inside, other=0.0) * keep + value * rest
                 finite = magnitude(mean) < 0x7F800000
                 tl.store(state + at, mean, mask=inside & finite)
-                below = tl.where(finite, below_zero(mean), below)
+                below = tl.where(finite, negative(mean, MEANS), below)
         byte |= (below & inside).to(tl.int32) << k
     tl.store(codes + unit * (UNIT // 8) + column, byte.to(tl.uint8), mask=(column < width) & (n > 0))
 
