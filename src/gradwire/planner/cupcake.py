@@ -6,8 +6,8 @@ Here, following notes 2.1: every whole plan is compared with the best so far whe
 empty costs nothing; the search begins with two buckets of equally many tensors, as the text proposes, and only a better plan
 replaces one.
 
-Both prunings are proven for affine costs only. Encode times that are flat up to some size and then linear, as the paper itself
-measures them, make the encode of a merged rest no lower bound, and regrouping no longer free.
+Both prunings are proven for affine costs only. Where fusing costs more than it saves, as with encode times that are flat up to
+some size and then rise steeply, the encode of a merged rest is no lower bound, and regrouping is not free.
 """
 
 import math

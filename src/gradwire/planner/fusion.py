@@ -28,7 +28,7 @@ not rise, so the best k is found by halving too.
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.core.checks import show
@@ -71,19 +71,8 @@ def optimal(
     check_tensors(backward_us, nbytes)
     costs = FusionCosts(encode=encode, exchange=exchange, decode=decode, decoding=decoding)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
-    chain = _chain(ready_us, total_bytes, costs)
-    until_decode = FusionCosts(encode=costs.of_compute, exchange=exchange)
-
-    def step_us(boundaries: Sequence[int]) -> float:
-        return step_of(boundaries, ready_us, total_bytes, until_decode)
-
-    def decode_us(start: int) -> float:
-        """The exposed decode when the last bucket begins at that tensor."""
-        return costs.after(total_bytes[-1] - total_bytes[start])
-
-    boundaries = _shortest(chain, 0, step_us)
-    if decode_us(0) > decode_us(len(nbytes) - 1):
-        boundaries = _with_decode(len(nbytes), lambda start: _shortest(chain, start, step_us), step_us, decode_us)
+    decode_us = [costs.after(total_bytes[-1] - before) for before in total_bytes[:-1]]  # by start of the last bucket
+    boundaries = _with_decode(_chain(ready_us, total_bytes, costs), decode_us)
     return Fusion(tuple(boundaries), step_of(boundaries, ready_us, total_bytes, costs))
 
 
@@ -137,52 +126,23 @@ def _affine(field: str, cost: object) -> Affine:
     return cost
 
 
-def _shortest(chain: _Chain, last_start: int, step_us: Callable[[Sequence[int]], float]) -> list[int]:
-    """Boundaries of the shortest step among plans whose last bucket begins at `last_start` or later."""
-    tensors = len(chain.ready) - 1
-    constant = chain.second_us
-    fixed = chain.sent[-1] + constant  # step = lag + buckets * constant + fixed
-    ends, _ = _walk(chain, last_start, math.inf, tensors)
-    assert ends is not None, "without a bound every walk arrives"
-    best = chain.boundaries(ends)
-    best_us = step_us(best)
-    low = (
-        chain.ready[1] + chain.first_us - chain.second_us
-    )  # the lag of a first bucket of one tensor: there is none below
-    # (no step in the interval is shorter, low, high, fewest buckets in it)
-    intervals = [(low + len(ends) * constant + fixed, low, math.inf, len(ends))]
-    while intervals:
-        bound, low, high, fewest = heapq.heappop(intervals)
-        if bound >= best_us * _ROUNDING:
-            break
-        high = min(high, best_us - fewest * constant - fixed)
-        middle = (low + high) / 2
-        if not low < middle < high:
-            continue
-        worth = min(tensors, (best_us - fixed - low) / constant) if constant else tensors
-        ends, turn = _walk(chain, last_start, middle, worth)
-        if ends is not None:
-            plan = chain.boundaries(ends)
-            plan_us = step_us(plan)
-            if plan_us < best_us:
-                best, best_us = plan, plan_us
-            below = len(ends) * constant + fixed
-            heapq.heappush(intervals, (low + below, low, min(middle, plan_us - below), len(ends)))
-        turn = max(turn, middle)
-        if turn < high:
-            heapq.heappush(intervals, (turn + fewest * constant + fixed, turn, high, fewest))
-    return best
+class _Walk(NamedTuple):
+    """The fewest buckets whose lags are below a bound."""
+
+    ends: list[int] | None
+    """End of each bucket; equal ends are empty buckets. None if there would be too many, or the walk stands still."""
+    lag: float
+    """The greatest of the lags."""
+    turn: float
+    """The next bound at which the walk would be another."""
 
 
-def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> tuple[list[int] | None, float]:
-    """Ends of the fewest buckets with lags below the bound, and the next bound at which the walk would change.
-
-    Equal ends are empty buckets. None for the ends if there would be more than `most` or the walk stands still.
-    """
+def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _Walk:
+    """Each bucket reaches as far as the bound allows; at most so many buckets, the last from `last_start` or later."""
     ready, sent, first_us, second_us, mirrored = chain
     tensors = len(ready) - 1
     ends: list[int] = []
-    turn = math.inf
+    lag, turn = -math.inf, math.inf
     end = 0
     while len(ends) < most:
         slack = (len(ends) + 1) * (second_us - first_us) + sent[end]
@@ -192,36 +152,70 @@ def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> tuple[li
         if mirrored and not ends:
             reach = min(reach, tensors - last_start)
         if reach >= tensors and (mirrored or end >= last_start):
-            return [*ends, tensors], turn
+            return _Walk([*ends, tensors], max(lag, ready[tensors] - slack), turn)
         reach = max(end, min(reach, tensors - 1))
-        if reach == end and second_us <= first_us:
+        if reach > end:
+            lag = max(lag, ready[reach] - slack)
+        elif second_us <= first_us:  # later buckets would have no more room
             break
         ends.append(reach)
         end = reach
-    return None, turn
+    return _Walk(None, lag, turn)
 
 
-def _with_decode(
-    tensors: int,
-    shortest_from: Callable[[int], list[int]],
-    step_us: Callable[[Sequence[int]], float],
-    decode_us: Callable[[int], float],
-) -> list[int]:
-    """Boundaries of the shortest step with the decode of the last bucket, which begins where it is best."""
+def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) -> tuple[list[int] | None, float]:
+    """Boundaries of the shortest step, without an exposed decode, and its microseconds.
+
+    Of plans whose last bucket begins at `last_start` or later. None is known to be shorter than `least_us`; None is returned
+    if none is shorter than `below_us`.
+    """
+    tensors = len(chain.ready) - 1
+    constant = chain.second_us
+    fixed = chain.sent[-1] + constant  # step = lag + buckets * constant + fixed
+    best, best_us = None, below_us
+    low = (
+        chain.ready[1] + chain.first_us - chain.second_us
+    )  # the lag of a first bucket of one tensor: there is none below
+    # (no step in the interval is shorter, low, high, fewest buckets in it)
+    intervals = [(low + constant + fixed, low, math.inf, 1)]
+    while intervals:
+        floor_us, low, high, fewest = heapq.heappop(intervals)
+        if max(floor_us, least_us) >= best_us * _ROUNDING:
+            break
+        high = min(high, best_us - fewest * constant - fixed)
+        bound = (low + high) / 2
+        if not low < bound <= high:
+            continue
+        most = min(tensors, (best_us - fixed - low) / constant) if constant else tensors
+        walk = _walk(chain, last_start, bound, most)
+        if walk.ends is not None:
+            others_us = len(walk.ends) * constant + fixed
+            if walk.lag + others_us < best_us:
+                best, best_us = walk.ends, walk.lag + others_us
+            heapq.heappush(intervals, (low + others_us, low, min(bound, walk.lag), len(walk.ends)))
+        turn = max(walk.turn, bound)
+        if turn < high:
+            heapq.heappush(intervals, (turn + fewest * constant + fixed, turn, high, fewest))
+    return (None if best is None else chain.boundaries(best)), best_us
+
+
+def _with_decode(chain: _Chain, decode_us: Sequence[float]) -> list[int]:
+    """Boundaries of the shortest step with the decode of the last bucket, of which `decode_us` is given by its start."""
     best: list[int] = []
     best_us = math.inf
-    ranges = [
-        (0, tensors - 1, 0.0)
-    ]  # first and last start of the last bucket, and what the step is at least without decode
+    # first and last start of the last bucket, and what the step without decode is at least
+    ranges = [(0, len(decode_us) - 1, 0.0)]
     while ranges:
         first, last, least_us = ranges.pop()
-        if first > last or least_us + decode_us(last) >= best_us * _ROUNDING:
+        below_us = best_us * _ROUNDING - decode_us[last]
+        if first > last or least_us >= below_us:
             continue
         middle = (first + last) // 2 if best else first
-        plan = shortest_from(middle)
-        start = plan[-2] if len(plan) > 1 else 0
-        plan_us = step_us(plan)
-        if plan_us + decode_us(start) < best_us:
-            best, best_us = plan, plan_us + decode_us(start)
-        ranges += [(first, middle - 1, least_us), (start + 1, last, plan_us)]
+        plan, plan_us = _shortest(chain, middle, least_us, below_us)
+        ranges.append((first, middle - 1, least_us))
+        if plan is not None:
+            start = plan[-2] if len(plan) > 1 else 0
+            if plan_us + decode_us[start] < best_us:
+                best, best_us = plan, plan_us + decode_us[start]
+            ranges.append((start + 1, last, plan_us))
     return best

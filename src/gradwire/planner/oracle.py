@@ -20,31 +20,45 @@ def brute_force(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fu
             f"there are {len(nbytes)} tensors: 2^{len(nbytes) - 1} partitions are too many to try. Use at most {_MOST}, or "
             "`pareto`."
         )
+    tensors = len(nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    # each bucket's codec and link time, by start and end, so that the many partitions only add
+    buckets = [
+        [
+            (
+                end,
+                ready_us[end],
+                costs.of_compute(total - total_bytes[start]),
+                costs.exchange(total - total_bytes[start]),
+            )
+            for end, total in enumerate(total_bytes)
+            if end > start
+        ]
+        for start in range(tensors)
+    ]
+    after_us = [costs.after(total_bytes[-1] - size) for size in total_bytes]
     best = Fusion((), math.inf)
 
-    def visit(ends: tuple[int, ...], codec_us: float, link_us: float) -> None:
+    def visit(start: int, ends: tuple[int, ...], codec_us: float, link_us: float) -> None:
         nonlocal best
-        start = ends[-1] if ends else 0
-        for end in range(start + 1, len(ready_us)):
-            size = total_bytes[end] - total_bytes[start]
-            codec_after_us = codec_us + costs.of_compute(size)
-            link_after_us = max(link_us, ready_us[end] + codec_after_us) + costs.exchange(size)
-            if end < len(nbytes):
-                visit((*ends, end), codec_after_us, link_after_us)
-            elif link_after_us + costs.after(size) < best.step_us:
-                best = Fusion((*ends, end), link_after_us + costs.after(size))
+        for end, done_us, compute_us, exchange_us in buckets[start]:
+            encoded_us = done_us + codec_us + compute_us
+            free_us = (link_us if link_us > encoded_us else encoded_us) + exchange_us
+            if end < tensors:
+                visit(end, (*ends, end), codec_us + compute_us, free_us)
+            elif free_us + after_us[start] < best.step_us:
+                best = Fusion((*ends, end), free_us + after_us[start])
 
-    visit((), 0.0, 0.0)
+    visit(0, (), 0.0, 0.0)
     return best
 
 
 def pareto(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> Fusion:
     """The best partition for costs of any shape, by dynamic programming over the tensors.
 
-    Of plans for the first i tensors only those are kept that no other beats in both: codec time so far, and when the link is free.
-    A step is never shorter for being later in one of them, so the best plan is among their continuations. At worst exponential,
-    in practice about the cube of the number of tensors.
+    Of plans for the first i tensors only those are kept that no other beats in both: codec time so far, and when the link is
+    free. A step is never shorter for being later in one of them, so the best plan is among their continuations. At worst
+    exponential, in practice about the cube of the number of tensors.
     """
     check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
