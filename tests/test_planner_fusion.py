@@ -103,7 +103,7 @@ def test_the_two_truths_agree_and_so_does_the_search_on_longer_lists(make: Any) 
             brute_force(case[0], case[1], costs).step_us, rel=1e-12
         )
     rng = random.Random(3)
-    for _ in range(15):
+    for _ in range(30):
         case = make(rng, 45)
         costs = FusionCosts(encode=case[2], exchange=case[3], decode=case[4])
         assert optimal(*case).step_us == pytest.approx(pareto(case[0], case[1], costs).step_us, rel=1e-11)

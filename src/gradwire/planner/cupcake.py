@@ -48,7 +48,7 @@ def algorithm_1(
 
     Pruning 1 leaves out a bucket if even with the most favourable rest the step is longer than the best so far; pruning 2 lets a
     bucket take every tensor that is encoded before the link is free. Warns where they are not proven: then the plan may not
-    be the best. Raises PlanError above 600 tensors, and as `evaluate` does.
+    be the best. `seconds` are of CPU time. Raises PlanError above 600 tensors, and as `evaluate` does.
     """
     check_tensors(backward_us, nbytes)
     tensors = len(nbytes)
@@ -67,7 +67,7 @@ def algorithm_1(
     search.find((), 0.0, 0.0)
     boundaries = search.best.boundaries
     step_us = step_of(boundaries, search.ready_us, search.total_bytes, costs)
-    return Search(Fusion(boundaries, step_us), search.calls, finished=time.monotonic() < search.deadline)
+    return Search(Fusion(boundaries, step_us), search.calls, finished=time.process_time() < search.deadline)
 
 
 def _proven(costs: FusionCosts) -> bool:
@@ -89,7 +89,7 @@ class _Algorithm1:
     ) -> None:
         self.ready_us, self.total_bytes, self.costs = ready_us, total_bytes, costs
         self.pruning_1, self.pruning_2 = pruning_1, pruning_2
-        self.deadline = time.monotonic() + seconds
+        self.deadline = time.process_time() + seconds
         self.tensors = len(ready_us) - 1
         self.calls = 0
         halves = tuple(end for end in (self.tensors // 2, self.tensors) if end)
@@ -111,7 +111,7 @@ class _Algorithm1:
             while first < self.tensors and self._compute_us(start, first + 1) <= delay_us:
                 first += 1
         for end in range(first, self.tensors):
-            if time.monotonic() >= self.deadline:
+            if time.process_time() >= self.deadline:
                 return
             if self.pruning_1 and comp_us + self._favourable_us(start, end, delay_us) > self.best.step_us:
                 continue

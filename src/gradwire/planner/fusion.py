@@ -8,17 +8,16 @@ and every exchange costs however small. For y buckets with ends e(1) < ... < e(y
 
 **Two numbers count.** With lag(j) = R(e(j)) - S(e(j-1)) - j*(g - h), the step is the greatest lag + (y + 1)*g + S(n). Given a
 bound on the lags, the fewest buckets are found by a walk in which each bucket reaches as far as the bound allows: R and S do not
-fall, so no other plan within the bound is ahead of the walk after any number of buckets. (Where the bound leaves no room for a
-tensor, an empty bucket counts; without it the step is no longer.)
+fall, so no other plan within the bound is ahead of the walk after any number of buckets. With g <= h the room for a bucket that
+begins at a given tensor shrinks with each bucket before it: a walk that stands still shows that there is no plan.
 
 **Branch and bound.** Let y(L) be the fewest buckets with lags below L. It does not rise with L, so no plan with a lag between
 `low` and `high` has a shorter step than low + (y(high) + 1)*g + S(n). The interval with the least such bound is halved, until no
 bound is below the best plan. A walk also says at which L it would first change, and no L before that needs a look.
 
 **Mirror.** Read backwards, from the last exchange to the first gradient, the problem is itself, with h and g, and R and S, in
-exchanged roles. In either reading the plans are told apart by (y + 1) times the constant of the second resource. The reading
-is taken in which that is the smaller one: in the other, plans with one bucket more and a lag smaller by that constant
-would tie in long rows.
+exchanged roles. So g <= h can be had. It also is the faster reading: in the other, plans with one bucket more and a lag
+smaller by g would tie in long rows.
 
 **Decode.** Lumped into encode it is part of h and R. Exposed, that of the last bucket comes after the step so far: let M(k) be
 the shortest step without it, of plans whose last bucket begins at tensor k or later. M does not fall with k and the decode does
@@ -77,7 +76,7 @@ def optimal(
 
 
 class _Chain(NamedTuple):
-    """The problem in one reading: two resources that each bucket needs one after the other."""
+    """The problem in the reading with second_us <= first_us: each bucket needs two resources, one after the other."""
 
     ready: Sequence[float]
     """When the first i tensors could be done on the first resource, without the constants; n + 1 values."""
@@ -90,31 +89,27 @@ class _Chain(NamedTuple):
     mirrored: bool
     """Read backwards: the first resource is the link."""
 
-    def mirror(self) -> "_Chain":
-        """The same problem read backwards."""
-        ready = [self.sent[-1] - sent for sent in reversed(self.sent)]
-        sent = [self.ready[-1] - ready for ready in reversed(self.ready)]
-        return _Chain(ready, sent, self.second_us, self.first_us, not self.mirrored)
-
     def boundaries(self, ends: Sequence[int]) -> list[int]:
-        """The plan in gradient-ready order, without its empty buckets."""
+        """The plan in gradient-ready order."""
         tensors = len(self.ready) - 1
-        ends = [tensors - start for start in reversed((0, *ends[:-1]))] if self.mirrored else ends
-        return [end for end in dict.fromkeys(ends) if end]
+        return [tensors - start for start in reversed((0, *ends[:-1]))] if self.mirrored else list(ends)
 
 
 def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts) -> _Chain:
     encode, exchange, decode = (_affine(field, getattr(costs, field)) for field in ("encode", "exchange", "decode"))
     if costs.decoding == "lumped":
         encode = Affine(encode.alpha_us + decode.alpha_us, encode.us_per_byte + decode.us_per_byte)
-    chain = _Chain(
-        ready=[ready + encode.us_per_byte * size for ready, size in zip(ready_us, total_bytes, strict=True)],
-        sent=[exchange.us_per_byte * size for size in total_bytes],
-        first_us=encode.alpha_us,
-        second_us=exchange.alpha_us,
-        mirrored=False,
+    ready = [ready + encode.us_per_byte * size for ready, size in zip(ready_us, total_bytes, strict=True)]
+    sent = [exchange.us_per_byte * size for size in total_bytes]
+    if exchange.alpha_us <= encode.alpha_us:
+        return _Chain(ready, sent, encode.alpha_us, exchange.alpha_us, mirrored=False)
+    return _Chain(
+        ready=[sent[-1] - time for time in reversed(sent)],
+        sent=[ready[-1] - time for time in reversed(ready)],
+        first_us=exchange.alpha_us,
+        second_us=encode.alpha_us,
+        mirrored=True,
     )
-    return chain.mirror() if chain.first_us < chain.second_us else chain
 
 
 def _affine(field: str, cost: object) -> Affine:
@@ -130,7 +125,7 @@ class _Walk(NamedTuple):
     """The fewest buckets whose lags are below a bound."""
 
     ends: list[int] | None
-    """End of each bucket; equal ends are empty buckets. None if there would be too many, or the walk stands still."""
+    """End of each bucket; None if there would be too many, or the walk stands still."""
     lag: float
     """The greatest of the lags."""
     turn: float
@@ -153,11 +148,10 @@ def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _Walk:
             reach = min(reach, tensors - last_start)
         if reach >= tensors and (mirrored or end >= last_start):
             return _Walk([*ends, tensors], max(lag, ready[tensors] - slack), turn)
-        reach = max(end, min(reach, tensors - 1))
-        if reach > end:
-            lag = max(lag, ready[reach] - slack)
-        elif second_us <= first_us:  # later buckets would have no more room
+        reach = min(reach, tensors - 1)
+        if reach <= end:
             break
+        lag = max(lag, ready[reach] - slack)
         ends.append(reach)
         end = reach
     return _Walk(None, lag, turn)
