@@ -167,9 +167,8 @@ def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) 
     constant = chain.second_us
     fixed = chain.sent[-1] + constant  # step = lag + buckets * constant + fixed
     best, best_us = None, below_us
-    low = (
-        chain.ready[1] + chain.first_us - chain.second_us
-    )  # the lag of a first bucket of one tensor: there is none below
+    # no plan has a smaller lag than a first bucket of one tensor
+    low = chain.ready[1] + chain.first_us - chain.second_us
     # (no step in the interval is shorter, low, high, fewest buckets in it)
     intervals = [(low + constant + fixed, low, math.inf, 1)]
     while intervals:
