@@ -1,0 +1,214 @@
+"""The best partition of tensors into buckets: Cupcake's problem (section 4), solved exactly and in milliseconds.
+
+The link finishes as late as the worst bucket makes it: idle until that bucket was encoded, and busy from then on. Let R(i)
+be backward time plus encode time per byte of the first i of n tensors, S(i) their link time per byte, h and g what every encode
+and every exchange costs however small. For y buckets with ends e(1) < ... < e(y) = n,
+
+    step = max over j of  R(e(j)) + j*h  +  (y - j + 1)*g + S(n) - S(e(j-1)).
+
+**Two numbers count.** With lag(j) = R(e(j)) - S(e(j-1)) - j*(g - h), the step is the greatest lag + (y + 1)*g + S(n). Given a
+bound on the lags, the fewest buckets are found by a walk in which each bucket reaches as far as the bound allows: R and S do not
+fall, so no other plan within the bound is ahead of the walk after any number of buckets. With g <= h the room for a bucket that
+begins at a given tensor shrinks with each bucket before it: a walk that stands still shows that there is no plan.
+
+**Branch and bound.** Let y(L) be the fewest buckets with lags below L. It does not rise with L, so no plan with a lag between
+`low` and `high` has a shorter step than low + (y(high) + 1)*g + S(n). The interval with the least such bound is halved, until no
+bound is below the best plan. A walk also says at which L it would first change, and no L before that needs a look.
+
+**Mirror.** Read backwards, from the last exchange to the first gradient, the problem is itself, with h and g, and R and S, in
+exchanged roles. So g <= h can be had. It also is the faster reading: in the other, plans with one bucket more and a lag
+smaller by g would tie in long rows.
+
+**Decode.** Lumped into encode it is part of h and R. Exposed, that of the last bucket comes after the step so far: let M(k) be
+the shortest step without it, of plans whose last bucket begins at tensor k or later. M does not fall with k and the decode does
+not rise, so the best k is found by halving too.
+"""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire.core.checks import show
+from gradwire.errors import PlanError
+from gradwire.planner.partition import (
+    Affine,
+    Decoding,
+    Fusion,
+    FusionCosts,
+    check_tensors,
+    evaluate,
+    prefix_sums,
+    step_of,
+)
+
+__all__ = ["Affine", "Fusion", "FusionCosts", "evaluate", "optimal"]
+
+_ROUNDING = 1 - 1e-12
+"""Plans that would be shorter by less than this are rounding errors of one and the same step."""
+
+
+def optimal(
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    encode: tuple[float, float],
+    exchange: tuple[float, float],
+    decode: tuple[float, float] = (0.0, 0.0),
+    decoding: Decoding = "exposed",
+) -> Fusion:
+    """The partition with the shortest step; of several that tie, any.
+
+    `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first. `encode`, `exchange` and `decode` are
+    (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. The step is what
+    `evaluate` gives, and no partition's is shorter but for rounding (one part in 10^11). Raises PlanError as `evaluate` does, and
+    if a cost is not affine.
+
+    >>> optimal([10, 10, 10, 10], [400, 400, 400, 400], encode=(1, 0), exchange=(3, 0.01))
+    Fusion(boundaries=(1, 3, 4), step_us=50.0)
+    """
+    check_tensors(backward_us, nbytes)
+    costs = FusionCosts(encode=encode, exchange=exchange, decode=decode, decoding=decoding)
+    ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    decode_us = [costs.after(total_bytes[-1] - before) for before in total_bytes[:-1]]  # by start of the last bucket
+    boundaries = _with_decode(_chain(ready_us, total_bytes, costs), decode_us)
+    return Fusion(tuple(boundaries), step_of(boundaries, ready_us, total_bytes, costs))
+
+
+class _Chain(NamedTuple):
+    """The problem in the reading with second_us <= first_us: each bucket needs two resources, one after the other."""
+
+    ready: Sequence[float]
+    """When the first i tensors could be done on the first resource, without the constants; n + 1 values."""
+    sent: Sequence[float]
+    """Time of the first i tensors on the second resource, without the constants; n + 1 values."""
+    first_us: float
+    """Constant of a bucket on the first resource."""
+    second_us: float
+    """Constant of a bucket on the second resource."""
+    mirrored: bool
+    """Read backwards: the first resource is the link."""
+
+    def boundaries(self, ends: Sequence[int]) -> list[int]:
+        """The plan in gradient-ready order."""
+        tensors = len(self.ready) - 1
+        return [tensors - start for start in reversed((0, *ends[:-1]))] if self.mirrored else list(ends)
+
+
+def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts) -> _Chain:
+    encode, exchange, decode = (_affine(field, getattr(costs, field)) for field in ("encode", "exchange", "decode"))
+    if costs.decoding == "lumped":
+        encode = Affine(encode.alpha_us + decode.alpha_us, encode.us_per_byte + decode.us_per_byte)
+    ready = [ready + encode.us_per_byte * size for ready, size in zip(ready_us, total_bytes, strict=True)]
+    sent = [exchange.us_per_byte * size for size in total_bytes]
+    if exchange.alpha_us <= encode.alpha_us:
+        return _Chain(ready, sent, encode.alpha_us, exchange.alpha_us, mirrored=False)
+    return _Chain(
+        ready=[sent[-1] - time for time in reversed(sent)],
+        sent=[ready[-1] - time for time in reversed(ready)],
+        first_us=exchange.alpha_us,
+        second_us=encode.alpha_us,
+        mirrored=True,
+    )
+
+
+def _affine(field: str, cost: object) -> Affine:
+    if not isinstance(cost, Affine):
+        raise PlanError(
+            f"{field} is {show(cost)}: the exact search is for affine costs, and would be wrong for others. Give a pair "
+            "of alpha_us and us_per_byte."
+        )
+    return cost
+
+
+class _Walk(NamedTuple):
+    """The fewest buckets whose lags are below a bound."""
+
+    ends: list[int] | None
+    """End of each bucket; None if there would be too many, or the walk stands still."""
+    lag: float
+    """The greatest of the lags."""
+    turn: float
+    """The next bound at which the walk would be another."""
+
+
+def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _Walk:
+    """Each bucket reaches as far as the bound allows; at most so many buckets, the last from `last_start` or later."""
+    ready, sent, first_us, second_us, mirrored = chain
+    tensors = len(ready) - 1
+    ends: list[int] = []
+    lag, turn = -math.inf, math.inf
+    end = 0
+    while len(ends) < most:
+        slack = (len(ends) + 1) * (second_us - first_us) + sent[end]
+        reach = bisect_left(ready, bound + slack, lo=end) - 1
+        if reach < tensors:
+            turn = min(turn, ready[reach + 1] - slack)
+        if mirrored and not ends:
+            reach = min(reach, tensors - last_start)
+        if reach >= tensors and (mirrored or end >= last_start):
+            return _Walk([*ends, tensors], max(lag, ready[tensors] - slack), turn)
+        reach = min(reach, tensors - 1)
+        if reach <= end:
+            break
+        lag = max(lag, ready[reach] - slack)
+        ends.append(reach)
+        end = reach
+    return _Walk(None, lag, turn)
+
+
+def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) -> tuple[list[int] | None, float]:
+    """Boundaries of the shortest step, without an exposed decode, and its microseconds.
+
+    Of plans whose last bucket begins at `last_start` or later. None is known to be shorter than `least_us`; None is returned
+    if none is shorter than `below_us`.
+    """
+    tensors = len(chain.ready) - 1
+    constant = chain.second_us
+    fixed = chain.sent[-1] + constant  # step = lag + buckets * constant + fixed
+    best, best_us = None, below_us
+    # no plan has a smaller lag than a first bucket of one tensor
+    low = chain.ready[1] + chain.first_us - chain.second_us
+    # (no step in the interval is shorter, low, high, fewest buckets in it)
+    intervals = [(low + constant + fixed, low, math.inf, 1)]
+    while intervals:
+        floor_us, low, high, fewest = heapq.heappop(intervals)
+        if max(floor_us, least_us) >= best_us * _ROUNDING:
+            break
+        high = min(high, best_us - fewest * constant - fixed)
+        bound = (low + high) / 2
+        if not low < bound <= high:
+            continue
+        most = min(tensors, (best_us - fixed - low) / constant) if constant else tensors
+        walk = _walk(chain, last_start, bound, most)
+        if walk.ends is not None:
+            others_us = len(walk.ends) * constant + fixed
+            if walk.lag + others_us < best_us:
+                best, best_us = walk.ends, walk.lag + others_us
+            heapq.heappush(intervals, (low + others_us, low, min(bound, walk.lag), len(walk.ends)))
+        turn = max(walk.turn, bound)
+        if turn < high:
+            heapq.heappush(intervals, (turn + fewest * constant + fixed, turn, high, fewest))
+    return (None if best is None else chain.boundaries(best)), best_us
+
+
+def _with_decode(chain: _Chain, decode_us: Sequence[float]) -> list[int]:
+    """Boundaries of the shortest step with the decode of the last bucket, of which `decode_us` is given by its start."""
+    best: list[int] = []
+    best_us = math.inf
+    # first and last start of the last bucket, and what the step without decode is at least
+    ranges = [(0, len(decode_us) - 1, 0.0)]
+    while ranges:
+        first, last, least_us = ranges.pop()
+        below_us = best_us * _ROUNDING - decode_us[last]
+        if first > last or least_us >= below_us:
+            continue
+        middle = (first + last) // 2 if best else first
+        plan, plan_us = _shortest(chain, middle, least_us, below_us)
+        ranges.append((first, middle - 1, least_us))
+        if plan is not None:
+            start = plan[-2] if len(plan) > 1 else 0
+            if plan_us + decode_us[start] < best_us:
+                best, best_us = plan, plan_us + decode_us[start]
+            ranges.append((start + 1, last, plan_us))
+    return best

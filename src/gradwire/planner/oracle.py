@@ -1,0 +1,92 @@
+"""The truth for the tests of searches: slow, simple, and right for any costs."""
+
+import math
+from collections.abc import Sequence
+
+from gradwire.errors import PlanError
+from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums
+
+__all__ = ["brute_force", "pareto"]
+
+_MOST = 20
+"""Tensors that `brute_force` takes: half a million partitions, some seconds."""
+
+
+def brute_force(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> Fusion:
+    """The best of all 2^(n-1) partitions of n tensors; of several that tie, any. PlanError above 20 tensors."""
+    check_tensors(backward_us, nbytes)
+    if len(nbytes) > _MOST:
+        raise PlanError(
+            f"there are {len(nbytes)} tensors: 2^{len(nbytes) - 1} partitions are too many to try. Use at most {_MOST}, or "
+            "`pareto`."
+        )
+    tensors = len(nbytes)
+    ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    # each bucket's codec and link time, by start and end, so that the many partitions only add
+    buckets = [
+        [
+            (
+                end,
+                ready_us[end],
+                costs.of_compute(total - total_bytes[start]),
+                costs.exchange(total - total_bytes[start]),
+            )
+            for end, total in enumerate(total_bytes)
+            if end > start
+        ]
+        for start in range(tensors)
+    ]
+    after_us = [costs.after(total_bytes[-1] - size) for size in total_bytes]
+    best = Fusion((), math.inf)
+
+    def visit(start: int, ends: tuple[int, ...], codec_us: float, link_us: float) -> None:
+        nonlocal best
+        for end, done_us, compute_us, exchange_us in buckets[start]:
+            encoded_us = done_us + codec_us + compute_us
+            free_us = (link_us if link_us > encoded_us else encoded_us) + exchange_us
+            if end < tensors:
+                visit(end, (*ends, end), codec_us + compute_us, free_us)
+            elif free_us + after_us[start] < best.step_us:
+                best = Fusion((*ends, end), free_us + after_us[start])
+
+    visit(0, (), 0.0, 0.0)
+    return best
+
+
+def pareto(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> Fusion:
+    """The best partition for costs of any shape, by dynamic programming over the tensors.
+
+    Of plans for the first i tensors only those are kept that no other beats in both: codec time so far, and when the link is
+    free. A step is never shorter for being later in one of them, so the best plan is among their continuations. At worst
+    exponential, in practice about the cube of the number of tensors.
+    """
+    check_tensors(backward_us, nbytes)
+    ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    tensors = len(nbytes)
+    fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [
+        [(0.0, 0.0, ())]
+    ]  # (link_us, codec_us, ends) by tensors
+    best = Fusion((), math.inf)
+    for end in range(1, tensors + 1):
+        reached = []
+        for start, front in enumerate(fronts):
+            size = total_bytes[end] - total_bytes[start]
+            compute_us, exchange_us, after_us = costs.of_compute(size), costs.exchange(size), costs.after(size)
+            for link_us, codec_us, ends in front:
+                codec_after_us = codec_us + compute_us
+                link_after_us = max(link_us, ready_us[end] + codec_after_us) + exchange_us
+                reached.append((link_after_us, codec_after_us, (*ends, end)))
+                if end == tensors and link_after_us + after_us < best.step_us:
+                    best = Fusion((*ends, end), link_after_us + after_us)
+        fronts.append(_undominated(reached))
+    return best
+
+
+def _undominated(
+    plans: list[tuple[float, float, tuple[int, ...]]],
+) -> list[tuple[float, float, tuple[int, ...]]]:
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for plan in sorted(plans):
+        if not kept or plan[1] < kept[-1][1]:
+            kept.append(plan)
+    return kept

@@ -1,0 +1,214 @@
+"""What a partition of the tensors into buckets costs in one step, by Cupcake's timeline.
+
+One compute resource runs backward and encodes in series: a bucket is encoded as soon as its last gradient is ready, before the
+backward of the next tensor. One link carries the exchanges in bucket order. The step ends with the last exchange, and with the
+decode of the last bucket where that is counted; it begins with backward (notes D18). Source: Cupcake, section 4.1, equation 1.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, repeat
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from gradwire.core.checks import number, show, whole, word
+from gradwire.errors import PlanError
+
+__all__ = [
+    "Affine",
+    "Cost",
+    "Decoding",
+    "Fusion",
+    "FusionCosts",
+    "Strategy",
+    "check_tensors",
+    "evaluate",
+    "prefix_sums",
+    "step_of",
+]
+
+
+class Affine(msgspec.Struct, frozen=True):
+    """Microseconds for so many bytes of gradient: a start and a rate.
+
+    >>> Affine(30, us_per_byte=0.001)(2000)
+    32.0
+    """
+
+    alpha_us: float
+    us_per_byte: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.alpha_us + self.us_per_byte * nbytes
+
+
+Cost: TypeAlias = Callable[[float], float]
+"""Bytes of uncompressed gradient in one bucket, to microseconds. A bucket of zero bytes still costs its start."""
+
+CostField: TypeAlias = Any
+"""A Cost; a pair (alpha_us, us_per_byte) is brought to an Affine."""
+
+Decoding: TypeAlias = Literal["exposed", "lumped"]
+
+
+class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one bucket costs, always against its *uncompressed* bytes: ratio and factor of the scheme are folded in (notes D20).
+
+    Each is a pair (alpha_us, us_per_byte) or any function of bytes; `optimal` takes pairs only.
+
+    >>> FusionCosts(encode=(100, 0), exchange=(30, 0.001)).exchange
+    Affine(alpha_us=30, us_per_byte=0.001)
+    """
+
+    encode: CostField
+    """On the compute resource."""
+    exchange: CostField
+    """On the link."""
+    decode: CostField = Affine(0.0, 0.0)
+    """Of all payloads of the world together."""
+    decoding: Decoding = "exposed"
+    """exposed: decodes run beside the rest, and only that of the last bucket is waited for; lumped: on the compute resource
+    together with the encode (notes D18)."""
+    plain: CostField = None
+    """Exchange of a bucket that is not compressed; only the HiPress rule needs it."""
+
+    def __post_init__(self) -> None:
+        word("decoding", self.decoding, ("exposed", "lumped"), error=PlanError)
+        for field in ("encode", "exchange", "decode", "plain"):
+            if field != "plain" or self.plain is not None:
+                msgspec.structs.force_setattr(self, field, _as_cost(field, getattr(self, field)))
+
+    def of_compute(self, nbytes: float) -> float:
+        """Microseconds of the compute resource for one bucket: encode, and decode where it is lumped in."""
+        encode_us: float = self.encode(nbytes)
+        return encode_us + self.decode(nbytes) if self.decoding == "lumped" else encode_us
+
+    def after(self, nbytes: float) -> float:
+        """Microseconds from the last exchange to the end of the step, for a last bucket of so many bytes."""
+        decode_us: float = self.decode(nbytes)
+        return decode_us if self.decoding == "exposed" else 0.0
+
+
+class Fusion(NamedTuple):
+    """A partition of tensors into buckets, and what it costs."""
+
+    boundaries: tuple[int, ...]
+    """End of each bucket: bucket j holds the tensors boundaries[j-1] to boundaries[j] - 1, the first begins at 0."""
+    step_us: float
+    """From the start of backward to the last exchange, and to the end of the decode that is exposed."""
+
+
+_CERTAINLY_FINITE = 1e300
+
+Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], tuple[int, ...]]
+"""(backward_us, nbytes, costs) to boundaries."""
+
+
+def evaluate(
+    boundaries: Sequence[int],
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    costs: FusionCosts,
+    compressed: Sequence[bool] | None = None,
+) -> float:
+    """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
+
+    `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first: the gap to the previous gradient, and the
+    bytes of the gradient. `compressed` says by bucket which are encoded; the others need no codec and cost `costs.plain`.
+    Raises PlanError if the boundaries are no partition of the tensors, and if a time or a size is not a number of at least 0.
+
+    >>> costs = FusionCosts(encode=(1, 0), exchange=(2, 0.5))
+    >>> evaluate([1, 3], backward_us=[10, 10, 10], nbytes=[4, 4, 4], costs=costs)
+    38.0
+    """
+    check_tensors(backward_us, nbytes)
+    _check_boundaries(boundaries, len(nbytes))
+    if compressed is None:
+        compressed = [True] * len(boundaries)
+    if len(compressed) != len(boundaries):
+        raise PlanError(
+            f"compressed has {len(compressed)} entries for {len(boundaries)} buckets: which bucket is encoded would be unknown. "
+            "Give one for each bucket."
+        )
+    if costs.plain is None and not all(compressed):
+        raise PlanError(
+            "costs.plain is None, but some buckets are not compressed: their exchange has no cost. Give "
+            "plain=(alpha_us, us_per_byte)."
+        )
+    return step_of(boundaries, prefix_sums(backward_us), prefix_sums(nbytes), costs, compressed)
+
+
+def step_of(
+    boundaries: Sequence[int],
+    ready_us: Sequence[float],
+    total_bytes: Sequence[float],
+    costs: FusionCosts,
+    compressed: Iterable[bool] = repeat(True),
+) -> float:
+    """What `evaluate` returns, unchecked, from the prefix sums of times and sizes: for searches that ask often."""
+    codec_us = link_us = after_us = 0.0
+    start = 0
+    for end, encoded in zip(boundaries, compressed, strict=False):
+        size = total_bytes[end] - total_bytes[start]
+        codec_us += costs.of_compute(size) if encoded else 0.0
+        exchange = costs.exchange if encoded or costs.plain is None else costs.plain
+        link_us = max(link_us, ready_us[end] + codec_us) + exchange(size)
+        after_us = costs.after(size) if encoded else 0.0
+        start = end
+    return link_us + after_us
+
+
+def prefix_sums(values: Sequence[float]) -> list[float]:
+    """[0, the first, the first two, ...]: one more than there are values."""
+    return list(accumulate(values, initial=0.0))
+
+
+def check_tensors(backward_us: Sequence[float], nbytes: Sequence[float]) -> None:
+    """Raise PlanError unless there is at least one tensor, with a time and a size each."""
+    if len(backward_us) != len(nbytes):
+        raise PlanError(
+            f"backward_us has {len(backward_us)} entries and nbytes {len(nbytes)}: each tensor needs one of both. Take both "
+            "from the same profile."
+        )
+    if not len(nbytes):
+        raise PlanError("backward_us and nbytes are empty: there is nothing to fuse. Give at least one tensor.")
+    _check_numbers("backward_us", backward_us, "a time in microseconds")
+    _check_numbers("nbytes", nbytes, "bytes of gradient")
+
+
+def _check_numbers(field: str, values: Sequence[float], what: str) -> None:
+    for index, value in enumerate(values):
+        if type(value) not in (int, float) or not 0 <= value <= _CERTAINLY_FINITE:
+            number(f"{field}[{index}]", value, what, error=PlanError)
+    if not math.isfinite(sum(values)):
+        raise PlanError(
+            f"the sum of {field} is not finite: no step could be compared with another. Measure or write them again."
+        )
+
+
+def _check_boundaries(boundaries: Sequence[int], count: int) -> None:
+    last = 0
+    for index, end in enumerate(boundaries):
+        whole(f"boundaries[{index}]", end, "the end of a bucket", low=last + 1, high=count, error=PlanError)
+        last = end
+    if last != count:
+        raise PlanError(
+            f"boundaries end at {last}, but there are {count} tensors: the others would never be exchanged. Let the last "
+            f"be {count}."
+        )
+
+
+def _as_cost(field: str, cost: object) -> Cost:
+    if isinstance(cost, (tuple, list)):
+        if len(cost) != 2:
+            raise PlanError(f"{field} is {show(cost)}: it must be a pair of alpha_us and us_per_byte.")
+        number(f"{field}[0]", cost[0], "a start in microseconds", error=PlanError)
+        number(f"{field}[1]", cost[1], "microseconds per byte", error=PlanError)
+        return Affine(*cost)
+    if not callable(cost):
+        raise PlanError(
+            f"{field} is {show(cost)}, a {type(cost).__name__}: it must be a pair of alpha_us and us_per_byte, or a function "
+            "of bytes."
+        )
+    return cost

@@ -1,0 +1,203 @@
+"""The rivals of the best fusion, tuned as their authors tuned them (notes D16, D17, D27, D29).
+
+Each is a `Strategy`: (backward_us, nbytes, costs) to boundaries. What else a rule depends on is a keyword with the published
+value. `compare` runs all of them. MB is 2^20 bytes of uncompressed gradient.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+
+from gradwire.errors import PlanError
+from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
+
+__all__ = [
+    "STRATEGIES",
+    "close_after",
+    "close_before",
+    "compare",
+    "even_split",
+    "hipress_compresses",
+    "layer_names",
+    "layer_wise",
+    "mg_wfbp",
+    "nearby_layers",
+]
+
+_MB = 2**20
+_TRIED = tuple(size * _MB for size in (2, 4, 8, 16, 32, 64))
+
+
+def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    """Every tensor alone, as GRACE and wait-free backpropagation do.
+
+    >>> layer_wise([1, 1, 1], [4, 4, 4], FusionCosts(encode=(1, 0), exchange=(1, 0)))
+    (1, 2, 3)
+    """
+    check_tensors(backward_us, nbytes)
+    return tuple(range(1, len(nbytes) + 1))
+
+
+def close_after(
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    costs: FusionCosts,
+    *,
+    limits: Iterable[float] = _TRIED,
+) -> tuple[int, ...]:
+    """Cupcake's bucket fusion: a bucket closes with the tensor that brings it above a limit. The best of 2, 4, ... 64 MB."""
+
+    def boundaries(limit: float) -> tuple[int, ...]:
+        ends, filled = [], 0.0
+        for end, size in enumerate(nbytes, 1):
+            filled += size
+            if filled > limit or end == len(nbytes):
+                ends.append(end)
+                filled = 0.0
+        return tuple(ends)
+
+    return _best(map(boundaries, limits), backward_us, nbytes, costs)
+
+
+def close_before(
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limit: float = 5 * _MB
+) -> tuple[int, ...]:
+    """A buffer that is never exceeded: a bucket closes before the tensor that would do so, and a larger tensor is alone.
+
+    5 MB is DeAR-FB; DDP's is 25, Horovod's 64.
+    """
+    check_tensors(backward_us, nbytes)
+    ends, filled = [], 0.0
+    for start, size in enumerate(nbytes):
+        if start and filled + size > limit:
+            ends.append(start)
+            filled = 0.0
+        filled += size
+    return (*ends, len(nbytes))
+
+
+def even_split(
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, groups: Iterable[int] = range(2, 33)
+) -> tuple[int, ...]:
+    """Cupcake's even split: buckets whose numbers of tensors differ by at most one. The best of 2 to 32 buckets."""
+    tensors = len(nbytes)
+
+    def boundaries(count: int) -> tuple[int, ...]:
+        count = min(count, tensors)
+        return tuple(tensors * number // count for number in range(1, count + 1))
+
+    return _best(map(boundaries, groups), backward_us, nbytes, costs)
+
+
+def nearby_layers(
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    costs: FusionCosts,
+    *,
+    layers: Sequence[Hashable] | None = None,
+    together: int = 4,
+) -> tuple[int, ...]:
+    """DeAR-NL: so many consecutive layers in each bucket.
+
+    `layers` names the layer of each tensor, as `layer_names` does; None takes every tensor for a layer of its own.
+    """
+    check_tensors(backward_us, nbytes)
+    layers = range(len(nbytes)) if layers is None else layers
+    if len(layers) != len(nbytes):
+        raise PlanError(
+            f"layers has {len(layers)} entries for {len(nbytes)} tensors: each tensor is of one layer. Give one name for each."
+        )
+    ends, end = [], 0
+    for number, (_, members) in enumerate(groupby(layers), 1):
+        end += len(list(members))
+        if number % together == 0 or end == len(nbytes):
+            ends.append(end)
+    return tuple(ends)
+
+
+def layer_names(names: Iterable[str]) -> list[str]:
+    """The layer of each tensor: the module whose own parameter it is.
+
+    >>> layer_names(["layer4.2.bn3.weight", "layer4.2.bn3.bias", "scale"])
+    ['layer4.2.bn3', 'layer4.2.bn3', '']
+    """
+    return [name.rpartition(".")[0] for name in names]
+
+
+def mg_wfbp(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    """MG-WFBP as DeAR describes it: a tensor joins the bucket before it if that saves more than the bucket waits for it.
+
+    What it saves is the constants, of the exchange and, with compression, of the encode; what it costs is that the bucket's
+    exchange begins later, if the link is free before. One walk over the tensors, which sees no further than the next one.
+    """
+    check_tensors(backward_us, nbytes)
+    ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    ends: list[int] = []
+    start, codec_us, link_us = 0, 0.0, 0.0
+    for end in range(1, len(nbytes)):
+        size, added = total_bytes[end] - total_bytes[start], nbytes[end]
+        alone_us = max(link_us, ready_us[end] + codec_us + costs.of_compute(size))
+        merged_us = max(link_us, ready_us[end + 1] + codec_us + costs.of_compute(size + added))
+        saved_us = sum(cost(size) + cost(added) - cost(size + added) for cost in (costs.of_compute, costs.exchange))
+        if merged_us - alone_us >= saved_us:
+            ends.append(end)
+            codec_us += costs.of_compute(size)
+            link_us = alone_us + costs.exchange(size)
+            start = end
+    return (*ends, len(nbytes))
+
+
+def hipress_compresses(nbytes: Sequence[float], costs: FusionCosts) -> list[bool]:
+    """HiPress: whether each tensor, alone on an idle machine, is exchanged sooner with compression than without (notes D29).
+
+    Every tensor is a bucket of its own. Raises PlanError if `costs.plain` is missing.
+    """
+    plain = costs.plain
+    if plain is None:
+        raise PlanError(
+            "costs.plain is None: the HiPress rule compares with the exchange of an uncompressed tensor. Give "
+            "plain=(alpha_us, us_per_byte)."
+        )
+    return [costs.encode(size) + costs.exchange(size) + costs.decode(size) < plain(size) for size in nbytes]
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "layer-wise": layer_wise,
+    "close-after, best of 2 to 64 MB": close_after,
+    "close-before, 5 MB (DeAR-FB)": close_before,
+    "close-before, 25 MB (DDP)": partial(close_before, limit=25 * _MB),
+    "close-before, 64 MB (Horovod)": partial(close_before, limit=64 * _MB),
+    "even split, best of 2 to 32": even_split,
+    "nearby layers, 4": nearby_layers,
+    "MG-WFBP": mg_wfbp,
+}
+"""All rules that compress every bucket, by name."""
+
+
+def compare(
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    costs: FusionCosts,
+    layers: Sequence[Hashable] | None = None,
+) -> dict[str, Fusion]:
+    """What each rule makes of these tensors; with HiPress if `costs.plain` is given, which alone leaves tensors uncompressed.
+
+    `layers` as in `nearby_layers`.
+    """
+    strategies = STRATEGIES | {"nearby layers, 4": partial(nearby_layers, layers=layers)}
+    found = {}
+    for name, strategy in strategies.items():
+        boundaries = strategy(backward_us, nbytes, costs)
+        found[name] = Fusion(boundaries, evaluate(boundaries, backward_us, nbytes, costs))
+    if costs.plain is not None:
+        alone = layer_wise(backward_us, nbytes, costs)
+        compressed = hipress_compresses(nbytes, costs)
+        found["HiPress"] = Fusion(alone, evaluate(alone, backward_us, nbytes, costs, compressed))
+    return found
+
+
+def _best(
+    candidates: Iterable[tuple[int, ...]], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
+) -> tuple[int, ...]:
+    check_tensors(backward_us, nbytes)
+    return min(candidates, key=lambda ends: evaluate(ends, backward_us, nbytes, costs))
