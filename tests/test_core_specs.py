@@ -67,7 +67,7 @@ remembering = st.one_of(
     st.builds(EFSignSGD, blocks | st.just(0)),
     st.builds(OneBit, blocks | st.just(0)),
     st.builds(DGC, ratios, st.floats(0, 0.999), st.floats(0, 10), st.integers(0, 10**6)),
-    st.builds(PowerSGD, st.integers(1, 64), st.floats(0.1, 10), st.booleans(), seeds),
+    st.builds(PowerSGD, st.integers(1, 64), st.floats(0.1, 10), st.booleans(), seeds, st.integers(0, 1000)),
 )
 specs = st.one_of(st.just(Identity()), lossy, remembering, st.builds(ErrorFeedback, lossy))
 

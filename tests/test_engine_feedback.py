@@ -31,8 +31,9 @@ SPECS: list[gw.Spec] = [
     gw.ErrorFeedback(gw.RandomK(0.1)),
     gw.ErrorFeedback(gw.RandomK(0.1, indices="own")),
     gw.DGC(0.05, momentum=0.0, warm_up_steps=4),
-    gw.PowerSGD(rank=1),
-    gw.PowerSGD(rank=2, warm_start=False),
+    gw.PowerSGD(rank=1, start_step=0),
+    gw.PowerSGD(rank=1, start_step=4),
+    gw.PowerSGD(rank=2, warm_start=False, start_step=0),
 ]
 CARRIED = [(spec, scheme) for spec in SPECS for scheme in spec.schemes]
 
@@ -107,7 +108,9 @@ def test_nothing_is_lost_over_the_steps(worlds: Worlds, spec: gw.Spec, scheme: s
 
 
 @pytest.mark.parametrize(
-    ("spec", "scheme"), [(SPECS[0], "alltoall"), (SPECS[0], "allgather"), (gw.PowerSGD(rank=1), "allreduce")], ids=repr
+    ("spec", "scheme"),
+    [(SPECS[0], "alltoall"), (SPECS[0], "allgather"), (gw.PowerSGD(rank=1, start_step=0), "allreduce")],
+    ids=repr,
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(
@@ -117,7 +120,9 @@ def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(
         assert max(off) < 1e-5
 
 
-@pytest.mark.parametrize(("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1), "allreduce")], ids=repr)
+@pytest.mark.parametrize(
+    ("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1, start_step=0), "allreduce")], ids=repr
+)
 def test_measuring_the_codec_takes_nothing_away(worlds: Worlds, spec: gw.Spec, scheme: str) -> None:
     for off, _ in worlds.run(3, telescope, spec, scheme, torch.float32, True):
         assert max(off) < 1e-5
@@ -169,8 +174,9 @@ RESUMED = [
     (gw.ErrorFeedback(gw.RandomK(0.1, indices="own")), "alltoall"),
     (gw.DGC(0.05, warm_up_steps=5), "allgather"),
     (gw.DGC(0.05, momentum=0.5), "alltoall"),
-    (gw.PowerSGD(rank=1), "allreduce"),
-    (gw.PowerSGD(rank=1, warm_start=False), "allreduce"),
+    (gw.PowerSGD(rank=1, start_step=0), "allreduce"),
+    (gw.PowerSGD(rank=1, start_step=5), "allreduce"),
+    (gw.PowerSGD(rank=1, warm_start=False, start_step=0), "allreduce"),
 ]
 
 
@@ -237,7 +243,7 @@ LOSSY = [
 ]
 REMEMBERING = [gw.TwoBit(), gw.TwoBit(threshold=0.1), gw.EFSignSGD(), gw.OneBit(), gw.DGC(0.1, momentum=0.0)]
 """Signs without a magnitude are not here: they have no way to say that something is not finite."""
-SUMMED = [gw.RandomK(0.1), gw.ErrorFeedback(gw.RandomK(0.1)), gw.PowerSGD(rank=1)]
+SUMMED = [gw.RandomK(0.1), gw.ErrorFeedback(gw.RandomK(0.1)), gw.PowerSGD(rank=1, start_step=0)]
 ANYWHERE = (gw.RandomK, gw.PowerSGD)
 """Here it is seen somewhere in the tensor, not always where it was."""
 NUMEL = 300

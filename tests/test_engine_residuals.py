@@ -196,7 +196,7 @@ NARROW_SOME = [
     (gw.ErrorFeedback(gw.TopK(0.05)), "alltoall"),
     (gw.DGC(0.05, momentum=0.5), "alltoall"),
     (gw.EFSignSGD(), "alltoall"),
-    (gw.PowerSGD(rank=1), "allreduce"),
+    (gw.PowerSGD(rank=1, start_step=0), "allreduce"),
     (gw.ErrorFeedback(gw.RandomK(0.1)), "allreduce"),
 ]
 

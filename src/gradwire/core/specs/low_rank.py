@@ -4,12 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+
 from gradwire.core.checks import number, whole
 from gradwire.core.specs.base import Law, Run, Spec, register_spec
 from gradwire.core.specs.fields import check_seed
 from gradwire.errors import SpecError
 
 __all__ = ["PowerSGD"]
+
+
+_NEVER = 1e300
+"""No matrix is so many times larger than its factors."""
 
 
 @register_spec
@@ -34,13 +40,24 @@ class PowerSGD(Spec, frozen=True):
     """Begin with the last step's factor; without it with a random one in every step: more error."""
     seed: int = 0
     """Of the first factors."""
+    start_step: int = 10
+    """Steps before this one are summed whole: gradients change fast there, and factors that begin with noise follow badly."""
 
     def __post_init__(self) -> None:
         whole("rank", self.rank, "the columns of a factor", low=1, high=1024, error=SpecError)
+        whole("start_step", self.start_step, "the first step with factors", error=SpecError)
         number("min_compression", self.min_compression, "how many times smaller", positive=True, error=SpecError)
         if not isinstance(self.warm_start, bool):
             raise SpecError(f"warm_start is {self.warm_start!r}: it must be True or False.")
         check_seed(self.seed)
+
+    def at_step(self, step: int) -> "PowerSGD":
+        """
+        >>> PowerSGD().at_step(9).factors((256, 256)), PowerSGD().at_step(10).factors((256, 256))
+        (None, (256, 256))
+        """
+        never = step < self.start_step
+        return msgspec.structs.replace(self, start_step=0, min_compression=_NEVER if never else self.min_compression)
 
     @property
     def law(self) -> Law:
