@@ -144,7 +144,9 @@ def _judged(
             "fitted: times do not follow one line, so keep the points themselves"
         )
     if len(outliers) > most_outliers * len(points):
-        problems.append(f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine")
+        problems.append(
+            f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine"
+        )
     return Fit(
         alpha,
         beta,

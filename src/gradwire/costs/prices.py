@@ -15,9 +15,9 @@ from gradwire.core.specs.base import Run
 from gradwire.core.tensors import TensorInfo
 from gradwire.costs.codecs import CodecTimes
 from gradwire.costs.steps import Step, steps_of
-from gradwire.errors import PlanError
 
 __all__ = ["Price", "PricedBucket", "Prices"]
+
 
 class Price(NamedTuple):
     """One task of one piece of a bucket."""

@@ -108,9 +108,13 @@ class _Walk:
         if word == "broadcast" and not second:
             raise self._refusal(index, "what no first step has brought to one root")
         if link in self.opened and word != _SECOND_OF[self.opened[link]]:
-            raise self._refusal(index, f"what waits for the second step of {self.opened[link]}, {_SECOND_OF[self.opened[link]]}")
+            raise self._refusal(
+                index, f"what waits for the second step of {self.opened[link]}, {_SECOND_OF[self.opened[link]]}"
+            )
         self.gathering = self.gathering or second
-        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering)
+        step = Step(
+            task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering
+        )
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1

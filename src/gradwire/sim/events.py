@@ -4,7 +4,8 @@ Whole numbers make sums independent of their order and ties true ties, so a step
 
 Everything follows from one rule: when something ends, first all that ends at the same moment is noted, then every resource
 that is free takes what comes first in its queue. Queues are ordered:
-- on compute: codec tasks before backward and forward (D22), those of the earlier launch first; late decodes when nothing else is ready;
+- on compute: codec tasks before backward and forward (D22), those of the earlier launch first; late decodes when nothing else
+  is ready;
 - on a link: strictly by launch order, or, with lanes, by the moment of being ready;
 - in the CPU pool: by the moment of being ready.
 """
@@ -62,7 +63,7 @@ class Span(NamedTuple):
     step: int
     row: int
     """Of `Work.rows`; -1 for computation."""
-    index: int
+    first: int
     """The task in its row, or the first part of the computation."""
     until: int
     """The part of the computation after the last one."""
@@ -90,9 +91,7 @@ def run(works: Sequence[Work], steps: int, *, lag: int, lanes: bool, workers: in
 
 
 class _Loop:
-    def __init__(
-        self, works: Sequence[Work], steps: int, lag: int, lanes: bool, workers: int, record: bool
-    ) -> None:
+    def __init__(self, works: Sequence[Work], steps: int, lag: int, lanes: bool, workers: int, record: bool) -> None:
         self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
         self.cycle = works
         self.works = [works[step % len(works)] for step in range(steps)]
@@ -118,7 +117,9 @@ class _Loop:
         if self.lanes or link not in (INTRA, INTER):
             return []
         span = 1 << 32
-        orders = {id(work): sorted(t.order for row in work.rows for t in row if t.resource == link) for work in self.cycle}
+        orders = {
+            id(work): sorted(t.order for row in work.rows for t in row if t.resource == link) for work in self.cycle
+        }
         return [step * span + order for step, work in enumerate(self.works) for order in orders[id(work)]]
 
     def run(self) -> Run:

@@ -1,5 +1,7 @@
 """What a plan leaves open: how a rank works."""
 
+from typing import Any
+
 import msgspec
 
 from gradwire.core.checks import whole, word
@@ -7,7 +9,7 @@ from gradwire.core.profile import Profile
 from gradwire.costs.collectives import ROUTINGS
 from gradwire.errors import PlanError
 
-__all__ = ["CODEC_ON", "DECODE", "Rules", "rules_of"]
+__all__ = ["CODEC_ON", "DECODE", "Rules", "changed_rules", "device_of", "rules_of"]
 
 CODEC_ON = ("compute", "own thread")
 DECODE = ("at once", "after backward", "with encode", "none")
@@ -62,3 +64,15 @@ def rules_of(device: str) -> Rules:
 def device_of(profile: Profile) -> str:
     """cpu if the profile's device says so in words, as 'cpu' or 'CPU, 2 cores'; else gpu."""
     return "cpu" if "cpu" in profile.device.lower() else "gpu"
+
+
+def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any) -> Rules:
+    """The engine's rules on a device (None: the profile's), with other values where `changes` gives one.
+
+    Raises PlanError for a value that is none.
+    """
+    device = device or device_of(profile)
+    word("device", device, ("gpu", "cpu"), error=PlanError)
+    return msgspec.structs.replace(
+        rules_of(device), **{name: value for name, value in changes.items() if value is not None}
+    )

@@ -142,9 +142,11 @@ class _Reader:
         self.first_step = max(span.step for span in outcome.run.spans if span.row < 0) + 1 - outcome.cycle
 
     def timeline(self) -> Timeline:
-        computing, coding, links = [], [], []
+        computing: list[Interval] = []
+        coding: list[Interval] = []
+        links: list[Interval] = []
         busy: dict[str, list[Interval]] = {name: [] for name in RESOURCES}
-        events = []
+        events: list[Event] = []
         for span in self.outcome.run.spans:
             clipped = (max(span.start, self.begin), min(span.end, self.end))
             resource, codec = self._resource(span)
@@ -162,7 +164,7 @@ class _Reader:
         cycle = outcome.layouts * (outcome.cycle // len(outcome.layouts))
         prices = [(p, b.pieces) for layout in cycle for b in layout.priced for p in b.tasks]
         return Timeline(
-            schedule=self.plan.schedule.__struct_config__.tag or "",
+            schedule=str(self.plan.schedule.__struct_config__.tag),
             steps=outcome.cycle,
             simulated_steps=outcome.steps,
             steady=outcome.steady,
@@ -189,8 +191,8 @@ class _Reader:
         if span.row < 0:
             return "compute", False
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
-        price = layout.labels[span.row][span.index].price
-        resource = RESOURCES[layout.work.rows[span.row][span.index].resource]
+        price = layout.labels[span.row][span.first].price
+        resource = RESOURCES[layout.work.rows[span.row][span.first].resource]
         return resource, price.task.partition(":")[0] in CODEC_TASKS
 
     def _shown(self, span: Span) -> bool:
@@ -202,14 +204,14 @@ class _Reader:
         step = span.step - self.first_step
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
         if span.row >= 0:
-            label = layout.labels[span.row][span.index]
+            label = layout.labels[span.row][span.first]
             word = label.price.task.partition(":")[0]
             start, end = self._us(span.start), self._us(span.end)
             yield Event(word, resource, start, end, label.bucket, label.chunk, step=step)
             return
         at, tensors = span.start, self.simulator.profile.tensors
         count = len(tensors)
-        for part in range(span.index, span.until):
+        for part in range(span.first, span.until):
             end = at + layout.work.lengths[part]
             forward = part < count
             if not forward or tensors[count - 1 - part].forward_us is not None:
