@@ -143,6 +143,11 @@ def _judged(
             f"at {points[at][0]:.0f} bytes {points[at][1]:.4g} us were measured and {points[at][1] - residuals[at]:.4g} "
             "fitted: times do not follow one line, so keep the points themselves"
         )
+    sizes = sorted({nbytes for nbytes, _ in points})
+    reached = {nbytes for (nbytes, _), keep in zip(points, inside, strict=True) if keep}
+    for end, edge in (("smallest", sizes[:2]), ("largest", sizes[-2:])):
+        if reached.isdisjoint(edge):
+            problems.append(f"the {end} sizes all lie far from the line: times bend, so keep the points themselves")
     if len(outliers) > most_outliers * len(points):
         problems.append(
             f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine"
