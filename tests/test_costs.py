@@ -80,11 +80,15 @@ class TestCollectives:
     def test_trees_have_ceil_log2_hops(self, ranks, hops):
         assert group_traffic("reduce", ranks, "intra", "direct").intra == (hops, hops)
 
-    @pytest.mark.parametrize("word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"])
+    @pytest.mark.parametrize(
+        "word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"]
+    )
     def test_one_rank_has_nobody_to_exchange_with(self, word):
         assert flat_traffic(word, 1, 1).time_us(1e6, INTRA, INTER) == 0.0
 
-    @pytest.mark.parametrize("word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"])
+    @pytest.mark.parametrize(
+        "word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"]
+    )
     def test_on_one_node_the_flat_link_is_the_intra_link(self, word):
         traffic = flat_traffic(word, 1, 4)
         assert traffic.inter == (0, 0.0)
@@ -207,7 +211,8 @@ class TestPrices:
     def test_tensors_with_several_widths_share_one_call(self):
         narrow, wide = QSGD(bits=2), QSGD(bits=8)
         codecs = [
-            CodecCosts(spec=spec, device="gpu", encode=[(0, us)], decode=[(0, us)]) for spec, us in ((narrow, 4.0), (wide, 8.0))
+            CodecCosts(spec=spec, device="gpu", encode=[(0, us)], decode=[(0, us)])
+            for spec, us in ((narrow, 4.0), (wide, 8.0))
         ]
         tensors = [TensorInfo("a", (3000,), "float32"), TensorInfo("b", (1000,), "float32")]
         bucket = Bucket(tensors=("a", "b"), spec={"a": narrow, "b": wide}, option=GRACE)
@@ -234,7 +239,11 @@ class TestPrices:
         groups = [Group(None, rank, tuple(range(ranks)), timedelta(1)) for rank in range(ranks)]
         random_state = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64)
         sent = [
-            sum(chunk.wire_bytes for built in build_buckets(plan, parameters, group, random_state, 0) for chunk in built.chunks)
+            sum(
+                chunk.wire_bytes
+                for built in build_buckets(plan, parameters, group, random_state, 0)
+                for chunk in built.chunks
+            )
             for group in groups
         ]
         times = constant(spec, 1.0, 1.0, "cpu")
@@ -344,7 +353,9 @@ class TestFold:
     @settings(max_examples=30)
     @given(st.sampled_from([GRACE, TWO_PHASE]), st.integers(2, 9), st.sampled_from([Cast(), QSGD(), TopK(0.01)]))
     def test_folded_costs_are_the_prices_of_any_size(self, option, nodes, spec):
-        codec = CodecCosts(spec=spec, device="gpu", encode=[(0, 5.0), (10**9, 405.0)], decode=[(0, 2.0), (10**9, 102.0)])
+        codec = CodecCosts(
+            spec=spec, device="gpu", encode=[(0, 5.0), (10**9, 405.0)], decode=[(0, 2.0), (10**9, 102.0)]
+        )
         costs = Costs(codecs=[codec])
         folded = fold(option, spec, cluster(nodes), costs)
         for numel in (2**16, 2**20, 2**22 + 128):

@@ -88,7 +88,7 @@ def costs_from(data: Mapping[str, object]) -> Costs:
 
     >>> costs = costs_from({"dgc_comp_overhead": [[0, 26, 390, 1400], [0, 22, 34, 100], [10]]})
     >>> [(codec.spec, codec.encode[0]) for codec in costs.codecs]
-    [(Cast(dtype='float16'), (4194304, 4.0)), (DGC(ratio=0.01), (4194304, 356.0))]
+    [(Cast(dtype='float16'), (4194304, 4.0)), (DGC(), (4194304, 356.0))]
     """
     if not data:
         raise FormatError(f"it is empty, and at least one NAME{_SUFFIX} is expected. {_FORM}")

@@ -4,8 +4,8 @@ Whole numbers make sums independent of their order and ties true ties, so a step
 
 Everything follows from one rule: when something ends, first all that ends at the same moment is noted, then every resource
 that is free takes what comes first in its queue. Queues are ordered:
-- on compute: codec tasks before backward and forward (D22), those of the earlier launch first; late decodes when nothing else
-  is ready;
+- on compute: codec tasks that a link waits for, in launch order, then last decodes, then backward and forward (D22), then late
+  decodes;
 - on a link: strictly by launch order, or, with lanes, by the moment of being ready;
 - in the CPU pool: by the moment of being ready.
 """
@@ -22,7 +22,8 @@ RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
 
 NOTHING, WHOLE_STEP = -2, -1
 """What a part of the computation waits for, beside a bucket's index: nothing, or an earlier step's whole exchange."""
-URGENT, LATE = 0, 1
+AWAITED, LAST, LATE = 0, 1, 2
+"""Of tasks on compute: a link waits for it; nothing but the step's end does; it goes behind backward and forward."""
 
 
 class Task(NamedTuple):
@@ -31,9 +32,8 @@ class Task(NamedTuple):
     resource: int
     length: int
     order: int
-    """Place in the step's launch order of the link task that it is, precedes or, after the last, follows."""
-    urgency: int = URGENT
-    """On compute: LATE goes behind backward and forward."""
+    """Place in the step's launch order of the link task that it is, that waits for it, or, for last decodes, before it."""
+    urgency: int = AWAITED
     gate: int = -1
     """The bucket whose gradients must be ready, for the first task of a piece; else -1."""
     ends: int = -1
@@ -193,7 +193,7 @@ class _Loop:
         """Give compute a codec task, or as many parts of the computation as nothing can come between."""
         queue = self.queues[COMPUTE]
         possible = self._may_go_on()
-        if queue and (queue[0][0] == URGENT or not possible):
+        if queue and (queue[0][0] < LATE or not possible):
             self._take(COMPUTE, heappop(queue)[2], now)
         elif possible:
             after, part = self.after[self.step], self.part

@@ -15,7 +15,21 @@ from gradwire.core.profile import Profile
 from gradwire.core.schedules import Delayed, Pipelined, Schedule
 from gradwire.costs import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
-from gradwire.sim.events import COMPUTE, INTER, INTRA, LATE, NOTHING, POOL, URGENT, WHOLE_STEP, Run, Task, Work, run
+from gradwire.sim.events import (
+    AWAITED,
+    COMPUTE,
+    INTER,
+    INTRA,
+    LAST,
+    LATE,
+    NOTHING,
+    POOL,
+    WHOLE_STEP,
+    Run,
+    Task,
+    Work,
+    run,
+)
 from gradwire.sim.rules import Rules
 
 __all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "launch_order"]
@@ -43,6 +57,8 @@ class Label(NamedTuple):
 
     bucket: int
     chunk: int
+    place: int
+    """Of the task in the bucket's option."""
     price: Price
 
 
@@ -166,34 +182,39 @@ class Simulator:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
         order = launch_order(plan.launch, [bucket.pieces for bucket in priced], skew=not lanes)
+        places = {entry: place for place, entry in enumerate(order)}
         row_of: dict[tuple[int, int], int] = {}
         rows: list[list[Task]] = []
         labels: list[list[Label]] = []
         for place, (bucket, chunk, phase) in enumerate(order):
-            piece = (bucket, chunk)
-            row = row_of.setdefault(piece, len(row_of) % lanes if lanes else len(row_of))
+            row = row_of.setdefault((bucket, chunk), len(row_of) % lanes if lanes else len(row_of))
             if row == len(rows):
                 rows.append([])
                 labels.append([])
-            prices, last_phase = segments[bucket][phase], phase == len(segments[bucket]) - 1
-            for index, price in enumerate(prices):
-                last = last_phase and index == len(prices) - 1
-                rows[row].append(self._task(price, place, bucket, phase == index == 0, last, segments[bucket]))
-                labels[row].append(Label(bucket, chunk, price))
+            following = places.get((bucket, chunk, phase + 1))
+            tasks = priced[bucket].tasks
+            for index in segments[bucket][phase]:
+                rows[row].append(self._task(tasks, index, bucket, place, following))
+                labels[row].append(Label(bucket, chunk, index, tasks[index]))
         return rows, labels
 
-    def _task(
-        self, price: Price, place: int, bucket: int, first: bool, last: bool, segments: list[list[Price]]
-    ) -> Task:
-        what, _, where = price.task.partition(":")
-        us, decode = price.us, self.rules.decode
-        if what == "decomp" and decode in ("none", "with encode"):
-            us = 0.0
+    def _task(self, tasks: Sequence[Price], index: int, bucket: int, place: int, following: int | None) -> Task:
+        """One task of a piece; place, following: of its link task, and of the piece's next one, in launch order."""
+        what, _, where = tasks[index].task.partition(":")
+        us, decode = tasks[index].us, self.rules.decode
+        first, last = index == 0, index == len(tasks) - 1
+        order, urgency = place, AWAITED
+        if what == "decomp":
+            if following is not None:
+                order = following
+            else:
+                urgency = LATE if decode == "after backward" else LAST
+            if decode in ("none", "with encode"):
+                us = 0.0
         if first and decode == "with encode":
-            us += sum(p.us for segment in segments for p in segment if p.task.startswith("decomp"))
-        urgency = LATE if last and what == "decomp" and decode == "after backward" else URGENT
+            us += sum(price.us for price in tasks if price.task.startswith("decomp"))
         gate, ends = bucket if first else -1, bucket if last else -1
-        return Task(self._resource(what, where), _fs(us), place, urgency, gate, ends)
+        return Task(self._resource(what, where), _fs(us), order, urgency, gate, ends)
 
     def _resource(self, what: str, where: str) -> int:
         if what in LINK_TASKS:
@@ -205,16 +226,16 @@ def _fs(us: float) -> int:
     return round(us * FS_PER_US)
 
 
-def _segments(tasks: Sequence[Price]) -> list[list[Price]]:
-    """A bucket's tasks, cut after each link task and the decode that follows it: what a lane does at once."""
-    segments: list[list[Price]] = [[]]
+def _segments(tasks: Sequence[Price]) -> list[list[int]]:
+    """Indices of a bucket's tasks, cut after each link task and the decode that follows it: what a lane does at once."""
+    segments: list[list[int]] = [[]]
     sent = False
-    for price in tasks:
+    for index, price in enumerate(tasks):
         what = price.task.partition(":")[0]
         if sent and what != "decomp":
             segments.append([])
             sent = False
-        segments[-1].append(price)
+        segments[-1].append(index)
         sent = sent or what in LINK_TASKS
     return segments
 

@@ -43,6 +43,8 @@ class Event(msgspec.Struct, frozen=True):
     bucket: int = -1
     """-1 for computation."""
     chunk: int = -1
+    index: int = -1
+    """Of the task in the bucket's option."""
     tensor: str = ""
     """The tensor, for computation."""
     step: int = 0
@@ -155,7 +157,7 @@ class _Reader:
                 (computing if span.row < 0 else coding if codec else links).append(clipped)
             if self._shown(span):
                 events += self._events(span, resource)
-        events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk))
+        events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk, e.index))
         computing, coding, links = union(computing), union(coding), union(links)
         exposed_links = minus(links, computing)
         codec_alone = minus(minus(coding, computing), links)
@@ -207,7 +209,7 @@ class _Reader:
             label = layout.labels[span.row][span.first]
             word = label.price.task.partition(":")[0]
             start, end = self._us(span.start), self._us(span.end)
-            yield Event(word, resource, start, end, label.bucket, label.chunk, step=step)
+            yield Event(word, resource, start, end, label.bucket, label.chunk, label.place, step=step)
             return
         at, tensors = span.start, self.simulator.profile.tensors
         count = len(tensors)
