@@ -65,6 +65,7 @@ gradwire simulate
   --device
   --codec-on
   --decode
+  --decode-calls
   --lanes
   --json
 """

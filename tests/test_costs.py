@@ -191,6 +191,14 @@ class TestPrices:
         option = ("reduce:intra", "allreduce:inter", "broadcast:intra")
         assert prices(option, Identity(), cluster(2, 4))[1].us == pytest.approx(2 * 10 + 4000 * 0.001)
 
+    def test_one_call_may_decode_all_payloads(self):
+        """4 payloads of 4000 bytes: 4 calls of 10 us, or one for 16,000 bytes."""
+        times = CodecCosts(spec=Cast(), device="gpu", encode=[(0, 0.0)], decode=[(8000, 10.0), (24000, 30.0)])
+        bucket = Bucket(tensors=("w",), spec=Cast(), option=GRACE)
+        for calls, us in (("each", 40.0), ("one", 20.0)):
+            ours = Prices([TensorInfo("w", (1000,), "float32")], cluster(4), Costs(codecs=[times]), decode_calls=calls)
+            assert ours.of(bucket).tasks[-1].us == pytest.approx(us)
+
     def test_rounds_share_payload_and_encode(self):
         spec = PowerSGD(rank=2)
         tensor = TensorInfo("w", (64, 32), "float32")

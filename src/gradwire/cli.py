@@ -235,6 +235,10 @@ def simulate(
             help="When last decodes run: 'at once', 'after backward', 'with encode' or none. Default: at once."
         ),
     ] = None,
+    decode_calls: Annotated[
+        str | None,
+        typer.Option(help="A decode of several payloads: each by a call, or one call for all. Default: each."),
+    ] = None,
     lanes: Annotated[
         int | None, typer.Option(help="Lanes of a rank, 0 for strict launch order. Default: 2 on CPUs, 0 on GPUs.")
     ] = None,
@@ -249,7 +253,9 @@ def simulate(
     from gradwire.sim.trace import as_trace
 
     times = Profile.load(profile)
-    rules = changed_rules(times, device=device, codec_on=codec_on, decode=decode, lanes=lanes)
+    rules = changed_rules(
+        times, device=device, codec_on=codec_on, decode=decode, decode_calls=decode_calls, lanes=lanes
+    )
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
     timeline = simulate_plan(Plan.load(plan), times, Cluster.load(cluster), codecs, rules)
     if trace is not None:

@@ -44,11 +44,12 @@ def fold(
     *,
     dtype: str = "float32",
     routing: str = "ring",
+    decode_calls: str = "each",
     between: tuple[int, int] = (MIB, 64 * MIB),
 ) -> AffineCosts:
     """The affine costs of groups that are synchronised by one option: exact for exchanges, up to a payload's rounding.
 
-    Codec times are the line through the measured curve at the two sizes of `between`, in bytes of gradient: give it the range
+    Fields as of `Prices`. Codec times are the line through the measured curve at the two sizes of `between`, in bytes of gradient: give it the range
     of the groups in question. Raises PlanError for an option or codec that cannot be priced.
 
     >>> from gradwire.core import Link, Cast, CodecCosts
@@ -60,7 +61,10 @@ def fold(
     >>> folded.decode.alpha_us  # 4 payloads
     8.0
     """
-    small, large = (_times(option, spec, cluster, costs, dtype, routing, nbytes) for nbytes in between)
+    itemsize = TensorInfo("one", (1,), dtype).nbytes
+    tensors = [TensorInfo(f"{nbytes} bytes", (nbytes // itemsize,), dtype) for nbytes in between]
+    prices = Prices(tensors, cluster, costs, routing, decode_calls)
+    small, large = (_times(prices, Bucket(tensors=(t.name,), spec=spec, option=option)) for t in tensors)
     lines = []
     for low, high in zip(small, large, strict=True):
         beta = (high - low) / (between[1] - between[0])
@@ -68,15 +72,9 @@ def fold(
     return AffineCosts(*lines)
 
 
-def _times(
-    option: tuple[str, ...], spec: Spec, cluster: Cluster, costs: Costs, dtype: str, routing: str, nbytes: int
-) -> tuple[float, float, float]:
-    """Encode, exchange and decode of one tensor of so many bytes."""
-    itemsize = TensorInfo("one", (1,), dtype).nbytes
-    tensor = TensorInfo("group", (nbytes // itemsize,), dtype)
-    priced = Prices([tensor], cluster, costs, routing).of(Bucket(tensors=("group",), spec=spec, option=option))
-    exchange = sum(task.us for task in priced.tasks if task.task.endswith(("intra", "inter")))
-    codec = sum(task.us for task in priced.tasks if task.task.startswith(("comp", "decomp")))
-    last = priced.tasks[-1]
-    decode = last.us if last.task.startswith("decomp") else 0.0
-    return codec - decode, exchange, decode
+def _times(prices: Prices, bucket: Bucket) -> tuple[float, float, float]:
+    """Encode, exchange and decode of a bucket."""
+    tasks = prices.of(bucket).tasks
+    exchange = sum(task.us for task in tasks if task.task.endswith(("intra", "inter")))
+    decode = tasks[-1].us if tasks[-1].task.startswith("decomp") else 0.0
+    return sum(task.us for task in tasks) - exchange - decode, exchange, decode

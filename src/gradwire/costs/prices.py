@@ -16,7 +16,11 @@ from gradwire.core.tensors import TensorInfo
 from gradwire.costs.codecs import CodecTimes
 from gradwire.costs.steps import Step, steps_of
 
-__all__ = ["Price", "PricedBucket", "Prices"]
+__all__ = ["DECODE_CALLS", "Price", "PricedBucket", "Prices"]
+
+DECODE_CALLS = ("each", "one")
+"""How a Decomp of several payloads of the same elements is called. each: once for each payload, as the engine does. one: once for
+all, for the time of so many bytes; what was published of codec times on GPUs seems to mean that."""
 
 
 class Price(NamedTuple):
@@ -47,8 +51,8 @@ class Prices:
     """Prices of buckets on one cluster. What was priced once is remembered.
 
     tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. An exchange is cut evenly: what the
-    engine rounds to blocks and alignment (under 200 bytes a shard) is not counted. One Comp is one call of its codec,
-    one Decomp one call for each payload.
+    engine rounds to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp is
+    one call of its codec.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -59,9 +63,14 @@ class Prices:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorInfo | TensorProfile], cluster: Cluster, costs: Costs, routing: str = "ring"
+        self,
+        tensors: Sequence[TensorInfo | TensorProfile],
+        cluster: Cluster,
+        costs: Costs,
+        routing: str = "ring",
+        decode_calls: str = "each",
     ) -> None:
-        self.cluster, self.routing = cluster, routing
+        self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
         self.codecs = CodecTimes(costs)
         self._sizes = {tensor.name: (tensor.numel, tensor.nbytes, tensor.shape) for tensor in tensors}
         self._itemsizes = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in tensors}
@@ -120,8 +129,9 @@ class Prices:
         """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes."""
         what, _, device = step.task.partition(":")
         time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
-        each = sum(share * time(spec, device, nbytes * step.share) for spec, share in shares.items())
-        return each * step.parts
+        calls = 1 if self.decode_calls == "one" else step.parts
+        size = nbytes * step.share * step.parts / max(1, calls)
+        return calls * sum(share * time(spec, device, size) for spec, share in shares.items())
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
         traffic, cluster = step.traffic, self.cluster

@@ -7,6 +7,7 @@ import msgspec
 from gradwire.core.checks import whole, word
 from gradwire.core.profile import Profile
 from gradwire.costs.collectives import ROUTINGS
+from gradwire.costs.prices import DECODE_CALLS
 from gradwire.errors import PlanError
 
 __all__ = ["CODEC_ON", "DECODE", "Rules", "changed_rules", "device_of", "rules_of"]
@@ -35,6 +36,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     n lanes, each doing encode, exchange and decode of one task after the other, as gradwire's lanes on CPUs do."""
     cpu_workers: int = 1
     """Codec tasks that the CPU pool does at the same time."""
+    decode_calls: str = "each"
+    """How a decode of several payloads is called: each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "ring"
     """How sums and gathers go: ring or direct; see gradwire.costs.collectives.ROUTINGS."""
 
@@ -42,6 +45,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
         word("codec_on", self.codec_on, CODEC_ON, error=PlanError)
         word("decode", self.decode, DECODE, error=PlanError)
+        word("decode_calls", self.decode_calls, DECODE_CALLS, error=PlanError)
         word("routing", self.routing, ROUTINGS, error=PlanError)
         whole("lanes", self.lanes, "how many lanes a rank has, 0 for launch order without lanes", error=PlanError)
         whole("cpu_workers", self.cpu_workers, "codec tasks that run at once", low=1, error=PlanError)

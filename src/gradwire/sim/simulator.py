@@ -102,7 +102,7 @@ class Simulator:
 
     def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
         self.profile, self.rules = profile, rules or Rules()
-        self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing)
+        self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls)
         self._one_link = INTRA if cluster.nodes == 1 else INTER
         tensors = profile.tensors
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
