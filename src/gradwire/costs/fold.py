@@ -49,8 +49,8 @@ def fold(
 ) -> AffineCosts:
     """The affine costs of groups that are synchronised by one option: exact for exchanges, up to a payload's rounding.
 
-    Fields as of `Prices`. Codec times are the line through the measured curve at the two sizes of `between`, in bytes of gradient: give it the range
-    of the groups in question. Raises PlanError for an option or codec that cannot be priced.
+    routing, decode_calls: as in `Prices`. Codec times are the line through the measured curve at the two sizes of `between`, in
+    bytes of gradient: give it the range of the groups in question. Raises PlanError for what cannot be priced.
 
     >>> from gradwire.core import Link, Cast, CodecCosts
     >>> cluster = Cluster(nodes=4, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
