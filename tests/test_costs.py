@@ -107,6 +107,10 @@ class TestCollectives:
         assert traffic.intra.factor == pytest.approx(inside)
         assert traffic.sent == pytest.approx(each * (world - 1))
 
+    def test_a_root_receives_from_every_rank_of_other_nodes(self):
+        traffic = flat_traffic("gather", nodes=3, ranks_per_node=4)
+        assert (traffic.inter, traffic.intra) == ((8, 8.0), (3, 3.0))
+
     def test_a_ring_crosses_each_node_once(self):
         traffic = flat_traffic("allreduce", 4, 8)
         assert traffic.inter == (62, 2 * 31 / 32)
@@ -177,6 +181,12 @@ class TestPrices:
         assert (encode.us, decode.us) == (7.0, 4 * 2.0)
         assert exchange.us == pytest.approx(3 * 10 + 3 * 2000 * 0.001)
         assert exchange.sent_bytes == 3 * Cast().payload_bytes([Run(1000)], 4) == 6000
+
+    def test_lists_of_payloads_are_carried_whole(self):
+        """Of 4 ranks each has a quarter of everybody's 2000 bytes undecoded, and sends that to 3."""
+        option = ("comp:gpu", "alltoall:inter", "allgather:inter", "decomp:gpu")
+        first, second = prices(option, Cast(), cluster(4), costs=constant(Cast(), 0.0, 0.0))[1:3]
+        assert (first.sent_bytes, second.sent_bytes) == (0.75 * 2000, 3 * 4 * 500)
 
     def test_hierarchical_flows_share_the_inter_link(self):
         """4 ranks a node each send a quarter of 4000 bytes; between 2 nodes an all-reduce carries as much as it is given."""

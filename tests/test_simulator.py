@@ -122,6 +122,20 @@ class TestByHand:
         assert (timeline.exposed_comm_us, timeline.exposed_codec_us) == (30, 7)
         assert timeline.cupcake_comm_us == 30 - 3 - 4
 
+    def test_a_decode_comes_between_two_tensors_of_one_bucket(self):
+        """It arrives at 20, in the middle of t1's backward, and runs before t2's."""
+        model = profile((20, 10.0), (4, 15.0), (4, 10.0), (4, 10.0))
+        plan = plan_of(model, [GATHERED, PLAIN], Cast(), groups=[[0], [1, 2, 3]])
+        timeline = simulate(plan, model, cluster(), codec(0.0, 2.0))
+        assert times(timeline, "decomp") == [(25, 29)]
+        assert times(timeline, "backward") == [(0, 10), (10, 25), (29, 39), (39, 49)]
+
+    def test_a_wait_inside_a_buckets_own_exchange_is_no_bubble(self):
+        model = profile((40, 0.0))
+        timeline = simulate(plan_of(model, [TWO_PHASE], Cast()), model, cluster(), codec(0.0, 10.0))
+        assert [e.start_us for e in timeline.events if e.resource == "inter link"] == [0, 20]
+        assert timeline.bubbles == ()
+
     def test_a_thread_of_its_own_leaves_backward_alone(self):
         model = profile((40, 10.0), (40, 10.0))
         rules = Rules(codec_on="own thread")
@@ -379,7 +393,7 @@ class TestLaws:
         before = plan.buckets[event.bucket].option[: event.index]
         return sum(not task.startswith(("comp", "decomp")) for task in before)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(cases())
     def test_the_slow_loop_agrees(self, case):
         """The same rules, tensor by tensor and microsecond by microsecond, written without looking ahead."""
