@@ -30,7 +30,7 @@ from gradwire.planner.options import tree
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL, RESOURCES
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import Simulator, launch_order
-from gradwire.sim.timeline import simulate
+from gradwire.sim.timeline import Timeline, simulate
 from gradwire.sim.trace import as_trace
 
 PLAIN, SPLIT = ("allreduce:inter",), ("reducescatter:inter", "allgather:inter")
@@ -403,6 +403,81 @@ class TestLaws:
         assert simulator.step_us(plan) == pytest.approx(slow_step(work, rules) / 1e9)
 
 
+@st.composite
+def overlapping(draw):
+    """A model, a cluster and a pipelined or delayed plan: reduces as gradients come, gathers in forward order."""
+    number = st.integers(1, 40)
+    count = draw(st.integers(1, 6))
+    model = profile(*[(4 * draw(st.integers(1, 30)), draw(number), draw(number)) for _ in range(count)])
+    options = [draw(st.sampled_from([SPLIT, TWO_PHASE])) for _ in range(count)]
+    reduces = [(i, "alltoall" if option == TWO_PHASE else "reducescatter") for i, option in enumerate(options)]
+    launch = reduces + [(i, "allgather") for i in reversed(range(count))]
+    schedule = draw(st.sampled_from([Pipelined(), Delayed(k=None), Delayed(k=3)]))
+    plan = plan_of(model, options, Cast(), launch, schedule=schedule)
+    rules = Rules(codec_on=draw(st.sampled_from(["compute", "own thread"])), lanes=draw(st.integers(0, 2)))
+    return model, plan, codec(float(draw(number)), float(draw(number))), rules
+
+
+class TestLawsOfOverlappingSteps:
+    @settings(max_examples=80, deadline=None)
+    @given(overlapping())
+    def test_of_every_timeline(self, case):
+        model, plan, costs, rules = case
+        timeline = simulate(plan, model, cluster(), costs, rules)
+        parts = timeline.forward_us + timeline.backward_us + timeline.exposed_comm_us + timeline.exposed_codec_us
+        assert parts + timeline.idle_us == pytest.approx(timeline.length_us)
+        assert timeline.idle_us == pytest.approx(0, abs=1e-6)
+        assert all(resource.busy_us <= timeline.length_us + 1e-6 for resource in timeline.resources)
+        assert Simulator(model, cluster(), costs, rules).step_us(plan) == timeline.step_us
+        if timeline.steady:
+            self.check_every_task_once(timeline, plan)
+            busiest = max(resource.busy_us for resource in timeline.resources)
+            assert timeline.step_us * timeline.steps >= busiest - 1e-6
+
+    def check_every_task_once(self, timeline, plan):
+        steps, found = timeline.steps, [e for e in timeline.events if e.bucket >= 0 and e.resource.endswith("link")]
+        tasks = [(index, word) for index, bucket in enumerate(plan.buckets) for word in bucket.link_tasks]
+        assert sorted((e.bucket, e.what) for e in found) == sorted(tasks * steps)
+        backward = [e.tensor for e in timeline.events if e.what == "backward"]
+        assert backward == list(plan.tensors) * steps
+
+    @settings(max_examples=40, deadline=None)
+    @given(overlapping())
+    def test_steps_are_no_longer_than_one_after_the_other(self, case):
+        """Everything a step does, nothing at the same time, is the most that a step can take."""
+        model, plan, costs, rules = case
+        timeline = simulate(plan, model, cluster(), costs, rules)
+        assert timeline.length_us <= sum(resource.busy_us for resource in timeline.resources) + 1e-6
+
+
+class TestClosedForms:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        tensors=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=10),
+        cuts=st.sets(st.integers(1, 9)),
+        alpha_h=st.integers(0, 9),
+        alpha_g=st.integers(0, 9),
+    )
+    def test_cupcakes_timeline(self, tensors, cuts, alpha_h, alpha_g):
+        """Notes 2.1: encodes end at B + y alpha_h + beta_h S; an exchange begins then or when the link is free."""
+        model = profile(*[(4 * numel, float(us)) for numel, us in tensors])
+        edges = [0, *sorted(cut for cut in cuts if cut < len(tensors)), len(tensors)]
+        groups = [list(range(a, b)) for a, b in pairwise(edges)]
+        times_of = CodecCosts(
+            spec=Cast(), device="gpu", encode=[(0, alpha_h), (1000, alpha_h + 250.0)], decode=[(0, 99.0)]
+        )
+        shape = Cluster(nodes=2, ranks_per_node=1, intra=BYTE_A_US, inter=Link(float(alpha_g), 0.008))
+        backward = encoded = link = 0.0
+        for group in groups:
+            nbytes = sum(4 * tensors[i][0] for i in group)
+            backward += sum(tensors[i][1] for i in group)
+            encoded += alpha_h + 0.25 * nbytes
+            link = max(link, backward + encoded) + alpha_g + nbytes / 2
+        plan = plan_of(model, [GATHERED] * len(groups), Cast(), groups=groups)
+        timeline = simulate(plan, model, shape, Costs(codecs=[times_of]), Rules(decode="none"))
+        assert timeline.step_us == pytest.approx(link)
+
+
 class TestRules:
     def test_the_engine_on_cpus_has_two_lanes_and_exchanges_directly(self):
         assert rules_of("cpu") == Rules(device="cpu", lanes=2, routing="direct")
@@ -413,6 +488,11 @@ class TestRules:
         model = profile((4, 1.0), device=name)
         assert device_of(model) == device
         assert changed_rules(model).device == device
+
+    def test_a_profile_of_a_cpu_is_simulated_with_lanes(self):
+        option = tuple(task.replace("gpu", "cpu") for task in TWO_PHASE)
+        model = profile((40, 0.0), (40, 0.0), device="cpu")
+        assert simulate(plan_of(model, [option] * 2, Cast()), model, cluster(), codec(0.0, 10.0)).step_us == 50
 
     def test_the_launch_order_is_the_engines(self):
         from gradwire.engine.executor import task_lists
@@ -447,6 +527,13 @@ class TestRules:
     def test_impossible_rules_are_refused(self, fields, said):
         with pytest.raises(PlanError, match=said):
             Rules(**fields)
+
+
+def test_a_timeline_can_be_saved_and_read():
+    model = profile((40, 10.0), (20, 100.0))
+    timeline = simulate(plan_of(model, [PLAIN, PLAIN]), model, cluster(), Costs(codecs=()))
+    assert timeline.bubbles
+    assert Timeline.from_json(timeline.to_json()) == Timeline.from_json(timeline.to_json(indent=2)) == timeline
 
 
 class TestRefusals:
