@@ -209,6 +209,12 @@ class TestPrices:
             ours = Prices([TensorInfo("w", (1000,), "float32")], cluster(4), Costs(codecs=[times]), decode_calls=calls)
             assert ours.of(bucket).tasks[-1].us == pytest.approx(us)
 
+    @pytest.mark.parametrize("calls", ["each", "one"])
+    def test_one_rank_alone_exchanges_nothing(self, calls):
+        ours = Prices([TensorInfo("w", (1000,), "float32")], cluster(1), constant(Cast(), 5.0, 5.0), decode_calls=calls)
+        bucket = Bucket(tensors=("w",), spec=Cast(), option=TWO_PHASE)
+        assert [price.us for price in ours.of(bucket).tasks] == [0, 0, 0, 5, 0, 5]
+
     def test_rounds_share_payload_and_encode(self):
         spec = PowerSGD(rank=2)
         tensor = TensorInfo("w", (64, 32), "float32")

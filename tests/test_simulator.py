@@ -110,6 +110,15 @@ class TestByHand:
         timeline = simulate(plan_of(model, options, Cast()), model, cluster(), codec(0.0, 2.0), Rules(decode=decode))
         assert (times(timeline, "decomp"), timeline.step_us) == (decodes, step_us)
 
+    def test_decodes_are_added_to_the_first_encode_wherever_it_is(self):
+        option = ("reducescatter:intra", "comp:gpu", "allgather:inter", "decomp:gpu", "allgather:intra")
+        model = profile((40, 0.0))
+        timeline = simulate(
+            plan_of(model, [option], Cast()), model, cluster(2, 2), codec(3.0, 2.0), Rules(decode="with encode")
+        )
+        assert times(timeline, "comp") == [(20, 20 + 3 + 2 * 2)]
+        assert times(timeline, "decomp") == [(47, 47)]
+
     def test_two_divisible_buckets_in_bucket_order_and_interleaved(self):
         """60 and 40 without the last decode, as in the design's section 7."""
         model = profile((40, 0.0), (40, 0.0))
@@ -236,6 +245,21 @@ class TestSchedules:
         plan = plan_of(model, [GATHERED], spec, schedule=Delayed(k=None))
         step_us = [simulate(plan, model, cluster(), codec(5.0, 0.0, spec), Rules(lanes=n)).step_us for n in (0, 1)]
         assert step_us == [8, 13]
+
+    def test_an_exchange_that_falls_behind_slowly_is_waited_for_in_the_end(self):
+        """100 us of computation, 104 of wire, of which 90 begin under backward: the link is late by 4 us more each step, and
+        only after 22 steps the computation waits."""
+        model = profile((100, 10.0), (4, 90.0))
+        timeline = simulate(plan_of(model, [PLAIN] * 2, schedule=Delayed(k=None)), model, cluster(), Costs(codecs=()))
+        assert (timeline.step_us, timeline.steady) == (104, True)
+        assert timeline.simulated_steps > 22
+
+    def test_steps_that_do_not_settle_say_so(self):
+        """The same, late by a tenth of a microsecond each step."""
+        model = profile((100, 10.0), (4, 93.9))
+        timeline = simulate(plan_of(model, [PLAIN] * 2, schedule=Delayed(k=None)), model, cluster(), Costs(codecs=()))
+        assert not timeline.steady
+        assert timeline.step_us == pytest.approx(103.9)
 
     def test_a_correction_may_be_compressed_too(self):
         model = profile((40, 0.0))

@@ -96,8 +96,9 @@ class Prices:
         tasks = []
         for step in steps:
             if step.traffic is None:
-                us = self._codec_us(step, shares, nbytes / pieces) / max(1, rounds * (step.task.startswith("comp")))
-                tasks.append(Price(step.task, us, step.gathers))
+                # the encodes of several rounds are one encode, cut
+                cuts = rounds if rounds and step.task.startswith("comp") else 1
+                tasks.append(Price(step.task, self._codec_us(step, shares, nbytes / pieces) / cuts, step.gathers))
             else:
                 tasks.append(self._exchange(step, payloads[step.payload] / pieces))
         return PricedBucket(tuple(tasks), pieces)
@@ -129,8 +130,10 @@ class Prices:
         """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes."""
         what, _, device = step.task.partition(":")
         time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
+        if not step.parts or not step.share:
+            return 0.0  # one rank alone: there is nobody else's part
         calls = 1 if self.decode_calls == "one" else step.parts
-        size = nbytes * step.share * step.parts / max(1, calls)
+        size = nbytes * step.share * step.parts / calls
         return calls * sum(share * time(spec, device, size) for spec, share in shares.items())
 
     def _exchange(self, step: Step, nbytes: float) -> Price:

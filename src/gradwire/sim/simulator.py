@@ -5,7 +5,7 @@ do, and runs the event loop until the steps' rhythm repeats.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
 
 from gradwire.core.cluster import Cluster
@@ -36,7 +36,8 @@ __all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "l
 
 FS_PER_US = 10**9
 """Times are whole femtoseconds inside the event loop."""
-_MOST_CYCLES = 64
+_FEWEST_CYCLES, _MOST_CYCLES = 5, 80
+"""Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
 
 
 class Planned(Protocol):
@@ -107,8 +108,8 @@ class Simulator:
         tensors = profile.tensors
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
-        self.parts = [*((t.forward_us or 0.0) for t in reversed(tensors)), *(t.backward_us for t in tensors)]
-        self._lengths = [_fs(us) for us in self.parts]
+        forward = [_fs(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
+        self._lengths = [*forward, *(_fs(tensor.backward_us) for tensor in tensors)]
 
     def step_us(self, plan: Planned) -> float:
         """Microseconds of one step in the long run; of `delayed`, the mean over corrections and other steps.
@@ -124,15 +125,17 @@ class Simulator:
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
         overlaps = isinstance(plan.schedule, (Delayed, Pipelined))
         lag = 2 if isinstance(plan.schedule, Delayed) else 1
-        cycles = 4 if overlaps else 1
+        cycles = _FEWEST_CYCLES if overlaps else 1
         while True:
             steps = cycle * cycles
             done = run(works, steps, lag=lag, lanes=rules.lanes > 0, workers=rules.cpu_workers, record=record)
             if not overlaps:
                 return Outcome(layouts, done, 1, (0, max(done.computed[-1], done.exchanged[-1])), 1, True)
-            ends = done.computed[cycle - 1 :: cycle]
-            lengths = [after - before for before, after in zip(ends[-4:], ends[-3:], strict=False)]
-            steady = len(set(lengths)) == 1
+            ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
+            # exchanges too: they may fall behind for many steps before the computation has to wait. The last one is not
+            # like the others, as no further step runs beside it
+            rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
+            steady = len(rhythms) == 1
             if steady or cycles >= _MOST_CYCLES:
                 window = (ends[-2], ends[-1]) if steady else (ends[len(ends) // 2 - 1], ends[-1])
                 spanned = cycle if steady else cycle * (len(ends) - len(ends) // 2)
@@ -211,7 +214,7 @@ class Simulator:
                 urgency = LATE if decode == "after backward" else LAST
             if decode in ("none", "with encode"):
                 us = 0.0
-        if first and decode == "with encode":
+        if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
         gate, ends = bucket if first else -1, bucket if last else -1
         return Task(self._resource(what, where), _fs(us), order, urgency, gate, ends)
