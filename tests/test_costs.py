@@ -29,7 +29,7 @@ from gradwire.core import (
     TopK,
 )
 from gradwire.core.specs.base import Run
-from gradwire.costs import CodecTimes, Prices, fit_line, fold
+from gradwire.costs import CodecTimes, Prices, fit_line, fit_link, fold
 from gradwire.costs.codecs import time_at
 from gradwire.costs.collectives import flat_traffic, group_traffic
 from gradwire.costs.imported import costs_from, import_file, profile_from
@@ -290,6 +290,7 @@ class TestCodecTimes:
         assert time_at(((1000, 10.0),), 10**6) == 10.0
         assert time_at(((1000, 10.0), (2000, 8.0)), 10**6) == 8.0
 
+    @settings(deadline=None)
     @given(st.integers(0, 10**7), st.integers(0, 10**7))
     def test_more_bytes_never_take_less_where_points_rise(self, a, b):
         assert time_at(self.POINTS, min(a, b)) <= time_at(self.POINTS, max(a, b))
@@ -309,6 +310,7 @@ SIZES = [2**k for k in range(10, 24)]
 
 
 class TestFit:
+    @settings(deadline=None)
     @given(st.floats(0.1, 1000), st.floats(1e-6, 1e-1))
     def test_a_line_is_found_exactly(self, alpha, beta):
         fit = fit_line(line(alpha, beta, SIZES))
@@ -359,6 +361,23 @@ class TestFit:
     def test_rate(self):
         assert fit_line(line(1.0, 0.00032, SIZES)).gbps == pytest.approx(25.0)
 
+    @pytest.mark.parametrize("routing", ["ring", "direct"])
+    @pytest.mark.parametrize("word", ["allreduce", "alltoall", "allgather", "broadcast"])
+    @pytest.mark.parametrize("ranks", [2, 5])
+    def test_the_link_is_found_from_any_collective(self, word, ranks, routing):
+        traffic = group_traffic(word, ranks, "inter", routing)
+        link, fit = fit_link([(size, traffic.time_us(size, INTRA, INTER)) for size in SIZES], word, ranks, routing)
+        assert (link.alpha_us, link.gbps) == (pytest.approx(INTER.alpha_us), pytest.approx(INTER.gbps))
+        assert fit.problem == ""
+
+    @pytest.mark.parametrize(
+        ("points", "ranks", "said"),
+        [([(1, 2.0), (2, 2.0), (3, 2.0)], 2, "do not grow with bytes"), ([(1, 1.0)] * 3, 1, "ranks is 1")],
+    )
+    def test_times_that_tell_no_link_are_refused(self, points, ranks, said):
+        with pytest.raises(FormatError, match=said):
+            fit_link(points, "allreduce", ranks)
+
     @pytest.mark.parametrize(
         ("points", "said"),
         [
@@ -374,7 +393,7 @@ class TestFit:
 
 
 class TestFold:
-    @settings(max_examples=30)
+    @settings(max_examples=30, deadline=None)
     @given(st.sampled_from([GRACE, TWO_PHASE]), st.integers(2, 9), st.sampled_from([Cast(), QSGD(), TopK(0.01)]))
     def test_folded_costs_are_the_prices_of_any_size(self, option, nodes, spec):
         codec = CodecCosts(

@@ -12,9 +12,11 @@ from statistics import median
 from typing import NamedTuple
 
 from gradwire.core.checks import number
+from gradwire.core.cluster import Link
+from gradwire.costs.collectives import group_traffic
 from gradwire.errors import FormatError
 
-__all__ = ["Fit", "fit_line"]
+__all__ = ["Fit", "fit_line", "fit_link"]
 
 _FEWEST_POINTS = 3
 _MOST_PAIRS_FROM = 100
@@ -85,6 +87,30 @@ def fit_line(
     kept = [point for point, keep in zip(points, inside, strict=True) if keep]
     alpha, beta = _least_squares(kept) if len({nbytes for nbytes, _ in kept}) > 1 else start
     return _judged(points, inside, alpha, beta, most_relative_error, most_outliers)
+
+
+def fit_link(points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring") -> tuple[Link, Fit]:
+    """The link between ranks, from times of one collective among them, and the fit that it comes from.
+
+    points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
+    gradwire.costs.collectives. Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
+
+    >>> link, fit = fit_link([(0, 60.0), (1000, 61.5), (2000, 63.0)], "allreduce", ranks=4)
+    >>> round(link.alpha_us, 6), round(link.gbps, 6)  # 6 messages, 1.5 bytes on the wire for each
+    (10.0, 8.0)
+    """
+    load = group_traffic(word, ranks, "inter", routing).inter
+    if not load.messages:
+        raise FormatError(
+            f"ranks is {ranks}: one rank exchanges nothing, so there is no link to see. Measure with two."
+        )
+    fit = fit_line(points)
+    if not fit.us_per_byte:
+        raise FormatError(
+            f"the times of {word} do not grow with bytes, from {min(points)} to {max(points)}, so they tell no rate. "
+            "Measure larger sizes."
+        )
+    return Link(fit.alpha_us / load.messages, 8 * load.factor / (fit.us_per_byte * 1000)), fit
 
 
 def _least_median(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
