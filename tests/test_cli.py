@@ -39,6 +39,11 @@ gradwire emulate
   --ranks-per-node = 1
   --inter
   --intra
+gradwire import-profile
+  SOURCE
+  --out
+  --batch = 32
+  --device = V100
 gradwire options
   --nodes
   --ranks-per-node
@@ -50,6 +55,18 @@ gradwire options
   --restrict
   --named
   --count
+  --json
+gradwire simulate
+  PLAN
+  --profile
+  --cluster
+  --costs
+  --trace
+  --device
+  --codec-on
+  --decode
+  --decode-calls
+  --lanes
   --json
 """
 
@@ -116,6 +133,8 @@ def test_version():
         (["bench", "--jobs", ","], "no job"),
         (["emulate", "--", "no_such_script.py"], "no_such_script.py"),
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
+        (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
+        (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
     ],
 )
 def test_errors_are_one_message(arguments, said):

@@ -7,12 +7,13 @@ import pkgutil
 import pytest
 
 import gradwire.core
+import gradwire.costs
 import gradwire.planner
 import gradwire.sim
 
 MODULES = [
     info.name
-    for package in (gradwire.core, gradwire.planner, gradwire.sim)
+    for package in (gradwire.core, gradwire.costs, gradwire.planner, gradwire.sim)
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
 ]
 

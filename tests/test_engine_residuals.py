@@ -76,7 +76,8 @@ def test_a_new_store_holds_zeros(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", 2.0), ("int8", 1.017)])
 def test_a_store_is_as_small_as_it_says(dtype: str, nbytes: float) -> None:
-    assert made(dtype).held.numel() <= nbytes * sum(NUMELS)
+    # besides, codes are padded to 8 elements a tensor, and scales to 16 bytes
+    assert made(dtype).held.numel() <= nbytes * sum(NUMELS) + 8 * len(NUMELS) + 16
 
 
 def test_int8_is_off_by_at_most_a_step_and_not_in_the_mean() -> None:

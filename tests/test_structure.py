@@ -226,7 +226,9 @@ HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
         ("gradwire", (*HEAVY, "msgspec")),
         ("gradwire.errors", (*HEAVY, "msgspec")),
         ("gradwire.core", HEAVY),
+        ("gradwire.costs", HEAVY),
         ("gradwire.planner", HEAVY),
+        ("gradwire.sim.timeline", HEAVY),
         ("gradwire.testbed", TORCH),
     ],
 )

@@ -212,6 +212,73 @@ def options(
 
 
 @app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    profile: Annotated[Path, typer.Option(help="Profile file: the model's times, tensor by tensor.")],
+    cluster: Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")],
+    costs: Annotated[
+        Path | None, typer.Option(help="Costs file: codec times. Not needed where nothing is encoded.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for a trace that ui.perfetto.dev and chrome://tracing show.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where gradients are computed: gpu or cpu. Default: by the profile's device.")
+    ] = None,
+    codec_on: Annotated[
+        str | None,
+        typer.Option(help="Where codec tasks of that device run: compute or 'own thread'. Default: compute."),
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            help="When last decodes run: 'at once', 'after backward', 'with encode' or none. Default: at once."
+        ),
+    ] = None,
+    decode_calls: Annotated[
+        str | None,
+        typer.Option(help="A decode of several payloads: each by a call, or one call for all. Default: each."),
+    ] = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="Lanes of a rank, 0 for strict launch order. Default: 2 on CPUs, 0 on GPUs.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole timeline as JSON instead of a table.")] = False,
+) -> None:
+    """Predict the step of a plan on a cluster: who works when, and what nothing hides. No GPU, no network, no training."""
+    from gradwire.core import Cluster, Costs, Plan, Profile
+    from gradwire.core.files import write_whole
+    from gradwire.sim.rules import changed_rules
+    from gradwire.sim.table import as_table
+    from gradwire.sim.timeline import simulate as simulate_plan
+    from gradwire.sim.trace import as_trace
+
+    times = Profile.load(profile)
+    rules = changed_rules(
+        times, device=device, codec_on=codec_on, decode=decode, decode_calls=decode_calls, lanes=lanes
+    )
+    codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
+    timeline = simulate_plan(Plan.load(plan), times, Cluster.load(cluster), codecs, rules)
+    if trace is not None:
+        write_whole(trace, as_trace(timeline))
+    typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
+
+
+@app.command()
+def import_profile(
+    source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],
+    batch: Annotated[int, typer.Option(help="Samples per rank and step, which the source does not say.")] = 32,
+    device: Annotated[str, typer.Option(help="What computed, which the source does not say.")] = "V100",
+) -> None:
+    """Turn ByteComp's published profiles and codec times into profile.json and costs.json."""
+    from gradwire.costs.imported import import_file
+
+    document = import_file(source, batch, device)
+    document.save(out)
+    typer.echo(f"{document.what} written to {out}.")
+
+
+@app.command()
 def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0)] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,

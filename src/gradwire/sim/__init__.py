@@ -1,5 +1,1 @@
-"""What a step takes, from what its parts take. Pure: no torch."""
-
-from gradwire.sim import closed_forms
-
-__all__ = ["closed_forms"]
+"""What a plan's step will look like: who works when; and step times in closed form. Pure: no torch."""

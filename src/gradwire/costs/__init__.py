@@ -1,0 +1,19 @@
+"""What collectives and codecs cost: alpha-beta models, codec times, fits that keep their residuals. Pure: no torch."""
+
+from gradwire.costs.codecs import CodecTimes
+from gradwire.costs.fit import Fit, fit_line, fit_link
+from gradwire.costs.fold import Affine, AffineCosts, fold
+from gradwire.costs.prices import Price, PricedBucket, Prices
+
+__all__ = [
+    "Affine",
+    "AffineCosts",
+    "CodecTimes",
+    "Fit",
+    "Price",
+    "PricedBucket",
+    "Prices",
+    "fit_line",
+    "fit_link",
+    "fold",
+]

@@ -1,0 +1,120 @@
+"""What collectives put on links: messages one after another, and bytes (notes D30 and 2.2).
+
+A link works full duplex. Inside a node each rank has its own intra link; the ranks of a node share its inter link, which
+therefore carries the sum of their flows. Times follow from the alpha-beta model: messages * alpha + bytes * beta.
+
+| of n ranks that hold x bytes each | messages | bytes, busiest rank |
+|---|---|---|
+| allreduce | 2(n-1) | 2(n-1)/n x |
+| reducescatter, alltoall | n-1 | (n-1)/n x |
+| allgather, gather (received by the root) | n-1 | (n-1) x |
+| reduce, broadcast as a pipelined chain | n-1 | x |
+| reduce, broadcast as a binomial tree | ceil(log2 n) | ceil(log2 n) x |
+"""
+
+from typing import NamedTuple
+
+from gradwire.core.cluster import Link
+from gradwire.errors import PlanError
+
+__all__ = ["ROUTINGS", "Load", "Traffic", "flat_traffic", "group_traffic", "us_per_byte"]
+
+ROUTINGS = ("ring", "direct")
+"""How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
+messages. direct: every pair of ranks by itself, and rooted ones along a binomial tree, as gradwire's own exchanges on CPUs
+do (decision 1). Only all-reduce goes around a ring in both. It matters where several ranks share a node's inter link."""
+
+
+class Load(NamedTuple):
+    """What an exchange puts on one link."""
+
+    messages: float
+    """One after another: each costs the link's alpha."""
+    factor: float
+    """Bytes over the busiest of these links, as a multiple of the bytes that a rank holds before the exchange."""
+
+
+class Traffic(NamedTuple):
+    """What an exchange puts on both links, which work at the same time."""
+
+    intra: Load
+    inter: Load
+    sent: float
+    """Bytes that one rank sends over either, as a multiple of what it holds; where one sends more than others, the most."""
+
+    def time_us(self, held_bytes: float, intra: Link, inter: Link) -> float:
+        """Microseconds: that of the link that takes longer."""
+        return max(
+            self.intra.messages * intra.alpha_us + self.intra.factor * held_bytes * us_per_byte(intra),
+            self.inter.messages * inter.alpha_us + self.inter.factor * held_bytes * us_per_byte(inter),
+        )
+
+
+NOTHING = Load(0, 0.0)
+
+
+def us_per_byte(link: Link) -> float:
+    """The link's beta: microseconds for each byte.
+
+    >>> us_per_byte(Link(alpha_us=30.0, gbps=25.0))
+    0.00032
+    """
+    return 8 / (link.gbps * 1000)
+
+
+def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows: int = 1) -> Traffic:
+    """A collective among ranks that are all joined by one kind of link.
+
+    word: one of LINK_TASKS. ranks: of the group. link: 'intra' or 'inter'. flows: groups that do the same at the same time
+    over the same link, such as the 8 ranks of a node that exchange their shards between nodes.
+
+    >>> group_traffic("allreduce", 4, "inter").inter
+    Load(messages=6, factor=1.5)
+    """
+    messages, factor, sent = _on_one_link(word, ranks, routing)
+    load = Load(messages, factor * flows)
+    return Traffic(load, NOTHING, sent) if link == "intra" else Traffic(NOTHING, load, sent)
+
+
+def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "ring") -> Traffic:
+    """A collective among all ranks of a cluster as one group, which knows nothing of nodes.
+
+    On a ring each node's inter link carries one flow. When every pair of ranks exchanges directly it carries those of all
+    its ranks to all ranks of other nodes.
+
+    >>> flat_traffic("alltoall", nodes=2, ranks_per_node=4).inter  # each of 4 ranks sends 4 of 8 parts to the other node
+    Load(messages=4, factor=2.0)
+    """
+    world, local = nodes * ranks_per_node, ranks_per_node
+    if nodes == 1:
+        return group_traffic(word, world, "intra", routing)
+    if local == 1:
+        return group_traffic(word, world, "inter", routing)
+    messages, factor, sent = _on_one_link(word, world, routing)
+    abroad = world - local
+    if word in ("alltoall", "gather") or (routing == "direct" and word in ("reducescatter", "allgather")):
+        each = factor / (world - 1)  # to or from every other rank
+        senders = 1 if word == "gather" else local
+        return Traffic(Load(local - 1, (local - 1) * each), Load(abroad, senders * abroad * each), sent)
+    load = Load(messages, factor)
+    return Traffic(load, load, sent)
+
+
+def _on_one_link(word: str, ranks: int, routing: str) -> tuple[float, float, float]:
+    """Messages, bytes over the busiest rank's link, bytes sent by a rank."""
+    others = ranks - 1
+    if others == 0:
+        return 0, 0.0, 0.0
+    if word == "allreduce":
+        return 2 * others, 2 * others / ranks, 2 * others / ranks
+    if word in ("reducescatter", "alltoall"):
+        return others, others / ranks, others / ranks
+    if word == "allgather":
+        return others, float(others), float(others)
+    if word == "gather":
+        return others, float(others), 1.0
+    if word in ("reduce", "broadcast"):
+        hops = others.bit_length()  # ceil(log2 ranks)
+        most = hops if word == "broadcast" else 1
+        return (hops, float(hops), float(most)) if routing == "direct" else (others, 1.0, 1.0)
+    raise PlanError(f"{word!r} is no collective of this table. Use one of gradwire.core.plan.LINK_TASKS.")

@@ -1,0 +1,163 @@
+"""What each task of a bucket costs on a cluster: microseconds, and bytes on the links."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.core.checks import DTYPE_BYTES
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.plan import Bucket
+from gradwire.core.profile import TensorProfile
+from gradwire.core.specs import Identity, Spec
+from gradwire.core.specs.base import Run
+from gradwire.core.tensors import TensorInfo
+from gradwire.costs.codecs import CodecTimes
+from gradwire.costs.steps import Step, steps_of
+
+__all__ = ["DECODE_CALLS", "Price", "PricedBucket", "Prices"]
+
+DECODE_CALLS = ("each", "one")
+"""How a Decomp of several payloads of the same elements is called. each: once for each payload, as the engine does. one: once for
+all, for the time of so many bytes; what was published of codec times on GPUs seems to mean that."""
+
+
+class Price(NamedTuple):
+    """One task of one piece of a bucket."""
+
+    task: str
+    """word:where, as in the option."""
+    us: float
+    gathers: bool
+    """Whether it belongs to the gather phase."""
+    sent_bytes: float = 0.0
+    """Bytes that one rank sends."""
+    intra_bytes: float = 0.0
+    """Bytes over a rank's intra link."""
+    inter_bytes: float = 0.0
+    """Bytes over a node's inter link, of all its ranks together."""
+
+
+class PricedBucket(NamedTuple):
+    """A bucket's tasks, each of its pieces alike."""
+
+    tasks: tuple[Price, ...]
+    pieces: int
+    """Chunks in which it is exchanged."""
+
+
+class Prices:
+    """Prices of buckets on one cluster. What was priced once is remembered.
+
+    tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. An exchange is cut evenly: what the
+    engine rounds to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp is
+    one call of its codec.
+
+    >>> from gradwire.core import Link
+    >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
+    >>> prices = Prices([TensorInfo("w", (250,), "float32")], cluster, Costs(codecs=()))
+    >>> bucket = Bucket(tensors=("w",), spec=Identity(), option=("allreduce:inter",))
+    >>> [(price.task, price.us, price.sent_bytes) for price in prices.of(bucket).tasks]  # 2 alpha + 1000 bytes at 1 GB/s
+    [('allreduce:inter', 21.0, 1000.0)]
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorInfo | TensorProfile],
+        cluster: Cluster,
+        costs: Costs,
+        routing: str = "ring",
+        decode_calls: str = "each",
+    ) -> None:
+        self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
+        self.codecs = CodecTimes(costs)
+        self._sizes = {tensor.name: (tensor.numel, tensor.nbytes, tensor.shape) for tensor in tensors}
+        self._itemsizes = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in tensors}
+        self._known: dict[tuple[object, ...], PricedBucket] = {}
+
+    def of(self, bucket: Bucket) -> PricedBucket:
+        """The bucket's tasks with their prices. Raises PlanError for an option or codec that cannot be priced."""
+        specs = bucket.spec if isinstance(bucket.spec, Spec) else bucket.specs
+        key = (bucket.tensors, specs, bucket.option, bucket.chunk_bytes, bucket.reduce_dtype)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._price(bucket)
+        return found
+
+    def _price(self, bucket: Bucket) -> PricedBucket:
+        rounds = bucket.spec_of(bucket.tensors[0]).rounds
+        steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
+        nbytes = sum(self._sizes[name][1] for name in bucket.tensors)
+        whole = bucket.option == ("allreduce:inter",) or not bucket.chunk_bytes
+        pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
+        payloads = self._payload_bytes(bucket, nbytes, rounds)
+        shares = self._shares(bucket, nbytes)
+        tasks = []
+        for step in steps:
+            if step.traffic is None:
+                # the encodes of several rounds are one encode, cut
+                cuts = rounds if rounds and step.task.startswith("comp") else 1
+                tasks.append(Price(step.task, self._codec_us(step, shares, nbytes / pieces) / cuts, step.gathers))
+            else:
+                tasks.append(self._exchange(step, payloads[step.payload] / pieces))
+        return PricedBucket(tuple(tasks), pieces)
+
+    def _payload_bytes(self, bucket: Bucket, nbytes: int, rounds: int) -> tuple[float, float, float]:
+        """Of the whole bucket: gradients, payload of the first encode, of a later one, which encodes the sum."""
+        if not any(task.startswith("comp") for task in bucket.option):
+            return nbytes, 0.0, 0.0
+        runs = []
+        for name in bucket.tensors:
+            numel, _, shape = self._sizes[name]
+            runs.append(Run(numel, bucket.spec_of(name).element_bits, shape))
+        spec = bucket.spec_of(bucket.tensors[0])
+        first = spec.payload_bytes(runs, self._itemsizes[bucket.tensors[0]])
+        if rounds:  # each round about as much; together exactly
+            return nbytes, first / rounds, first / rounds
+        return nbytes, first, spec.payload_bytes(runs, DTYPE_BYTES[bucket.reduce_dtype])
+
+    def _shares(self, bucket: Bucket, nbytes: int) -> dict[Spec, float]:
+        """The part of the bucket's bytes that each spec has."""
+        if isinstance(bucket.spec, Spec):
+            return {bucket.spec: 1.0}
+        shares: dict[Spec, float] = {}
+        for name, spec in bucket.spec.items():
+            shares[spec] = shares.get(spec, 0.0) + self._sizes[name][1] / max(1, nbytes)
+        return shares
+
+    def _codec_us(self, step: Step, shares: Mapping[Spec, float], nbytes: float) -> float:
+        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes."""
+        what, _, device = step.task.partition(":")
+        time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
+        if not step.parts or not step.share:
+            return 0.0  # one rank alone: there is nobody else's part
+        calls = 1 if self.decode_calls == "one" else step.parts
+        size = nbytes * step.share * step.parts / calls
+        return calls * sum(share * time(spec, device, size) for spec, share in shares.items())
+
+    def _exchange(self, step: Step, nbytes: float) -> Price:
+        traffic, cluster = step.traffic, self.cluster
+        assert traffic is not None
+        held = nbytes * step.share * step.parts
+        return Price(
+            step.task,
+            traffic.time_us(held, cluster.intra, cluster.inter),
+            step.gathers,
+            traffic.sent * held,
+            traffic.intra.factor * held,
+            traffic.inter.factor * held,
+        )
+
+    def uncompressed(self, bucket: Bucket) -> PricedBucket:
+        """The same exchanges with gradients as they are, as in CD-SGD's correction step. Sums in several rounds share the
+        gradient between them, so that all rounds together cost one."""
+        option = tuple(task for task in bucket.option if not task.startswith(("comp", "decomp")))
+        plain = msgspec.structs.replace(bucket, spec=Identity(), option=option)
+        priced, rounds = self.of(plain), len(option) if set(option) == {"allreduce:inter"} else 1
+        tasks = tuple(Price(p.task, p.us / rounds, p.gathers, *(size / rounds for size in p[3:])) for p in priced.tasks)
+        return priced._replace(tasks=tasks)
+
+    def with_spec(self, bucket: Bucket, spec: Spec) -> PricedBucket:
+        """The same option with another spec."""
+        return self.of(msgspec.structs.replace(bucket, spec=spec))

@@ -1,0 +1,148 @@
+"""What an option does, task by task, in parts of the bucket: sizes are left open, so that it is worked out once.
+
+Followed is what the busiest rank holds: which part of the bucket, whether as gradients or as payloads, and how many payloads
+of each element, where nobody has added yet (ByteComp's footnote 2; notes D31).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from gradwire.core.plan import LINK_TASKS
+from gradwire.costs.collectives import Traffic, flat_traffic, group_traffic
+from gradwire.errors import PlanError
+
+__all__ = ["Step", "steps_of"]
+
+_SECOND_OF = {"reducescatter": "allgather", "alltoall": "allgather", "reduce": "broadcast", "gather": "broadcast"}
+_SUMS = ("allreduce", "reducescatter", "reduce")
+
+
+class Step(NamedTuple):
+    """One task of an option."""
+
+    task: str
+    """word:where, as in the plan."""
+    share: float
+    """The part of the bucket that the busiest rank encodes, decodes, or holds before the exchange."""
+    parts: int
+    """Payloads of each element: what a decode decodes one after the other, and what an exchange carries. 1 for a Comp."""
+    payload: int
+    """What an exchange carries: 0 gradients, 1 what the first Comp made, 2 what a later one made."""
+    traffic: Traffic | None
+    """Of an exchange."""
+    gathers: bool
+    """Whether it belongs to the gather phase: from the first second step on all ranks only spread what is summed."""
+
+
+@lru_cache(maxsize=20_000)
+def steps_of(
+    option: tuple[str, ...], nodes: int, ranks_per_node: int, rounds: int = 0, routing: str = "ring"
+) -> tuple[Step, ...]:
+    """The tasks of an option on a cluster of this shape.
+
+    rounds: how often the spec's payloads are summed on the wire (`Spec.rounds`). routing: one of ROUTINGS.
+    Raises PlanError if the option does not give every rank the whole sum.
+
+    >>> steps = steps_of(("comp:gpu", "allgather:inter", "decomp:gpu"), nodes=4, ranks_per_node=1)
+    >>> [(step.task, step.share, step.parts) for step in steps]
+    [('comp:gpu', 1.0, 1), ('allgather:inter', 1.0, 1), ('decomp:gpu', 1.0, 4)]
+    """
+    walk = _Walk(option, nodes, ranks_per_node, rounds, routing)
+    steps = tuple(walk.step(index) for index in range(len(option)))
+    if walk.coded or walk.opened:
+        raise PlanError(f"option {list(option)} ends before all ranks have the whole sum. {_CURE}")
+    return steps
+
+
+_CURE = "`gradwire options` lists the options there are."
+
+
+class _Walk:
+    """What the busiest rank holds, from task to task."""
+
+    def __init__(self, option: Sequence[str], nodes: int, ranks_per_node: int, rounds: int, routing: str) -> None:
+        self.option, self.nodes, self.local = option, nodes, ranks_per_node
+        self.rounds, self.routing = rounds, routing
+        self.words = [task.partition(":")[0] for task in option]
+        self.flat = not any(task.endswith(":intra") for task in option)
+        self.cut, self.parts, self.payload = 1, 1, 0
+        """Held is one in so many parts of the bucket, payloads of each element, and which encode made them."""
+        self.coded = self.own_apart = self.gathering = False
+        self.holders = 1 if self.flat else ranks_per_node
+        """Ranks of a node that hold something between the steps inside it."""
+        self.opened: dict[str, str] = {}
+        """First steps whose second is still to come, by link."""
+
+    def step(self, index: int) -> Step:
+        """Do the task."""
+        word = self.words[index]
+        if word == "comp":
+            return self._encode(index)
+        return self._decode(index) if word == "decomp" else self._exchange(index)
+
+    def _encode(self, index: int) -> Step:
+        if self.coded and not self.rounds:
+            raise self._refusal(index, "what is encoded already")
+        following = self.words[index + 1 : index + 3]
+        self.own_apart = following in (["alltoall", "decomp"], ["gather", "decomp"])
+        kept = 1 / self._ranks(self.option[index + 1]) if following == ["alltoall", "decomp"] else 0.0
+        self.coded, self.parts, self.payload = True, 1, min(2, self.payload + 1)
+        return Step(self.option[index], (1 - kept) / self.cut, 1, 0, None, self.gathering)
+
+    def _decode(self, index: int) -> Step:
+        if not self.coded:
+            raise self._refusal(index, "what is not encoded")
+        # the owner of a part adds its own gradient as it is (notes D2)
+        step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering)
+        self.coded, self.own_apart, self.parts = False, False, 1
+        return step
+
+    def _exchange(self, index: int) -> Step:
+        task, word = self.option[index], self.words[index]
+        link = task.partition(":")[2]
+        ranks = self._ranks(task)
+        if self.coded and word in _SUMS and not (self.rounds and word == "allreduce"):
+            raise self._refusal(index, "payloads, which cannot be added on the wire")
+        second = word in ("allgather", "broadcast") and link in self.opened
+        if word == "broadcast" and not second:
+            raise self._refusal(index, "what no first step has brought to one root")
+        if link in self.opened and word != _SECOND_OF[self.opened[link]]:
+            raise self._refusal(
+                index, f"what waits for the second step of {self.opened[link]}, {_SECOND_OF[self.opened[link]]}"
+            )
+        self.gathering = self.gathering or second
+        step = Step(
+            task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering
+        )
+        if second:
+            del self.opened[link]
+            self.cut //= ranks if word == "allgather" else 1
+        elif word in _SECOND_OF:
+            self.opened[link] = word
+            self.cut *= ranks if word in ("reducescatter", "alltoall") else 1
+            if link == "intra" and word in ("reduce", "gather"):
+                self.holders = 1
+        if self.coded and not second and word in ("alltoall", "gather", "allgather"):
+            self.parts *= ranks
+        return step
+
+    def _ranks(self, task: str) -> int:
+        """How many ranks a task's collective joins."""
+        if self.flat:
+            return self.nodes * self.local
+        return self.local if task.endswith(":intra") else self.nodes
+
+    def _traffic(self, word: str, link: str) -> Traffic:
+        if word not in LINK_TASKS:
+            raise PlanError(f"option {list(self.option)} has {word!r}, which is no task. {_CURE}")
+        if self.flat:
+            return flat_traffic(word, self.nodes, self.local, self.routing)
+        if link == "intra":
+            return group_traffic(word, self.local, link, self.routing)
+        return group_traffic(word, self.nodes, link, self.routing, self.holders)
+
+    def _refusal(self, index: int, what: str) -> PlanError:
+        return PlanError(
+            f"option[{index}] is {self.option[index]!r} on {what}, in {list(self.option)}: that is impossible. {_CURE}"
+        )

@@ -1,0 +1,258 @@
+"""The event loop: one step after another over four resources, in whole femtoseconds.
+
+Whole numbers make sums independent of their order and ties true ties, so a step has one timeline, to the last bit.
+
+Everything follows from one rule: when something ends, first all that ends at the same moment is noted, then every resource
+that is free takes what comes first in its queue. Queues are ordered:
+- on compute: codec tasks that a link waits for, in launch order, then last decodes, then backward and forward (D22), then late
+  decodes;
+- on a link: strictly by launch order, or, with lanes, by the moment of being ready;
+- in the CPU pool: by the moment of being ready.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+__all__ = ["COMPUTE", "INTER", "INTRA", "POOL", "RESOURCES", "WHOLE_STEP", "Run", "Span", "Task", "Work", "run"]
+
+COMPUTE, POOL, INTRA, INTER = range(4)
+RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
+
+NOTHING, WHOLE_STEP = -2, -1
+"""What a part of the computation waits for, beside a bucket's index: nothing, or an earlier step's whole exchange."""
+AWAITED, LAST, LATE = 0, 1, 2
+"""Of tasks on compute: a link waits for it; nothing but the step's end does; it goes behind backward and forward."""
+
+
+class Task(NamedTuple):
+    """One task of one piece of a bucket."""
+
+    resource: int
+    length: int
+    order: int
+    """Place in the step's launch order of the link task that it is, that waits for it, or, for last decodes, before it."""
+    urgency: int = AWAITED
+    gate: int = -1
+    """The bucket whose gradients must be ready, for the first task of a piece; else -1."""
+    ends: int = -1
+    """The bucket of which it ends a piece, for the last task of one; else -1."""
+
+
+class Work(NamedTuple):
+    """What a step has to do."""
+
+    lengths: Sequence[int]
+    """Of the computation's parts in their order: forward, tensor by tensor, then backward."""
+    waits: Sequence[int]
+    """What each part waits for: NOTHING, WHOLE_STEP, or the bucket whose exchange of the step before must be over."""
+    releases: Sequence[Sequence[int]]
+    """Buckets that are ready when a part ends."""
+    rows: Sequence[Sequence[Task]]
+    """Tasks that are done one after the other: the pieces' own, or those of lanes."""
+    pieces: Sequence[int]
+    """How many pieces each bucket has."""
+
+
+class Span(NamedTuple):
+    """What a resource did."""
+
+    start: int
+    end: int
+    step: int
+    row: int
+    """Of `Work.rows`; -1 for computation."""
+    first: int
+    """The task in its row, or the first part of the computation."""
+    until: int
+    """The part of the computation after the last one."""
+
+
+class Run(NamedTuple):
+    """What came out."""
+
+    computed: list[int]
+    """When the backward of each step ended."""
+    exchanged: list[int]
+    """When the exchange of each step ended."""
+    spans: list[Span]
+    """In the order of their starts; empty if not asked for."""
+
+
+def run(works: Sequence[Work], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> Run:
+    """Simulate so many steps; step s does works[s % len(works)].
+
+    lag: a part that waits for WHOLE_STEP waits for the exchange of so many steps before. lanes: rows are lanes, which go on
+    in the next step where they ended; else each row begins when its gradients are ready. workers: tasks that the CPU pool
+    does at once.
+    """
+    return _Loop(works, steps, lag, lanes, workers, record).run()
+
+
+class _Loop:
+    def __init__(self, works: Sequence[Work], steps: int, lag: int, lanes: bool, workers: int, record: bool) -> None:
+        self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
+        self.cycle = works
+        self.works = [works[step % len(works)] for step in range(steps)]
+        self.width = max(len(work.rows) for work in works)
+        self.after = [_sums(work.lengths) for work in works] * (steps // len(works) + 1)
+        self.breaks = [_breaks(work) for work in works] * (steps // len(works) + 1)
+        self.left = [list(work.pieces) for work in self.works]
+        self.left_all = [sum(work.pieces) for work in self.works]
+        self.ready = [[False] * len(work.pieces) for work in self.works]
+        self.waiting: dict[tuple[int, int], list[int]] = {}
+        self.at = [0] * (steps * self.width)
+        self.free = [1, workers, 1, 1]
+        self.queues: list[list[tuple[int, int, int]]] = [[], [], [], []]
+        self.ending: list[tuple[int, int, int]] = []
+        """(time, resource, row of all rows, or minus the computation's part after the last one)."""
+        self.due = [self._launch_order(link) for link in range(len(RESOURCES))]
+        self.launched = [0, 0, 0, 0]
+        self.step = self.part = 0
+        self.result = Run([], [0] * steps, [])
+
+    def _launch_order(self, link: int) -> list[int]:
+        """Orders of all link tasks of all steps on a link, first to last."""
+        if self.lanes or link not in (INTRA, INTER):
+            return []
+        span = 1 << 32
+        orders = {
+            id(work): sorted(t.order for row in work.rows for t in row if t.resource == link) for work in self.cycle
+        }
+        return [step * span + order for step, work in enumerate(self.works) for order in orders[id(work)]]
+
+    def run(self) -> Run:
+        now = 0
+        for row in range(self.width if self.lanes else len(self.at)):
+            self._begin_row(row, now)
+        while True:
+            for resource in (INTRA, INTER, POOL):
+                self._start(resource, now)
+            if self.free[COMPUTE]:
+                self._compute(now)
+            if not self.ending:
+                return self.result
+            now = self.ending[0][0]
+            while self.ending and self.ending[0][0] == now:
+                _, resource, what = heappop(self.ending)
+                self.free[resource] += 1
+                if what < 0:
+                    self._computed(-what, now)
+                else:
+                    self._done(what, now)
+
+    def _begin_row(self, row: int, now: int) -> None:
+        """Start a row; of a lane, the first that it has from this step on."""
+        step, index = divmod(row, self.width)
+        while self.lanes and step < self.steps and index >= len(self.works[step].rows):
+            step += 1
+        if step < self.steps and index < len(self.works[step].rows):
+            self._next(step * self.width + index, now)
+
+    def _next(self, row: int, now: int) -> None:
+        """Queue the row's next task, if there is one and its gradients are ready."""
+        step, index = divmod(row, self.width)
+        tasks, at = self.works[step].rows[index], self.at[row]
+        if at == len(tasks):
+            if self.lanes:
+                self._begin_row(row + self.width, now)
+            return
+        task = tasks[at]
+        if task.gate >= 0 and not self.ready[step][task.gate]:
+            self.waiting.setdefault((step, task.gate), []).append(row)
+            return
+        order = (step << 32) + task.order
+        if task.resource == COMPUTE:
+            key = (task.urgency, order, row)
+        elif task.resource == POOL or self.lanes:
+            key = (now, order, row)
+        else:
+            key = (order, 0, row)
+        heappush(self.queues[task.resource], key)
+
+    def _start(self, resource: int, now: int) -> None:
+        """Give a link or the pool what comes first."""
+        queue = self.queues[resource]
+        while self.free[resource] and queue:
+            if self.due[resource] and queue[0][0] != self.due[resource][self.launched[resource]]:
+                return  # what is ready is not its turn
+            self.launched[resource] += 1
+            self._take(resource, heappop(queue)[2], now)
+
+    def _take(self, resource: int, row: int, now: int) -> None:
+        step, index = divmod(row, self.width)
+        at = self.at[row]
+        end = now + self.works[step].rows[index][at].length
+        self.free[resource] -= 1
+        heappush(self.ending, (end, resource, row))
+        if self.record:
+            self.result.spans.append(Span(now, end, step, index, at, 0))
+
+    def _compute(self, now: int) -> None:
+        """Give compute a codec task, or as many parts of the computation as nothing can come between."""
+        queue = self.queues[COMPUTE]
+        possible = self._may_go_on()
+        if queue and (queue[0][0] < LATE or not possible):
+            self._take(COMPUTE, heappop(queue)[2], now)
+        elif possible:
+            after, part = self.after[self.step], self.part
+            until = self.breaks[self.step][part]
+            if self.ending:
+                # parts that begin before the next event
+                until = min(until, max(part + 1, bisect_left(after, self.ending[0][0] - now + after[part])))
+            end = now + after[until] - after[part]
+            self.free[COMPUTE] -= 1
+            heappush(self.ending, (end, COMPUTE, -until))
+            if self.record:
+                self.result.spans.append(Span(now, end, self.step, -1, part, until))
+
+    def _may_go_on(self) -> bool:
+        """Whether the next part of the computation can run."""
+        if self.step == self.steps:
+            return False
+        wait = self.works[self.step].waits[self.part]
+        if wait == NOTHING:
+            return True
+        before = self.step - (self.lag if wait == WHOLE_STEP else 1)
+        return before < 0 or not (self.left_all[before] if wait == WHOLE_STEP else self.left[before][wait])
+
+    def _computed(self, until: int, now: int) -> None:
+        work = self.works[self.step]
+        for bucket in work.releases[until - 1]:
+            self.ready[self.step][bucket] = True
+            for row in self.waiting.pop((self.step, bucket), ()):
+                self._next(row, now)
+        self.part = until
+        if until == len(work.lengths):
+            self.result.computed.append(now)
+            self.step, self.part = self.step + 1, 0
+
+    def _done(self, row: int, now: int) -> None:
+        step, index = divmod(row, self.width)
+        task = self.works[step].rows[index][self.at[row]]
+        self.at[row] += 1
+        if task.ends >= 0:
+            self.left[step][task.ends] -= 1
+            self.left_all[step] -= 1
+            if not self.left_all[step]:
+                self.result.exchanged[step] = now
+        self._next(row, now)
+
+
+def _sums(lengths: Sequence[int]) -> list[int]:
+    """Time before each part, and after all."""
+    sums = [0]
+    for length in lengths:
+        sums.append(sums[-1] + length)
+    return sums
+
+
+def _breaks(work: Work) -> list[int]:
+    """For each part, the first later one before which something may happen: buckets become ready, or it waits."""
+    breaks, following = [], len(work.lengths)
+    for part in reversed(range(len(work.lengths))):
+        if work.releases[part] or (part + 1 < len(work.waits) and work.waits[part + 1] != NOTHING):
+            following = part + 1
+        breaks.append(following)
+    return breaks[::-1]

@@ -1,0 +1,82 @@
+"""What a plan leaves open: how a rank works."""
+
+from typing import Any
+
+import msgspec
+
+from gradwire.core.checks import whole, word
+from gradwire.core.profile import Profile
+from gradwire.costs.collectives import ROUTINGS
+from gradwire.costs.prices import DECODE_CALLS
+from gradwire.errors import PlanError
+
+__all__ = ["CODEC_ON", "DECODE", "Rules", "changed_rules", "device_of", "rules_of"]
+
+CODEC_ON = ("compute", "own thread")
+DECODE = ("at once", "after backward", "with encode", "none")
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank works, where the papers differ or are silent (decision 11). Raises PlanError for a value that is none.
+
+    The defaults are gradwire's engine on GPUs; `rules_of` gives those of either device.
+    """
+
+    device: str = "gpu"
+    """Where gradients are computed: gpu or cpu. Codec tasks on the other device run in the CPU pool."""
+    codec_on: str = "compute"
+    """Where codec tasks on the gradients' device run. compute: they and the computation exclude each other, and a ready
+    codec task runs before the next tensor's backward (D22). own thread: in the CPU pool, without load on compute."""
+    decode: str = "at once"
+    """When the last decode of a bucket runs. at once: like an encode; after backward: when compute has nothing else to do;
+    with encode: its time is added to the first encode; none: decodes cost nothing (the papers' drawings; D18). A decode
+    that a later exchange waits for is never put off."""
+    lanes: int = 0
+    """0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator. n: pieces are dealt to
+    n lanes, each doing encode, exchange and decode of one task after the other, as gradwire's lanes on CPUs do."""
+    cpu_workers: int = 1
+    """Codec tasks that the CPU pool does at the same time."""
+    decode_calls: str = "each"
+    """How a decode of several payloads is called: each or one; see gradwire.costs.prices.DECODE_CALLS."""
+    routing: str = "ring"
+    """How sums and gathers go: ring or direct; see gradwire.costs.collectives.ROUTINGS."""
+
+    def __post_init__(self) -> None:
+        word("device", self.device, ("gpu", "cpu"), error=PlanError)
+        word("codec_on", self.codec_on, CODEC_ON, error=PlanError)
+        word("decode", self.decode, DECODE, error=PlanError)
+        word("decode_calls", self.decode_calls, DECODE_CALLS, error=PlanError)
+        word("routing", self.routing, ROUTINGS, error=PlanError)
+        whole("lanes", self.lanes, "how many lanes a rank has, 0 for launch order without lanes", error=PlanError)
+        whole("cpu_workers", self.cpu_workers, "codec tasks that run at once", low=1, error=PlanError)
+        if self.lanes and self.decode == "after backward":
+            raise PlanError(
+                f"decode is 'after backward' with lanes {self.lanes}: a lane decodes before its next task, so it would stand "
+                "still until backward ends. Use lanes=0, or decode='at once'."
+            )
+
+
+def rules_of(device: str) -> Rules:
+    """What gradwire's engine does with gradients on this device: gpu or cpu.
+
+    >>> rules_of("cpu").lanes, rules_of("gpu").lanes
+    (2, 0)
+    """
+    return Rules(device="cpu", lanes=2, routing="direct") if device == "cpu" else Rules(device=device)
+
+
+def device_of(profile: Profile) -> str:
+    """cpu if the profile's device says so in words, as 'cpu' or 'CPU, 2 cores'; else gpu."""
+    return "cpu" if "cpu" in profile.device.lower() else "gpu"
+
+
+def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any) -> Rules:
+    """The engine's rules on a device (None: the profile's), with other values where `changes` gives one.
+
+    Raises PlanError for a value that is none.
+    """
+    device = device or device_of(profile)
+    word("device", device, ("gpu", "cpu"), error=PlanError)
+    return msgspec.structs.replace(
+        rules_of(device), **{name: value for name, value in changes.items() if value is not None}
+    )

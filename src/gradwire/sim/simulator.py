@@ -1,0 +1,266 @@
+"""From plans to step times: what planners call thousands of times.
+
+A simulator is made once for a model and a cluster. For each plan it prices the buckets, lays out what every resource has to
+do, and runs the event loop until the steps' rhythm repeats.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple, Protocol
+
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.plan import LINK_TASKS, Bucket
+from gradwire.core.profile import Profile
+from gradwire.core.schedules import Delayed, Pipelined, Schedule
+from gradwire.costs import Price, PricedBucket, Prices
+from gradwire.errors import PlanError
+from gradwire.sim.events import (
+    AWAITED,
+    COMPUTE,
+    INTER,
+    INTRA,
+    LAST,
+    LATE,
+    NOTHING,
+    POOL,
+    WHOLE_STEP,
+    Run,
+    Task,
+    Work,
+    run,
+)
+from gradwire.sim.rules import Rules
+
+__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "launch_order"]
+
+FS_PER_US = 10**9
+"""Times are whole femtoseconds inside the event loop."""
+_FEWEST_CYCLES, _MOST_CYCLES = 5, 80
+"""Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
+
+
+class Planned(Protocol):
+    """The part of a Plan that is simulated. A planner may use a lighter class of its own for its candidates."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
+
+    @property
+    def launch(self) -> Sequence[tuple[int, str]]: ...
+
+
+class Label(NamedTuple):
+    """What a task of a row is."""
+
+    bucket: int
+    chunk: int
+    place: int
+    """Of the task in the bucket's option."""
+    price: Price
+
+
+class Layout(NamedTuple):
+    """One step of a plan, and what its tasks are."""
+
+    work: Work
+    labels: list[list[Label]]
+    """Of each task of each row."""
+    priced: list[PricedBucket]
+
+
+class Outcome(NamedTuple):
+    """What simulating a plan gave."""
+
+    layouts: list[Layout]
+    """One for each kind of step, in the order of the steps, repeated."""
+    run: Run
+    steps: int
+    """Steps simulated."""
+    window: tuple[int, int]
+    """From when to when the last cycle of steps lasted, in femtoseconds."""
+    cycle: int
+    """Steps in it."""
+    steady: bool
+    """Whether cycles last exactly alike by then."""
+
+
+class Simulator:
+    """Simulates plans for one model on one cluster.
+
+    >>> from gradwire.core import Identity, Link, TensorInfo, TensorProfile
+    >>> from gradwire.planner import Uniform
+    >>> tensor = TensorProfile(name="w", shape=(250,), dtype="float32", backward_us=100.0, forward_us=50.0)
+    >>> profile = Profile(model="one", batch=1, device="V100", tensors=[tensor])
+    >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
+    >>> simulator = Simulator(profile, cluster, Costs(codecs=()))
+    >>> simulator.step_us(Uniform(Identity()).plan(profile.tensor_infos("gpu")))  # forward, backward, 2 alpha, 1000 bytes
+    171.0
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
+        self.profile, self.rules = profile, rules or Rules()
+        self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls)
+        self._one_link = INTRA if cluster.nodes == 1 else INTER
+        tensors = profile.tensors
+        self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
+        # forward uses first what backward reaches last
+        forward = [_fs(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
+        self._lengths = [*forward, *(_fs(tensor.backward_us) for tensor in tensors)]
+
+    def step_us(self, plan: Planned) -> float:
+        """Microseconds of one step in the long run; of `delayed`, the mean over corrections and other steps.
+
+        The plan must be of the simulator's model: that is `simulate`'s to check. Raises PlanError for what cannot be priced.
+        """
+        outcome = self.outcome(plan, record=False)
+        return (outcome.window[1] - outcome.window[0]) / outcome.cycle / FS_PER_US
+
+    def outcome(self, plan: Planned, record: bool) -> Outcome:
+        """Simulate so many steps that their rhythm repeats; `record` keeps what every resource did."""
+        layouts = self._layouts(plan)
+        works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
+        overlaps = isinstance(plan.schedule, (Delayed, Pipelined))
+        lag = 2 if isinstance(plan.schedule, Delayed) else 1
+        cycles = _FEWEST_CYCLES if overlaps else 1
+        while True:
+            steps = cycle * cycles
+            done = run(works, steps, lag=lag, lanes=rules.lanes > 0, workers=rules.cpu_workers, record=record)
+            if not overlaps:
+                return Outcome(layouts, done, 1, (0, max(done.computed[-1], done.exchanged[-1])), 1, True)
+            ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
+            # exchanges too: they may fall behind for many steps before the computation has to wait. The last one is not
+            # like the others, as no further step runs beside it
+            rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
+            steady = len(rhythms) == 1
+            if steady or cycles >= _MOST_CYCLES:
+                window = (ends[-2], ends[-1]) if steady else (ends[len(ends) // 2 - 1], ends[-1])
+                spanned = cycle if steady else cycle * (len(ends) - len(ends) // 2)
+                return Outcome(layouts, done, steps, window, spanned, steady)
+            cycles *= 2
+
+    def _layouts(self, plan: Planned) -> list[Layout]:
+        schedule = plan.schedule
+        if isinstance(schedule, Pipelined):
+            self._check_forward()
+        priced = [self.prices.of(bucket) for bucket in plan.buckets]
+        usual = self._layout(plan, priced)
+        if not isinstance(schedule, Delayed) or schedule.k is None:
+            return [usual]
+        if schedule.correction is None:
+            corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
+        else:
+            corrected = [self.prices.with_spec(bucket, schedule.correction) for bucket in plan.buckets]
+        return [self._layout(plan, corrected), *[usual] * (schedule.k - 1)]
+
+    def _check_forward(self) -> None:
+        missing = [tensor.name for tensor in self.profile.tensors if tensor.forward_us is None]
+        if missing:
+            raise PlanError(
+                f"the schedule is pipelined, and {len(missing)} of {len(self.profile.tensors)} tensors of the profile have no "
+                f"forward_us, {missing[0]!r} first: gathers run in the next forward, so its times are needed. Profile the "
+                "model's forward, or use the backward schedule."
+            )
+
+    def _layout(self, plan: Planned, priced: list[PricedBucket]) -> Layout:
+        count = len(self._position)
+        waits = [NOTHING] * (2 * count)
+        releases: list[list[int]] = [[] for _ in range(2 * count)]
+        for index, bucket in enumerate(plan.buckets):
+            positions = [self._position[name] for name in bucket.tensors]
+            releases[count + max(positions)].append(index)
+            if isinstance(plan.schedule, Pipelined):
+                for position in positions:
+                    waits[count - 1 - position] = index
+        if not isinstance(plan.schedule, Pipelined):
+            waits[0] = WHOLE_STEP
+        rows, labels = self._rows(plan, priced)
+        work = Work(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
+        return Layout(work, labels, priced)
+
+    def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[Task]], list[list[Label]]]:
+        segments = [_segments(bucket.tasks) for bucket in priced]
+        lanes = self.rules.lanes
+        order = launch_order(plan.launch, [bucket.pieces for bucket in priced], skew=not lanes)
+        places = {entry: place for place, entry in enumerate(order)}
+        row_of: dict[tuple[int, int], int] = {}
+        rows: list[list[Task]] = []
+        labels: list[list[Label]] = []
+        for place, (bucket, chunk, phase) in enumerate(order):
+            row = row_of.setdefault((bucket, chunk), len(row_of) % lanes if lanes else len(row_of))
+            if row == len(rows):
+                rows.append([])
+                labels.append([])
+            following = places.get((bucket, chunk, phase + 1))
+            tasks = priced[bucket].tasks
+            for index in segments[bucket][phase]:
+                rows[row].append(self._task(tasks, index, bucket, place, following))
+                labels[row].append(Label(bucket, chunk, index, tasks[index]))
+        return rows, labels
+
+    def _task(self, tasks: Sequence[Price], index: int, bucket: int, place: int, following: int | None) -> Task:
+        """One task of a piece; place, following: of its link task, and of the piece's next one, in launch order."""
+        what, _, where = tasks[index].task.partition(":")
+        us, decode = tasks[index].us, self.rules.decode
+        first, last = index == 0, index == len(tasks) - 1
+        order, urgency = place, AWAITED
+        if what == "decomp":
+            if following is not None:
+                order = following
+            else:
+                urgency = LATE if decode == "after backward" else LAST
+            if decode in ("none", "with encode"):
+                us = 0.0
+        if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
+            us += sum(price.us for price in tasks if price.task.startswith("decomp"))
+        gate, ends = bucket if first else -1, bucket if last else -1
+        return Task(self._resource(what, where), _fs(us), order, urgency, gate, ends)
+
+    def _resource(self, what: str, where: str) -> int:
+        if what in LINK_TASKS:
+            return INTRA if where == "intra" else self._one_link
+        return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
+
+
+def _fs(us: float) -> int:
+    return round(us * FS_PER_US)
+
+
+def _segments(tasks: Sequence[Price]) -> list[list[int]]:
+    """Indices of a bucket's tasks, cut after each link task and the decode that follows it: what a lane does at once."""
+    segments: list[list[int]] = [[]]
+    sent = False
+    for index, price in enumerate(tasks):
+        what = price.task.partition(":")[0]
+        if sent and what != "decomp":
+            segments.append([])
+            sent = False
+        segments[-1].append(index)
+        sent = sent or what in LINK_TASKS
+    return segments
+
+
+def launch_order(launch: Sequence[tuple[int, str]], pieces: Sequence[int], skew: bool) -> list[tuple[int, int, int]]:
+    """All link tasks of a step as (bucket, chunk, phase), as the engine runs them.
+
+    Launches of one bucket that follow each other run piece by piece; with skew the later phases of a piece come after the
+    first phase of the bucket's next one, so that the codec of one runs while the other is on the wire.
+
+    >>> launch_order([(0, "alltoall"), (0, "allgather")], pieces=[2], skew=True)
+    [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
+    """
+    done = [0] * len(pieces)
+    order: list[tuple[int, int, int]] = []
+    for bucket, entries in groupby(launch, key=lambda entry: entry[0]):
+        phases = range(done[bucket], done[bucket] + len(list(entries)))
+        done[bucket] = phases.stop
+        order += [(bucket, chunk, phase) for chunk in range(pieces[bucket]) for phase in phases]
+    if skew:
+        for at in range(len(order) - 1):
+            (bucket, _, phase), (following, _, following_phase) = order[at], order[at + 1]
+            if phase > 0 and following_phase == 0 and bucket == following:
+                order[at], order[at + 1] = order[at + 1], order[at]
+    return order

@@ -1,0 +1,243 @@
+"""The timeline of one step: who works when, and what of it nothing hides.
+
+>>> from gradwire.core import Costs, Identity, Link, TensorProfile
+>>> from gradwire.planner import Uniform
+>>> tensor = TensorProfile(name="w", shape=(250,), dtype="float32", backward_us=100.0, forward_us=50.0)
+>>> profile = Profile(model="one", batch=1, device="V100", tensors=[tensor])
+>>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
+>>> timeline = simulate(Uniform(Identity()).plan(profile.tensor_infos("gpu")), profile, cluster, Costs(codecs=()))
+>>> [(event.what, event.resource, event.start_us, event.end_us) for event in timeline.events]
+[('forward', 'compute', 0.0, 50.0), ('backward', 'compute', 50.0, 150.0), ('allreduce', 'inter link', 150.0, 171.0)]
+>>> timeline.step_us, timeline.exposed_comm_us
+(171.0, 21.0)
+"""
+
+import json
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.plan import CODEC_TASKS, Plan
+from gradwire.core.profile import Profile
+from gradwire.core.strict import Document
+from gradwire.sim.events import RESOURCES, Span
+from gradwire.sim.intervals import Interval, gaps, minus, total, union
+from gradwire.sim.rules import Rules, device_of, rules_of
+from gradwire.sim.simulator import FS_PER_US, Outcome, Simulator
+
+__all__ = ["Bubble", "Event", "Resource", "Timeline", "simulate"]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One task of the timeline."""
+
+    what: str
+    """forward, backward, or the word of a task: comp, decomp, allreduce, ..."""
+    resource: str
+    """compute, cpu pool, intra link or inter link."""
+    start_us: float
+    end_us: float
+    bucket: int = -1
+    """-1 for computation."""
+    chunk: int = -1
+    index: int = -1
+    """Of the task in the bucket's option."""
+    tensor: str = ""
+    """The tensor, for computation."""
+    step: int = 0
+    """Of which step it is: 0 the one that the timeline begins with, -1 the one before, whose gathers may still run."""
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """How one resource spent the timeline."""
+
+    name: str
+    busy_us: float
+    exposed_us: float
+    """Of that, without forward or backward running at the same time."""
+
+
+class Bubble(msgspec.Struct, frozen=True):
+    """All links idle between the exchanges of two buckets: compressing what was sent before it gains nothing (D23)."""
+
+    start_us: float
+    end_us: float
+    before: tuple[int, ...]
+    """Buckets whose exchange was over."""
+
+
+class Timeline(Document, frozen=True, kw_only=True):
+    """One step in the long run: `steps` of them in the `delayed` schedule, which makes a correction every k-th.
+
+    step = forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions (section 3; D21).
+    """
+
+    what: ClassVar[str] = "timeline"
+    remedy: ClassVar[str] = "Simulate the plan again."
+
+    version: int = 1
+    schedule: str
+    """backward, pipelined or delayed."""
+    steps: int
+    """Steps that the timeline shows and its sums are over: 1, or those from one correction to the next."""
+    simulated_steps: int
+    """How many steps were simulated until they repeated."""
+    steady: bool
+    """Whether they repeated exactly; else the timeline shows the later half of the steps, and step_us is their mean."""
+    step_us: float
+    forward_us: float
+    """All forwards of the timeline, and so on."""
+    backward_us: float
+    exposed_comm_us: float
+    """ByteComp's communication overhead: some link is busy, and neither forward nor backward runs."""
+    exposed_codec_us: float
+    """ByteComp's compression overhead: codec tasks run, no link is busy, and neither forward nor backward runs."""
+    idle_us: float
+    """Nothing runs."""
+    cupcake_comm_us: float
+    """Cupcake's communication overhead: some link is busy, and neither computation nor codec runs."""
+    sent_bytes: float
+    """Bytes that one rank sends. Where one sends more than others, as a root does, the most."""
+    intra_bytes: float
+    """Bytes over a rank's intra link."""
+    inter_bytes: float
+    """Bytes over a node's inter link, of all its ranks."""
+    resources: tuple[Resource, ...]
+    bubbles: tuple[Bubble, ...]
+    events: tuple[Event, ...]
+    """By start, then resource: those that begin in the timeline. The last ones may end after it, in the next step."""
+
+    @property
+    def length_us(self) -> float:
+        """Of the whole timeline."""
+        return self.step_us * self.steps
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Canonical JSON: keys sorted, no spaces, so that equal timelines are equal bytes; `indent` for people."""
+        if indent is not None:
+            return super().to_json(indent)
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> Timeline:
+    """The timeline of a plan. rules: what the plan leaves open; None is gradwire's engine on the profile's device.
+
+    Raises PlanError if the plan was made for another model, if a codec was not measured, if an option cannot be priced, or if
+    the schedule is pipelined and the profile has no forward times.
+    """
+    device = device_of(profile) if rules is None else rules.device
+    plan.check_against(profile.tensor_infos(device))
+    simulator = Simulator(profile, cluster, costs, rules or rules_of(device))
+    outcome = simulator.outcome(plan, record=True)
+    return _Reader(simulator, plan, outcome).timeline()
+
+
+class _Reader:
+    """Reads a timeline from what the event loop recorded."""
+
+    def __init__(self, simulator: Simulator, plan: Plan, outcome: Outcome) -> None:
+        self.simulator, self.plan, self.outcome = simulator, plan, outcome
+        self.begin, self.end = outcome.window
+        self.first_step = max(span.step for span in outcome.run.spans if span.row < 0) + 1 - outcome.cycle
+
+    def timeline(self) -> Timeline:
+        computing: list[Interval] = []
+        coding: list[Interval] = []
+        links: list[Interval] = []
+        busy: dict[str, list[Interval]] = {name: [] for name in RESOURCES}
+        events: list[Event] = []
+        for span in self.outcome.run.spans:
+            clipped = (max(span.start, self.begin), min(span.end, self.end))
+            resource, codec = self._resource(span)
+            if clipped[0] < clipped[1]:
+                busy[resource].append(clipped)
+                (computing if span.row < 0 else coding if codec else links).append(clipped)
+            if self._shown(span):
+                events += self._events(span, resource)
+        events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk, e.index))
+        computing, coding, links = union(computing), union(coding), union(links)
+        exposed_links = minus(links, computing)
+        codec_alone = minus(minus(coding, computing), links)
+        length, outcome = self.end - self.begin, self.outcome
+        forward, backward = self._computation()
+        cycle = outcome.layouts * (outcome.cycle // len(outcome.layouts))
+        prices = [(p, b.pieces) for layout in cycle for b in layout.priced for p in b.tasks]
+        return Timeline(
+            schedule=str(self.plan.schedule.__struct_config__.tag),
+            steps=outcome.cycle,
+            simulated_steps=outcome.steps,
+            steady=outcome.steady,
+            step_us=length / outcome.cycle / FS_PER_US,
+            forward_us=forward,
+            backward_us=backward,
+            exposed_comm_us=total(exposed_links) / FS_PER_US,
+            exposed_codec_us=total(codec_alone) / FS_PER_US,
+            idle_us=(length - total(union(computing + coding + links))) / FS_PER_US,
+            cupcake_comm_us=total(minus(exposed_links, coding)) / FS_PER_US,
+            sent_bytes=sum(p.sent_bytes * pieces for p, pieces in prices),
+            intra_bytes=sum(p.intra_bytes * pieces for p, pieces in prices),
+            inter_bytes=sum(p.inter_bytes * pieces for p, pieces in prices),
+            resources=tuple(
+                Resource(name, total(sorted(spans)) / FS_PER_US, total(minus(union(spans), computing)) / FS_PER_US)
+                for name, spans in busy.items()
+            ),
+            bubbles=tuple(self._bubbles(links, events)),
+            events=tuple(events),
+        )
+
+    def _resource(self, span: Span) -> tuple[str, bool]:
+        """Who did it, and whether it is a codec task."""
+        if span.row < 0:
+            return "compute", False
+        layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
+        price = layout.labels[span.row][span.first].price
+        resource = RESOURCES[layout.work.rows[span.row][span.first].resource]
+        return resource, price.task.partition(":")[0] in CODEC_TASKS
+
+    def _shown(self, span: Span) -> bool:
+        if span.row < 0:
+            return span.step >= self.first_step
+        return self.begin <= span.start < self.end or span.start == span.end == self.end
+
+    def _events(self, span: Span, resource: str) -> Iterator[Event]:
+        step = span.step - self.first_step
+        layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
+        if span.row >= 0:
+            label = layout.labels[span.row][span.first]
+            word = label.price.task.partition(":")[0]
+            start, end = self._us(span.start), self._us(span.end)
+            yield Event(word, resource, start, end, label.bucket, label.chunk, label.place, step=step)
+            return
+        at, tensors = span.start, self.simulator.profile.tensors
+        count = len(tensors)
+        for part in range(span.first, span.until):
+            end = at + layout.work.lengths[part]
+            forward = part < count
+            if not forward or tensors[count - 1 - part].forward_us is not None:
+                name = tensors[count - 1 - part if forward else part - count].name
+                what = "forward" if forward else "backward"
+                yield Event(what, resource, self._us(at), self._us(end), tensor=name, step=step)
+            at = end
+
+    def _us(self, fs: int) -> float:
+        return (fs - self.begin) / FS_PER_US
+
+    def _computation(self) -> tuple[float, float]:
+        """Forward and backward of the timeline's steps."""
+        lengths = self.outcome.layouts[0].work.lengths
+        half = len(lengths) // 2
+        forward, backward = sum(lengths[:half]), sum(lengths[half:])
+        return forward * self.outcome.cycle / FS_PER_US, backward * self.outcome.cycle / FS_PER_US
+
+    def _bubbles(self, links: list[Interval], events: list[Event]) -> Iterator[Bubble]:
+        """Gaps of the links, but for those in the middle of a bucket's own exchange."""
+        sent = [event for event in events if event.resource.endswith("link")]
+        for start, end in gaps(links):
+            start_us, end_us = self._us(start), self._us(end)
+            before = {(e.step, e.bucket) for e in sent if e.end_us <= start_us}
+            after = {(e.step, e.bucket) for e in sent if e.start_us >= end_us}
+            if before and after and not before & after:
+                yield Bubble(start_us, end_us, tuple(sorted({bucket for _, bucket in before})))

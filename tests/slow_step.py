@@ -1,0 +1,69 @@
+"""One step of the simulator the slow way: no heap, no parts taken together, every rule looked up anew at every moment.
+
+Written apart from the event loop, from its rules, so that it can judge it. Only for the backward schedule.
+"""
+
+from gradwire.sim.events import COMPUTE, INTER, INTRA, LATE, POOL
+
+
+def slow_step(work, rules):
+    """The step's length, in the units of the work."""
+    now, part = 0, 0
+    running = []  # (end, resource, row, or None for computation)
+    at = [0] * len(work.rows)
+    since = [0] * len(work.rows)  # when the row's next task became possible
+    ready = set()
+    while True:
+        for end, resource, row in list(running):
+            if end == now:
+                running.remove((end, resource, row))
+                if row is None:
+                    fresh = set(work.releases[part])
+                    part += 1
+                    for index, tasks in enumerate(work.rows):
+                        if at[index] < len(tasks) and tasks[at[index]].gate in fresh:
+                            since[index] = now
+                    ready |= fresh
+                else:
+                    at[row] += 1
+                    since[row] = now
+        for resource in (INTRA, INTER, POOL, COMPUTE):
+            while start := begin(resource, now, work, rules, at, since, ready, running, part):
+                running.append(start)
+        if not running:
+            return now
+        now = min(end for end, _, _ in running)
+
+
+def begin(resource, now, work, rules, at, since, ready, running, part):
+    """What this resource begins now, as an entry of `running`; None if it is busy or nothing is there."""
+    busy = [entry for entry in running if entry[1] == resource]
+    if len(busy) >= (rules.cpu_workers if resource == POOL else 1):
+        return None
+    at_work = {row for _, _, row in running}
+    offers = []
+    for row, tasks in enumerate(work.rows):
+        if row in at_work or at[row] == len(tasks) or tasks[at[row]].resource != resource:
+            continue
+        task = tasks[at[row]]
+        if task.gate < 0 or task.gate in ready:
+            offers.append((row, task))
+    if resource == COMPUTE:
+        urgent = [offer for offer in offers if offer[1].urgency < LATE]
+        if not urgent and part < len(work.lengths):
+            return now + work.lengths[part], COMPUTE, None
+        offers = urgent or offers
+        key = lambda offer: (offer[1].urgency, offer[1].order)  # noqa: E731
+    elif resource == POOL or rules.lanes:
+        key = lambda offer: (since[offer[0]], offer[1].order)  # noqa: E731
+    else:
+        left = [t.order for row, tasks in enumerate(work.rows) for t in tasks[at[row] :] if t.resource == resource]
+        left = [
+            order for order in left if order not in {work.rows[r][at[r]].order for _, x, r in running if x == resource}
+        ]
+        offers = [offer for offer in offers if offer[1].order == min(left)]
+        key = lambda offer: offer[1].order  # noqa: E731
+    if not offers:
+        return None
+    row, task = min(offers, key=key)
+    return now + task.length, resource, row
