@@ -253,7 +253,15 @@ def test_signum_votes_with_its_running_mean(way: Way) -> None:
 @way
 def test_means_are_those_of_a_block(way: Way) -> None:
     x = torch.cat([torch.tensor([3.0, -1.0, 0.0, -0.0]), torch.zeros(28), torch.full((32,), -2.0), torch.tensor([5.0])])
-    assert once(way, EFSignSGD(block=32), x).tolist() == [0.125, -0.125, 0.125, -0.125, *[0.125] * 28, *[-2.0] * 32, 5.0]
+    assert once(way, EFSignSGD(block=32), x).tolist() == [
+        0.125,
+        -0.125,
+        0.125,
+        -0.125,
+        *[0.125] * 28,
+        *[-2.0] * 32,
+        5.0,
+    ]
     mean = torch.tensor(3 / 30).bfloat16().item()
     assert once(way, OneBit(block=32), x).tolist() == [mean, -0.5, mean, -0.5, *[mean] * 28, *[-2.0] * 32, 5.0]
     both = torch.tensor([8 / 31, 65 / 34]).bfloat16().tolist()

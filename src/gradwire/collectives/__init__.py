@@ -1,14 +1,29 @@
 """Schemes over torch.distributed, the links they run on, and the lanes that submit to links."""
 
+from gradwire.collectives.grid import Grid, node_name
 from gradwire.collectives.lane import Lane
 from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.schemes import AllGather, AllReduce, Memory, Piece, Program, Scheme, Summing, TwoPhase
+from gradwire.collectives.route import Route
+from gradwire.collectives.schemes import (
+    AllGather,
+    AllReduce,
+    Kept,
+    Memory,
+    Piece,
+    Program,
+    Runs,
+    Scheme,
+    Summing,
+    TwoPhase,
+)
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Grid",
     "Group",
+    "Kept",
     "Lane",
     "Link",
     "LinkError",
@@ -16,9 +31,12 @@ __all__ = [
     "Meter",
     "Piece",
     "Program",
+    "Route",
+    "Runs",
     "Scheme",
     "SilentLink",
     "Summing",
     "TwoPhase",
+    "node_name",
     "transfer",
 ]

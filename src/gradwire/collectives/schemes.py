@@ -19,17 +19,35 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Codec",
+    "Kept",
     "Memory",
+    "OneEncode",
     "Piece",
     "Program",
+    "Runs",
     "Scheme",
     "SummedCodec",
     "Summing",
     "TwoPhase",
+    "around_ring",
+    "kept_for",
 ]
 
 Memory = dict[str, torch.Tensor]
 """What one encode remembers between steps: name, as 'residual', to a tensor with a number for each element encoded."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one encode remembers, and of which elements."""
+
+    name: str
+    """The number of the encode; 'left' is what goes into the next gradient before any encode."""
+    start: int
+    """The first element of the piece that it covers."""
+    tensors: Memory
+    copy: bool = False
+    """Whether a lower rank encodes the very same values: what is lost there is lost once."""
 
 
 class Codec(Protocol):
@@ -76,6 +94,18 @@ class SummedCodec(Protocol):
     def program(self, flat: Any, state: Any, segments: Any) -> Program: ...
 
 
+class Runs(Protocol):
+    """How a piece may be cut."""
+
+    def cut(self, start: int, end: int, parts: int) -> Sequence[int]:
+        """parts + 1 edges of elements start..end of the piece, at which the codec allows it to be cut."""
+        ...
+
+    def between(self, start: int, end: int) -> Any:
+        """Segments of these elements, offsets counted from `start`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Piece:
     """A run of a bucket's flat buffer, cut into one shard per rank."""
@@ -91,22 +121,33 @@ class Piece:
     reduce_dtype: torch.dtype
     contexts: Sequence[Any]
     """One context for each encode of the scheme."""
+    runs: Runs
 
 
 class Scheme(Protocol):
     """What the engine runs: phases by number, each ending in everything that follows its collective."""
 
-    wire_bytes: int
-    """Bytes this rank sends."""
-    memory: list[Memory]
-    """What each encode remembers: the first of the whole run, the second of the own shard."""
+    bytes_to: list[int]
+    """Bytes this rank sends to each rank in a step. Of a sum on the wire: as if around a ring."""
+    exchanges: int
+    """Tags that `post` takes."""
     shared: Memory
     """What is remembered and the same on all ranks, by tensor name."""
     aliases: list[torch.Tensor]
     """All tensors kept here whose memory is the bucket's."""
 
+    @property
+    def memory(self) -> Sequence[Kept]:
+        """What each encode remembers."""
+        ...
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """What encodes remember, by name, also on ranks that encode nothing."""
+        ...
+
     def post(self, link: Link, tag: int) -> None:
-        """At the start of a step: announce the exchanges, with tags from `tag` up, one for each phase."""
+        """At the start of a step: announce the exchanges, with tags from `tag` up."""
         ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -121,16 +162,42 @@ class Scheme(Protocol):
         Every rank calls it; one of them keeps the sum."""
         ...
 
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        """Begin with what another scheme of this rank remembered of the elements from `start` on. Memory was zero."""
+        ...
+
+
+class OneEncode:
+    """Of schemes in which every rank encodes every element once: what it remembers, and takes back."""
+
+    memory: list[Kept]
+    piece: Piece
+    rank: int
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return tuple(self.memory[0].tensors)
+
+    def take_back(self, start: int, end: int) -> None:
+        if "residual" in self.remembers and self.rank == 0:
+            self.memory[0].tensors["residual"][start:end] += self.piece.flat[start:end]
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        self.memory[0].tensors[what][start : start + values.numel()] = values
+
 
 class AllReduce:
     """Summed on the wire by the backend, in the tensor's dtype; nothing is encoded."""
 
-    def __init__(self, flat: torch.Tensor, world_size: int) -> None:
+    exchanges = 0
+
+    def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
         self.flat = flat
-        self.memory: list[Memory] = []
+        self.memory: list[Kept] = []
+        self.remembers: tuple[str, ...] = ()
         self.shared: Memory = {}
         self.aliases = [flat]
-        self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
+        self.bytes_to = around_ring(flat.numel() * flat.element_size(), rank, world_size)
 
     def post(self, link: Link, tag: int) -> None:
         pass
@@ -144,9 +211,14 @@ class AllReduce:
     def take_back(self, start: int, end: int) -> None:
         pass
 
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        pass
 
-class AllGather:
+
+class AllGather(OneEncode):
     """Each rank encodes once and gets everybody's payload: one encode's error, world_size - 1 payloads sent."""
+
+    exchanges = 1
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank = codec, piece, rank
@@ -154,11 +226,11 @@ class AllGather:
         self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
         wide = piece.flat.dtype != piece.reduce_dtype
         self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
-        self.memory = [_memory(codec, piece.flat)]
+        self.memory = [Kept("0", 0, kept_for(codec, piece.flat))]
         self.shared: Memory = {}
-        self.state = list(self.memory[0].values())
+        self.state = list(self.memory[0].tensors.values())
         self.aliases = [piece.flat]
-        self.wire_bytes = (world_size - 1) * self.sent.numel()
+        self.bytes_to = [0 if to == rank else self.sent.numel() for to in range(world_size)]
 
     def post(self, link: Link, tag: int) -> None:
         self.exchange = link.expect(tag, self.payloads)
@@ -178,15 +250,13 @@ class AllGather:
                 flat.copy_(self.total)
             self.exchange.finish()
 
-    def take_back(self, start: int, end: int) -> None:
-        if "residual" in self.memory[0] and self.rank == 0:
-            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
-
 
 class TwoPhase:
     """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
     owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3, D34).
     """
+
+    exchanges = 2
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
@@ -201,12 +271,14 @@ class TwoPhase:
         self.own_part = _payloads(piece, [sizes[rank] if codec.encodes_own_part else 0])[0]
         self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
         self.sums = _payloads(piece, sum_sizes)
-        self.memory = [_memory(codec, piece.flat), _memory(self.again, self.total)]
+        self.own, self.of_sum = kept_for(codec, piece.flat), kept_for(self.again, self.total)
+        self.memory = [Kept("0", 0, self.own), Kept("1", bounds[rank], self.of_sum)]
+        self.remembers = tuple(self.own)
         self.shared: Memory = {}
-        self.states = [[m[bounds[j] : bounds[j + 1]] for m in self.memory[0].values()] for j in range(world_size)]
-        self.sum_state = list(self.memory[1].values())
+        self.states = [[m[bounds[j] : bounds[j + 1]] for m in self.own.values()] for j in range(world_size)]
+        self.sum_state = list(self.of_sum.values())
         self.aliases = [piece.flat, *self.parts]
-        self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
+        self.bytes_to = [0 if to == rank else sizes[to] + sum_sizes[rank] for to in range(world_size)]
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int) -> None:
@@ -259,23 +331,36 @@ class TwoPhase:
             self.gather.finish()
 
     def take_back(self, start: int, end: int) -> None:
-        own, stop = self.piece.bounds[self.rank], self.piece.bounds[self.rank + 1]
-        low, high = max(start, own), min(end, stop)
-        if "residual" in self.memory[1] and low < high:
-            self.memory[1]["residual"][low - own : high - own] += self.piece.flat[low:high]
+        low, high = self._of_shard(start, end)
+        if "residual" in self.of_sum and low < high:
+            own = self.piece.bounds[self.rank]
+            self.of_sum["residual"][low - own : high - own] += self.piece.flat[low:high]
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        self.own[what][start : start + values.numel()] = values
+        low, high = self._of_shard(start, start + values.numel())
+        if what in self.of_sum and low < high:  # of the own shard the second encode takes it: the first has none
+            own = self.piece.bounds[self.rank]
+            self.of_sum[what][low - own : high - own] = values[low - start : high - start]
+            self.own[what][low:high] = 0.0
+
+    def _of_shard(self, start: int, end: int) -> tuple[int, int]:
+        return max(start, self.piece.bounds[self.rank]), min(end, self.piece.bounds[self.rank + 1])
 
 
-class Summing:
+class Summing(OneEncode):
     """Payloads are summed on the wire by the backend, round after round; each is computed from the sum before it."""
+
+    exchanges = 0
 
     def __init__(self, codec: SummedCodec, piece: Piece, rank: int, world_size: int) -> None:
         self.piece, self.rank = piece, rank
-        self.memory = [_memory(codec, piece.flat)]
-        self.program = codec.program(piece.flat, list(self.memory[0].values()), piece.whole)
+        self.memory = [Kept("0", 0, kept_for(codec, piece.flat))]
+        self.program = codec.program(piece.flat, list(self.memory[0].tensors.values()), piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
         numel = sum(payload.numel() for payload in self.program.payloads)
-        self.wire_bytes = round(2 * (world_size - 1) / world_size * 4 * numel)
+        self.bytes_to = around_ring(4 * numel, rank, world_size)
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int) -> None:
@@ -296,12 +381,15 @@ class Summing:
                 with meter.codec():
                     self.program.finish(context.on(stream))
 
-    def take_back(self, start: int, end: int) -> None:
-        if "residual" in self.memory[0] and self.rank == 0:
-            self.memory[0]["residual"][start:end] += self.piece.flat[start:end]
+
+def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:
+    """What a rank sends to each when so many bytes are summed around a ring."""
+    sent = round(2 * (world_size - 1) / world_size * nbytes)
+    return [sent if to == (rank + 1) % world_size else 0 for to in range(world_size)]
 
 
-def _memory(codec: Codec | SummedCodec, like: torch.Tensor) -> Memory:
+def kept_for(codec: Codec | SummedCodec, like: torch.Tensor) -> Memory:
+    """Zeros for what the codec remembers of these elements."""
     return {name: torch.zeros_like(like, dtype=torch.float32) for name in codec.state}
 
 

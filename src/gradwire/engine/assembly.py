@@ -14,6 +14,8 @@ from gradwire.engine.memory import Remembered
 __all__ = ["Assembly", "assemble"]
 
 _LAST_STEP = 2**62
+_MOST_ENCODES = 4
+"""Of any option: before both first steps and before both second ones."""
 
 
 class Assembly(NamedTuple):
@@ -38,12 +40,12 @@ def assemble(
 ) -> Assembly:
     """Buckets that run a plan from this step on. Raises PlanError for what this version cannot run, naming it."""
     device = next(iter(parameters.values())).device
-    random = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64, device=device)
+    random = torch.zeros(len(plan.buckets), _MOST_ENCODES, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
         random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
-    random[:, 1, 2] = 1
+    random[:, :, 2] = torch.arange(_MOST_ENCODES)
     random[:, :, 3] = group.rank
     specs = {spec for bucket in plan.buckets for spec in bucket.specs}
     changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
     buckets = build_buckets(plan, parameters, group, random, step)
-    return Assembly(Executor(plan, buckets, lanes), Remembered(buckets, group.rank), random, step, changing)
+    return Assembly(Executor(plan, buckets, lanes), Remembered(buckets), random, step, changing)

@@ -1,0 +1,307 @@
+"""Routes: any option of ByteComp's tree as a scheme, one phase for each link task, flat or hierarchical.
+
+What travels follows from the option's itinerary; here it gets its tensors. The rules of the two-phase scheme hold in all
+options. Sums are taken in the order of ranks. A payload that no other rank gets is not encoded: its maker adds the values as they
+are (notes D2). What everybody gets, its maker decodes too. Parts are decoded as they arrive (D34); payloads that go on
+undecoded travel as lists (D31). Partial sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the
+gradient's own, to which it is rounded anyway.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.collectives.grid import Grid
+from gradwire.collectives.itinerary import Encode, Leg, Move, Parcel, Run, itinerary
+from gradwire.collectives.link import Exchange, Link
+from gradwire.collectives.meter import Meter
+from gradwire.collectives.schemes import Codec, Kept, Memory, Piece, kept_for
+from gradwire.collectives.streams import Mark
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Work, joined, payload_buffers
+
+__all__ = ["Route"]
+
+
+class Route:
+    """An option's tasks, run by one rank."""
+
+    def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Codec], piece: Piece, grid: Grid, root: int) -> None:
+        """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
+        legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
+        packed = _Packing(codecs, piece, grid)
+        self.phases = [packed.leg(leg) for leg in legs]
+        self.phases[-1][-1].after += packed.into_flat()
+        self._transfers = [transfer for phase in self.phases for transfer in phase]
+        self.piece, self.rank, self.packed = piece, grid.rank, packed
+        self.aliases = [piece.flat, *packed.aliases]
+        self.exchanges = len(self._transfers)
+        self.bytes_to = [
+            sum(t.sent[to].numel() * t.sent[to].element_size() for t in self._transfers if to != grid.rank)
+            for to in range(grid.world_size)
+        ]
+        self.remembers = next(iter(codecs.values())).state if packed.voices else ()
+        self.shared: Memory = {}
+        self.voices = packed.voices
+        self._left: Memory = {}
+        self._moment: Mark = None
+
+    @property
+    def memory(self) -> list[Kept]:
+        """Of each encode, and what goes into the next gradient before any."""
+        return [*self.packed.memory, *([Kept("left", 0, self._left)] if self._left else [])]
+
+    def post(self, link: Link, tag: int) -> None:
+        self._posted: list[list[Exchange]] = []
+        for phase in self.phases:
+            self._posted.append([link.expect(tag + number, each.received) for number, each in enumerate(phase)])
+            tag += len(phase)
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        moment = self._moment
+        if phase == 0:
+            moment = ready
+        for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
+            with link.streams.encoding(moment) as stream:
+                with meter.codec():
+                    if phase == 0:
+                        self._add_left()
+                    for work in transfer.before:
+                        work.run(stream)
+                exchange.send(transfer.sent)
+            with link.streams.decoding() as stream:
+                for source, works in transfer.arrivals.items():
+                    exchange.wait(source)
+                    with meter.codec():
+                        for work in works:
+                            work.run(stream)
+                exchange.finish()
+                with meter.codec():
+                    for work in transfer.after:
+                        work.run(stream)
+                moment = self._moment = link.streams.mark()
+
+    def _add_left(self) -> None:
+        for left in self._left.values():
+            self.piece.flat.add_(left)
+            left.zero_()
+
+    def take_back(self, start: int, end: int) -> None:
+        if "residual" in self.remembers and self.rank == 0:
+            self.take_over("residual", start, self.piece.flat[start:end].float())
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        """Added to what the first encode remembers where that covers this rank's own gradient; what is not sent there goes
+        into the next gradient."""
+        end, done = start + values.numel(), [start]
+        for run in self.packed.own_runs:
+            low, high = max(start, run.start), min(end, run.end)
+            if low < high:
+                self.packed.memory[0].tensors[what][low:high] += values[low - start : high - start]
+                done += [low, high]
+        for low, high in zip(done[::2], [*done[1::2], end], strict=True):
+            if low < high and what == "residual":
+                if not self._left:
+                    self._left = {what: torch.zeros_like(self.piece.flat, dtype=torch.float32)}
+                self._left[what][low:high] += values[low - start : high - start]
+
+
+class _Packing:
+    """Gives an itinerary its tensors, leg by leg: keeps what the rank holds after the last one."""
+
+    def __init__(self, codecs: Mapping[str, Codec], piece: Piece, grid: Grid) -> None:
+        self.codecs, self.piece, self.grid = codecs, piece, grid
+        self.values, self.start = piece.flat, 0
+        self.payloads: dict[Parcel, torch.Tensor] = {}
+        self.kept: dict[Parcel, torch.Tensor] = {}
+        """Values of what needs no encoding."""
+        self.memory: list[Kept] = []
+        self.voices: dict[int, int] = {}
+        """Whose random numbers each encode of this rank draws."""
+        self.own_runs: list[Run] = []
+        """What the first encode sends of this rank's own gradient, where nothing was added before."""
+        self.aliases: list[torch.Tensor] = []
+
+    def leg(self, leg: Leg) -> list[Transfer]:
+        """One exchange, or two for all-reduce."""
+        before = self._encode(leg.encode) if leg.encode is not None else []
+        transfers = []
+        for move in leg.moves:
+            transfers.append(self._transfer(move, before, leg.decode))
+            before = []
+        return transfers
+
+    def into_flat(self) -> list[Work]:
+        """The sum in the bucket's memory, if it is not there."""
+        return self._settle() if self.values.numel() else []
+
+    # ---- encode
+
+    def _encode(self, encode: Encode) -> list[Work]:
+        codec = self._codec(encode.number, encode.device)
+        self.voices[encode.number] = encode.voice
+        memory = kept_for(codec, self.values)
+        self.memory.append(Kept(str(encode.number), encode.start, memory, copy=encode.voice != self.grid.rank))
+        made = [parcel for parcel in encode.parcels if parcel not in encode.kept or codec.encodes_own_part]
+        if len(encode.ranks) == 1 and encode.number == 0:
+            self.own_runs = [Run(parcel.start, parcel.end) for parcel in made]
+        self.kept = {parcel: self._part(parcel.start, parcel.end) for parcel in encode.parcels if parcel not in made}
+        buffers = payload_buffers([self._bytes_of(parcel) for parcel in made], self.piece.flat.device)
+        self.payloads = dict(zip(made, buffers, strict=True))
+        works: list[Work] = []
+        for parcel, payload in self.payloads.items():
+            low, high = parcel.start - encode.start, parcel.end - encode.start
+            state = [tensor[low:high] for tensor in memory.values()]
+            segments, context = self._segments(parcel), self.piece.contexts[encode.number]
+            works.append(Encoding(codec, self._part(parcel.start, parcel.end), state, segments, context, payload))
+        return works
+
+    def _codec(self, encode: int, device: str) -> Codec:
+        return self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
+
+    def _segments(self, item: Parcel | Run) -> Any:
+        return self.piece.runs.between(item.start, item.end)
+
+    def _bytes_of(self, parcel: Parcel) -> int:
+        codec = next(iter(self.codecs.values()))
+        codec = codec if parcel.encode == 0 else codec.for_sum()
+        return codec.payload_bytes(self._segments(parcel), self._dtype_of(parcel))
+
+    def _dtype_of(self, parcel: Parcel) -> torch.dtype:
+        return self.piece.reduce_dtype if parcel.summed else self.piece.flat.dtype
+
+    # ---- exchange
+
+    def _transfer(self, move: Move, before: list[Work], decode: str) -> Transfer:
+        coded = bool(self.payloads or self.kept) or _holds_parcels(move)
+        if coded:
+            return self._send_payloads(move, before, decode)
+        return self._sum_values(move, before) if move.adds else self._spread_values(move, before)
+
+    def _send_payloads(self, move: Move, before: list[Work], decode: str) -> Transfer:
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.piece.flat.device)
+        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        lists: dict[tuple[Parcel, ...], torch.Tensor] = {}
+        for target, items in move.sent.items():
+            if target != self.grid.rank:
+                parcels = tuple(item for item in items if isinstance(item, Parcel))
+                if parcels not in lists:
+                    lists[parcels], copies = joined([self.payloads[parcel] for parcel in parcels], nothing)
+                    before += copies
+                transfer.sent[target] = lists[parcels]
+        here: dict[Parcel, torch.Tensor] = {}
+        for source, items in move.received.items():
+            parcels = tuple(item for item in items if isinstance(item, Parcel))
+            if source == self.grid.rank:
+                here |= {parcel: self.payloads[parcel] for parcel in parcels if parcel in self.payloads}
+            else:
+                buffers = payload_buffers([self._bytes_of(parcel) for parcel in parcels], self.piece.flat.device)
+                here |= dict(zip(parcels, buffers, strict=True))
+                transfer.received[source] = joined(buffers, nothing)[0]
+        self.payloads = here
+        if decode and move.held is not None:
+            self._decode(move, decode, transfer)
+        else:
+            transfer.arrivals = {source: [] for source in move.received}
+        return transfer
+
+    def _decode(self, move: Move, device: str, transfer: Transfer) -> None:
+        """Add up what arrives, part by part."""
+        held = move.held
+        assert held is not None
+        flat, everybody = self.piece.flat, self.grid.world_size
+        parcels = [item for items in move.received.values() for item in items if isinstance(item, Parcel)]
+        nothing_added = all(len(parcel.ranks) == everybody for parcel in parcels)
+        gradient_done_with = len(held.ranks) == everybody and not self.kept
+        if nothing_added or (gradient_done_with and flat.dtype == self.piece.reduce_dtype):
+            total = self._of_flat(held.start, held.end)
+        else:
+            total = torch.empty(held.end - held.start, dtype=self.piece.reduce_dtype, device=flat.device)
+        begun: set[Run] = set()
+        for source, items in move.received.items():
+            works = transfer.arrivals[source] = []
+            for parcel in items:
+                assert isinstance(parcel, Parcel)
+                run = Run(parcel.start, parcel.end)
+                works.append(self._added(parcel, device, total, held.start, add=run in begun))
+                begun.add(run)
+        self.values, self.start, self.payloads, self.kept = total, held.start, {}, {}
+
+    def _added(self, parcel: Parcel, device: str, total: torch.Tensor, start: int, add: bool) -> Work:
+        into = self._view(total, parcel.start - start, parcel.end - start)
+        if parcel in self.kept:
+            return Add(into, self.kept[parcel]) if add else Copy(into, self.kept[parcel])
+        codec, context = self._codec(parcel.encode, device), self.piece.contexts[parcel.encode]
+        dtype = self._dtype_of(parcel)
+        return Decode(codec, self.payloads[parcel], self._segments(parcel), dtype, add, into, context)
+
+    def _sum_values(self, move: Move, before: list[Work]) -> Transfer:
+        """Everybody's part of a range to one rank, which adds them in the order of ranks."""
+        transfer = self._values_to(move, before)
+        if move.held is None:
+            self.values = self.values[:0]
+            return transfer
+        total = torch.empty(
+            move.held.end - move.held.start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device
+        )
+        for position, source in enumerate(move.received):
+            own = self._part(move.held.start, move.held.end) if source == self.grid.rank else None
+            part = transfer.received[source] if own is None else own
+            transfer.arrivals[source] = [Add(total, part) if position else Copy(total, part)]
+        self.values, self.start = total, move.held.start
+        return transfer
+
+    def _spread_values(self, move: Move, before: list[Work]) -> Transfer:
+        """Whole sums to ranks that do not have them."""
+        if self.grid.rank in move.received:
+            before = before + self._settle()
+        transfer = self._values_to(move, before)
+        for source, items in move.received.items():
+            received = transfer.received[source]
+            others = [item for item in items if source != self.grid.rank]
+            transfer.arrivals[source] = [Copy(self._of_flat(item.start, item.end), received) for item in others]
+        if move.held is not None:
+            self.values, self.start = self._of_flat(move.held.start, move.held.end), move.held.start
+        return transfer
+
+    def _values_to(self, move: Move, before: list[Work]) -> Transfer:
+        dtype = self.values.dtype if move.adds else self.piece.flat.dtype
+        nothing = torch.empty(0, dtype=dtype, device=self.piece.flat.device)
+        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        for other, items in move.sent.items():
+            for item in items if other != self.grid.rank else ():
+                transfer.sent[other] = self._part(item.start, item.end)
+        for other, items in move.received.items():
+            for item in items if other != self.grid.rank else ():
+                transfer.received[other] = nothing.new_empty(item.end - item.start)
+        return transfer
+
+    # ---- views
+
+    def _settle(self) -> list[Work]:
+        """Bring the values into the bucket's memory, in its dtype."""
+        end = self.start + self.values.numel()
+        target = self._of_flat(self.start, end)
+        if self.values.data_ptr() == target.data_ptr():
+            return []
+        works: list[Work] = [Copy(target, self.values)]
+        self.values = target
+        return works
+
+    def _part(self, start: int, end: int) -> torch.Tensor:
+        """What this rank holds of a range, as values."""
+        return self._view(self.values, start - self.start, end - self.start)
+
+    def _of_flat(self, start: int, end: int) -> torch.Tensor:
+        return self._view(self.piece.flat, start, end)
+
+    def _view(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        view = tensor[start:end]
+        if tensor.untyped_storage().data_ptr() == self.piece.flat.untyped_storage().data_ptr():
+            self.aliases.append(view)
+        return view
+
+
+def _holds_parcels(move: Move) -> bool:
+    """Whether payloads arrive."""
+    return any(isinstance(item, Parcel) for items in move.received.values() for item in items)
