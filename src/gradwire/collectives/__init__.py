@@ -1,6 +1,7 @@
 """Schemes over torch.distributed, the links they run on, and the lanes that submit to links."""
 
 from gradwire.collectives.grid import Grid, node_name
+from gradwire.collectives.hops import Ring, Tree
 from gradwire.collectives.lane import Lane
 from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
 from gradwire.collectives.meter import Meter
@@ -31,11 +32,13 @@ __all__ = [
     "Meter",
     "Piece",
     "Program",
+    "Ring",
     "Route",
     "Runs",
     "Scheme",
     "SilentLink",
     "Summing",
+    "Tree",
     "TwoPhase",
     "node_name",
     "transfer",

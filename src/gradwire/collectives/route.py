@@ -8,83 +8,51 @@ gradient's own, to which it is rounded anyway.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradwire.collectives.grid import Grid
 from gradwire.collectives.itinerary import Encode, Leg, Move, Parcel, Run, itinerary
-from gradwire.collectives.link import Exchange, Link
-from gradwire.collectives.meter import Meter
 from gradwire.collectives.schemes import Codec, Kept, Memory, Piece, kept_for
-from gradwire.collectives.streams import Mark
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Work, joined, payload_buffers
+from gradwire.collectives.works import (
+    Add,
+    Copy,
+    Decode,
+    Encoding,
+    Transfer,
+    Transfers,
+    Work,
+    joined,
+    payload_buffers,
+)
 
 __all__ = ["Route"]
 
 
-class Route:
+class Route(Transfers):
     """An option's tasks, run by one rank."""
 
     def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Codec], piece: Piece, grid: Grid, root: int) -> None:
         """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
+        self.piece, self._packing = piece, _Packing(codecs, piece, grid)
         legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
-        packed = _Packing(codecs, piece, grid)
-        self.phases = [packed.leg(leg) for leg in legs]
-        self.phases[-1][-1].after += packed.into_flat()
-        self._transfers = [transfer for phase in self.phases for transfer in phase]
-        self.piece, self.rank, self.packed = piece, grid.rank, packed
-        self.aliases = [piece.flat, *packed.aliases]
-        self.exchanges = len(self._transfers)
-        self.bytes_to = [
-            sum(t.sent[to].numel() * t.sent[to].element_size() for t in self._transfers if to != grid.rank)
-            for to in range(grid.world_size)
-        ]
-        self.remembers = next(iter(codecs.values())).state if packed.voices else ()
-        self.shared: Memory = {}
-        self.voices = packed.voices
-        self._left: Memory = {}
-        self._moment: Mark = None
+        phases = [self._packing.leg(leg) for leg in legs]
+        phases[0][0].before.insert(0, _AddLeft(self))
+        phases[-1][-1].after += self._packing.into_flat()
+        super().__init__(phases, grid.rank, grid.world_size)
+        self.aliases = [piece.flat, *self._packing.aliases]
+        codes = any(task.startswith("comp:") for task in tasks)
+        self.remembers = next(iter(codecs.values())).state if codes else ()
+        self.voices = self._packing.voices
+        """Whose random numbers each encode of this rank draws: its own, or those of the lowest that encodes the same sum."""
+        self.left: Memory = {}
 
     @property
     def memory(self) -> list[Kept]:
         """Of each encode, and what goes into the next gradient before any."""
-        return [*self.packed.memory, *([Kept("left", 0, self._left)] if self._left else [])]
-
-    def post(self, link: Link, tag: int) -> None:
-        self._posted: list[list[Exchange]] = []
-        for phase in self.phases:
-            self._posted.append([link.expect(tag + number, each.received) for number, each in enumerate(phase)])
-            tag += len(phase)
-
-    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        moment = self._moment
-        if phase == 0:
-            moment = ready
-        for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
-            with link.streams.encoding(moment) as stream:
-                with meter.codec():
-                    if phase == 0:
-                        self._add_left()
-                    for work in transfer.before:
-                        work.run(stream)
-                exchange.send(transfer.sent)
-            with link.streams.decoding() as stream:
-                for source, works in transfer.arrivals.items():
-                    exchange.wait(source)
-                    with meter.codec():
-                        for work in works:
-                            work.run(stream)
-                exchange.finish()
-                with meter.codec():
-                    for work in transfer.after:
-                        work.run(stream)
-                moment = self._moment = link.streams.mark()
-
-    def _add_left(self) -> None:
-        for left in self._left.values():
-            self.piece.flat.add_(left)
-            left.zero_()
+        return [*self._packing.memory, *([Kept("left", 0, self.left)] if self.left else [])]
 
     def take_back(self, start: int, end: int) -> None:
         if "residual" in self.remembers and self.rank == 0:
@@ -94,16 +62,28 @@ class Route:
         """Added to what the first encode remembers where that covers this rank's own gradient; what is not sent there goes
         into the next gradient."""
         end, done = start + values.numel(), [start]
-        for run in self.packed.own_runs:
+        for run in self._packing.own_runs:
             low, high = max(start, run.start), min(end, run.end)
             if low < high:
-                self.packed.memory[0].tensors[what][low:high] += values[low - start : high - start]
+                self._packing.memory[0].tensors[what][low:high] += values[low - start : high - start]
                 done += [low, high]
         for low, high in zip(done[::2], [*done[1::2], end], strict=True):
             if low < high and what == "residual":
-                if not self._left:
-                    self._left = {what: torch.zeros_like(self.piece.flat, dtype=torch.float32)}
-                self._left[what][low:high] += values[low - start : high - start]
+                if not self.left:
+                    self.left = {what: torch.zeros_like(self.piece.flat, dtype=torch.float32)}
+                self.left[what][low:high] += values[low - start : high - start]
+
+
+@dataclass(frozen=True)
+class _AddLeft:
+    """What was left for this step goes into its gradient."""
+
+    route: Route
+
+    def run(self, stream: torch.Stream | None) -> None:
+        for left in self.route.left.values():
+            self.route.piece.flat.add_(left)
+            left.zero_()
 
 
 class _Packing:

@@ -1,4 +1,4 @@
-"""What a rank does to tensors between exchanges: encode, decode, copy, add. Made once, run in every step."""
+"""What a rank does to tensors between exchanges, made once and run in every step; and schemes made of such exchanges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,12 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.collectives.schemes import Codec
+from gradwire.collectives.link import Exchange, Link
+from gradwire.collectives.meter import Meter
+from gradwire.collectives.schemes import Codec, Memory
+from gradwire.collectives.streams import Mark
 
-__all__ = ["Add", "Copy", "Decode", "Encoding", "Transfer", "Work", "joined", "payload_buffers"]
+__all__ = ["Add", "Copy", "Decode", "Encoding", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
 
 ALIGNMENT = 16
 """Bytes at whose multiples payloads that travel together begin: kernels load words, not bytes."""
@@ -90,6 +93,48 @@ class Transfer:
     """What is done when a rank's part is there, in the order in which they are waited for."""
     after: list[Work] = field(default_factory=list)
     """Done when everything is."""
+
+
+class Transfers:
+    """A scheme that is a list of transfers for each phase, one after another."""
+
+    def __init__(self, phases: list[list[Transfer]], rank: int, world_size: int) -> None:
+        self.phases, self.rank = phases, rank
+        self.shared: Memory = {}
+        every = [transfer for phase in phases for transfer in phase]
+        self.exchanges = len(every)
+        self.bytes_to = [
+            sum(each.sent[to].numel() * each.sent[to].element_size() for each in every if to != rank)
+            for to in range(world_size)
+        ]
+        self._done: Mark = None
+        self._posted: list[list[Exchange]] = []
+
+    def post(self, link: Link, tag: int) -> None:
+        self._posted = []
+        for phase in self.phases:
+            self._posted.append([link.expect(tag + number, each.received) for number, each in enumerate(phase)])
+            tag += len(phase)
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        done = ready if phase == 0 else self._done
+        for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
+            with link.streams.encoding(done) as stream:
+                with meter.codec():
+                    for work in transfer.before:
+                        work.run(stream)
+                exchange.send(transfer.sent)
+            with link.streams.decoding() as stream:
+                for source, works in transfer.arrivals.items():
+                    exchange.wait(source)
+                    with meter.codec():
+                        for work in works:
+                            work.run(stream)
+                exchange.finish()
+                with meter.codec():
+                    for work in transfer.after:
+                        work.run(stream)
+                done = self._done = link.streams.mark()
 
 
 def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:

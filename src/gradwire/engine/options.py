@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from gradwire.collectives import AllGather, Group, Piece, Route, Scheme, Summing, TwoPhase
+from gradwire.collectives import AllGather, Group, Piece, Ring, Route, Scheme, Summing, Tree, TwoPhase
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity
+from gradwire.engine.host_codec import HostCodec
 from gradwire.errors import PlanError
 from gradwire.planner.options import option_of
 
@@ -17,6 +18,8 @@ Make = Callable[[Any, Piece, Group, int], Scheme]
 
 ALL_REDUCE = ("allreduce:inter",)
 GATHERED = ("comp", "allgather:inter", "decomp")
+RING = ("comp", "reducescatter:inter", "allgather:inter", "decomp")
+TREE = ("comp", "reduce:inter", "broadcast:inter", "decomp")
 TWO_PHASE = ("comp", "alltoall:inter", "decomp", "comp", "allgather:inter", "decomp")
 
 
@@ -38,12 +41,16 @@ def scheme_of(index: int, bucket: Bucket, device: str) -> Make | None:
         tasks == TWO_PHASE or (plain and tasks == ("alltoall:inter", "allgather:inter"))
     ):
         return _of_ranks(TwoPhase)
+    if tasks in (RING, TREE):
+        _check(index, bucket, compresses=True, all_alike=True)
+        return _of_root(Ring if tasks == RING else Tree)
     option = option_of(bucket.option)
-    _check(index, bucket, option.compresses)
+    _check(index, bucket, option.compresses, all_alike=not bucket.option[0].startswith("comp"))
     return partial(_routed, option.tasks, device)
 
 
-def _check(index: int, bucket: Bucket, compresses: bool) -> None:
+def _check(index: int, bucket: Bucket, compresses: bool, all_alike: bool) -> None:
+    """`all_alike`: no encode is of a rank's own gradient alone."""
     spec = bucket.spec_of(bucket.tensors[0])
     has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}"
     if not compresses and not isinstance(spec, Identity):
@@ -53,10 +60,10 @@ def _check(index: int, bucket: Bucket, compresses: bool) -> None:
             f"{has}. What this spec encodes cannot be added as often as that takes: it travels by "
             f"{' or '.join(spec.schemes)} alone. Choose that scheme, or another spec."
         )
-    if set(spec.state) - {"residual"} and not bucket.option[0].startswith("comp"):
+    if set(spec.state) - {"residual"} and all_alike:
         raise PlanError(
-            f"{has}. The spec keeps {', '.join(spec.state)} of each rank's own gradient, and this option adds gradients before "
-            "it encodes any. Choose an option that begins with comp, or another spec."
+            f"{has}. The spec keeps {', '.join(spec.state)} of each rank's own gradient, and this option encodes sums of "
+            "several. Choose one whose first encode comes before any sum, as alltoall, or another spec."
         )
 
 
@@ -70,6 +77,16 @@ def _of_ranks(scheme: Any) -> Make:
     return make
 
 
+def _of_root(scheme: Any) -> Make:
+    """A flat scheme whose root is another rank for every bucket (notes D32)."""
+
+    def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+        made: Scheme = scheme(codec, piece, group.rank, group.world_size, root=index % group.world_size)
+        return made
+
+    return make
+
+
 def _routed(tasks: tuple[str, ...], device: str, codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
-    codecs = {"cpu": codec, "gpu": codec}
+    codecs = {"cpu": codec if device == "cpu" else HostCodec(codec), "gpu": codec}
     return Route(tasks, codecs, piece, group.grid, root=index % group.world_size)
