@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +17,18 @@ Key = tuple[int, int, int]
 
 
 class FakeLink:
-    """What schemes use of a link. A part that does not come within ten seconds is an error, not a hang."""
+    """What schemes use of a link. A part that does not come within half a minute is an error, not a hang."""
 
     streams = HostStreams()
 
-    def __init__(self, rank: int, world_size: int, wires: "defaultdict[Key, queue.Queue[torch.Tensor]]") -> None:
+    def __init__(self, rank: int, world_size: int, wires: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
         self.rank, self.world_size, self.wires = rank, world_size, wires
         self.sent_to = [0] * world_size
         """Bytes, counted as they leave."""
+
+    def wire(self, source: int, target: int, tag: int) -> "queue.Queue[torch.Tensor]":
+        """Made by whoever needs it first; setdefault, since both ends may be that at once."""
+        return self.wires.setdefault((source, target, tag), queue.Queue())
 
     def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "FakeExchange":
         return FakeExchange(self, tag, received)
@@ -39,12 +42,12 @@ class FakeExchange:
         for to, part in enumerate(sent):
             if to != self.link.rank and part.numel():
                 self.link.sent_to[to] += part.numel() * part.element_size()
-                self.link.wires[self.link.rank, to, self.tag].put(part.clone())
+                self.link.wire(self.link.rank, to, self.tag).put(part.clone())
 
     def wait(self, source: int) -> None:
         into = self.received[source]
         if source != self.link.rank and into.numel():
-            part = self.link.wires[source, self.link.rank, self.tag].get(timeout=10)
+            part = self.link.wire(source, self.link.rank, self.tag).get(timeout=30)
             assert part.dtype is into.dtype and part.shape == into.shape
             into.copy_(part)
 
@@ -54,7 +57,7 @@ class FakeExchange:
 
 def links(world_size: int) -> list[FakeLink]:
     """One for each rank."""
-    wires: defaultdict[Key, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+    wires: dict[Key, queue.Queue[torch.Tensor]] = {}
     return [FakeLink(rank, world_size, wires) for rank in range(world_size)]
 
 

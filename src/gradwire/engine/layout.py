@@ -223,13 +223,6 @@ class _Runs:
 
 
 def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compressor, all_reduce: bool) -> None:
-    where = "cpu" if first.device.type == "cpu" else "gpu"
-    for task in bucket.option:
-        if task.endswith(":gpu") and where == "cpu":
-            raise PlanError(
-                f"bucket {index} has task {task!r}, but its tensors are on {first.device}, where no gpu encodes: write "
-                f"{task.partition(':')[0]}:cpu."
-            )
     if not isinstance(bucket.spec_of(bucket.tensors[0]), Identity) and not kernels_take(first.dtype):
         raise PlanError(
             f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "

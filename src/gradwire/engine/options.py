@@ -28,6 +28,12 @@ def scheme_of(index: int, bucket: Bucket, device: str) -> Make | None:
 
     Raises PlanError for an option that does not exist or that the spec cannot travel by.
     """
+    for task in bucket.option:
+        if task.endswith(":gpu") and device == "cpu":
+            raise PlanError(
+                f"bucket {index} has task {task!r}, but its tensors are on the cpu, where no gpu encodes: write "
+                f"{task.partition(':')[0]}:cpu."
+            )
     spec = bucket.spec_of(bucket.tensors[0])
     plain = isinstance(spec, Identity)
     tasks = tuple(task.removesuffix(f":{device}") for task in bucket.option)
