@@ -61,12 +61,12 @@ class HostCodec:
         host_state = [self._fetched(f"state {number}", tensor) for number, tensor in enumerate(state)]
         host_context = Context(self._fetched("random", context.random))
         host_payload = self._staging.like("payload", payload)
-        _wait_for(context)
+        _wait_for(payload)
         self.codec.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
         payload.copy_(host_payload, non_blocking=True)
         for tensor, host in zip(state, host_state, strict=True):
             tensor.copy_(host, non_blocking=True)
-        _wait_for(context)
+        _wait_for(payload)
 
     def decode(
         self,
@@ -81,10 +81,10 @@ class HostCodec:
         host_payload = self._fetched("payload", payload)
         host_dst = self._fetched("source", dst) if add else self._staging.like("source", dst)
         host_context = Context(self._fetched("random", context.random))
-        _wait_for(context)
+        _wait_for(payload)
         self.codec.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
         dst.copy_(host_dst, non_blocking=True)
-        _wait_for(context)
+        _wait_for(payload)
 
     def _fetched(self, use: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._staging.like(use, tensor).copy_(tensor, non_blocking=True)
@@ -98,7 +98,7 @@ class HostCodec:
         return found[1]
 
 
-def _wait_for(context: Context) -> None:
-    """Until copies on the lane's stream are done; on CPU they are."""
-    if context.stream is not None:
-        context.stream.synchronize()
+def _wait_for(tensor: torch.Tensor) -> None:
+    """Until copies from and to the tensor's device are done: those queued on the current stream."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.current_stream(tensor.device).synchronize()
