@@ -15,7 +15,8 @@ from worlds import Given, Worlds, digest
 import gradwire as gw
 from gradwire.collectives import Grid
 from gradwire.core import Spec
-from gradwire.engine.options import HostCodec
+from gradwire.engine.host_codec import HostCodec
+from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
 from gradwire.planner.grammar import SCHEMES
 from gradwire.planner.named import BESIDE
@@ -283,6 +284,15 @@ def test_ring_and_tree_lose_nothing(scheme: str, world_size: int) -> None:
 def test_what_cannot_run_is_refused_in_words(tasks: str, spec: Spec, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         Ranks(plan_for(tasks.split(), spec), TWO_BY_TWO)
+
+
+def test_plans_with_an_option_that_does_not_exist_are_refused_before_anything_is_sent() -> None:
+    model = torch.nn.ParameterDict({"t0": torch.nn.Parameter(torch.zeros(3))})
+    for tasks in ("comp:cpu alltoall:inter broadcast:inter decomp:cpu", "allgather:inter allgather:inter"):
+        with pytest.raises(PlanError, match=r"bucket 0: option\[\d\] is .* Possible there"):
+            prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4)
+    for tasks in (FOUR_ENCODES, " ".join(BESIDE["ring"][1])):
+        assert prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4).policy is None
 
 
 def test_uneven_nodes_are_refused_where_nodes_matter() -> None:

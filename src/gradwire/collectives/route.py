@@ -119,7 +119,8 @@ class _Packing:
 
     def _encode(self, encode: Encode) -> list[Work]:
         codec = self._codec(encode.number, encode.device)
-        self.voices[encode.number] = encode.voice
+        if encode.start < encode.end:
+            self.voices[encode.number] = encode.voice
         memory = kept_for(codec, self.values)
         self.memory.append(Kept(str(encode.number), encode.start, memory, copy=encode.voice != self.grid.rank))
         made = [parcel for parcel in encode.parcels if parcel not in encode.kept or codec.encodes_own_part]
