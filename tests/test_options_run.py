@@ -119,6 +119,30 @@ def test_roots_rotate_over_buckets() -> None:
     assert senders == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("scheme", "spec"),
+    [
+        ("alltoall", gw.QSGD(bits=4)),
+        ("alltoall", gw.ErrorFeedback(gw.TopK(0.05))),
+        ("alltoall", gw.DGC(0.05)),
+        ("allgather", gw.ErrorFeedback(gw.QSGD(bits=2))),
+        ("allgather", gw.DGC(0.05)),
+    ],
+    ids=repr,
+)
+def test_a_route_does_what_the_fast_way_does(scheme: str, spec: Spec) -> None:
+    """Bit for bit and byte for byte, where there is one."""
+    grid = [Grid.even(1, 3, rank) for rank in range(3)]
+    fast = Ranks(plan_for(TASKS[scheme], spec), grid)
+    routed = Ranks(plan_for(TASKS[scheme], spec), grid, codecs=lambda codec, rank: {"cpu": codec})
+    for step in range(3):
+        for ranks in (fast, routed):
+            ranks.step(step, [gradients(rank, step) for rank in range(3)])
+        assert torch.equal(fast.results()[2], routed.results()[2])
+    assert [b.chunks[0].bytes_to for b in fast.buckets] == [b.chunks[0].bytes_to for b in routed.buckets]
+    assert torch.equal(fast.held_back(), routed.held_back())
+
+
 # ---- devices
 
 
@@ -289,7 +313,7 @@ def test_what_cannot_run_is_refused_in_words(tasks: str, spec: Spec, words: str)
 def test_plans_with_an_option_that_does_not_exist_are_refused_before_anything_is_sent() -> None:
     model = torch.nn.ParameterDict({"t0": torch.nn.Parameter(torch.zeros(3))})
     for tasks in ("comp:cpu alltoall:inter broadcast:inter decomp:cpu", "allgather:inter allgather:inter"):
-        with pytest.raises(PlanError, match=r"bucket 0: option\[\d\] is .* Possible there"):
+        with pytest.raises(PlanError, match=r"buckets\[0\].option\[\d\] is .* Possible there"):
             prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4)
     for tasks in (FOUR_ENCODES, " ".join(BESIDE["ring"][1])):
         assert prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4).policy is None

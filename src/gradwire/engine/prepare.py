@@ -102,7 +102,7 @@ def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Polic
     if isinstance(plan, Plan):
         executable(plan.schedule)
         for index, bucket in enumerate(plan.buckets):
-            with under(f"bucket {index}"):
+            with under(f"buckets[{index}]"):
                 check_known(bucket.option)
         return plan, None
     if isinstance(plan, Spec):
