@@ -360,10 +360,15 @@ def on_two_nodes(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-@pytest.mark.parametrize("tasks", [TWO_ENCODES, FOUR_ENCODES])
-def test_hierarchical_options_lose_nothing_in_training(worlds: Worlds, tasks: str) -> None:
-    """In buckets, in chunks, and when the plan is made again after the first step."""
-    arguments = (telescope, gw.ErrorFeedback(gw.QSGD(bits=2)), tasks, torch.float32, False)
+@pytest.mark.parametrize(
+    ("tasks", "probe_codec", "idle"),
+    [(TWO_ENCODES, False, ()), (FOUR_ENCODES, True, ()), (TWO_ENCODES, False, (1, 2, 4)), (ROOTED, True, (1, 2, 4))],
+)
+def test_hierarchical_options_lose_nothing_in_training(
+    worlds: Worlds, tasks: str, probe_codec: bool, idle: tuple[int, ...]
+) -> None:
+    """In buckets, in chunks, when the plan is made again after the first step, and when no rank uses a parameter."""
+    arguments = (telescope, gw.ErrorFeedback(gw.QSGD(bits=2)), tasks, torch.float32, probe_codec, idle)
     for off, planned_again in worlds.run(4, on_two_nodes, *arguments):
         assert planned_again and max(off) < 1e-5
 
