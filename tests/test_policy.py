@@ -52,6 +52,32 @@ def test_schemes(spec: core.Spec, scheme: str | None, option: tuple[str, ...]) -
     assert bucket.reduce_dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "compressed", "exempt"),
+    [
+        ("ring", "comp:cpu reducescatter:inter allgather:inter decomp:cpu", "reducescatter:inter allgather:inter"),
+        ("tree", "comp:cpu reduce:inter broadcast:inter decomp:cpu", "reduce:inter broadcast:inter"),
+        ("GRACE", "comp:cpu allgather:inter decomp:cpu", "allreduce:inter"),
+        (
+            "HiTopKComm",
+            "reducescatter:intra comp:cpu allgather:inter decomp:cpu allgather:intra",
+            "reducescatter:intra allreduce:inter allgather:intra",
+        ),
+        (
+            "comp:gpu gather:intra decomp:gpu comp:gpu alltoall:inter allgather:inter broadcast:intra decomp:gpu",
+            "comp:cpu gather:intra decomp:cpu comp:cpu alltoall:inter allgather:inter broadcast:intra decomp:cpu",
+            "reduce:intra reducescatter:inter allgather:inter broadcast:intra",
+        ),
+    ],
+)
+def test_any_option_can_be_a_policy_s_scheme(scheme: str, compressed: str, exempt: str) -> None:
+    """By name or by its tasks; on the CPU everything is encoded there; what is not compressed takes the same links."""
+    plan = Policy(default=QSGD(), scheme=scheme).plan([tensor("w", 10), TensorInfo("b", (3,), "float32")])
+    found = {bucket.tensors[0]: " ".join(bucket.option) for bucket in plan.buckets}
+    assert found == {"w": compressed, "b": exempt}
+    assert Policy.from_json(Policy(default=QSGD(), scheme=scheme).to_json()).scheme == scheme
+
+
 def test_buckets_grow_with_the_ranks_they_are_cut_for() -> None:
     tensors = [tensor(f"layers.{i}", 2**18) for i in range(64)]  # of 1 MiB
 
@@ -212,7 +238,12 @@ def test_models_that_cannot_be_planned() -> None:
         ({"default": QSGD(), "rules": [({"min_dims": -1}, QSGD())]}, FormatError, r"rules\[0\]\[0\].min_dims is -1"),
         ({"default": QSGD(), "rules": QSGD()}, FormatError, "rules is QSGD"),
         ({"default": QSGD(), "schedule": "pipelned"}, FormatError, "did you mean 'pipelined'"),
-        ({"default": QSGD(), "scheme": "ring"}, FormatError, "scheme is 'ring'"),
+        ({"default": QSGD(), "scheme": "rings"}, FormatError, "scheme is 'rings'.*did you mean 'ring'"),
+        (
+            {"default": QSGD(), "scheme": "comp:cpu alltoall:intra"},
+            FormatError,
+            "scheme is 'comp:cpu.*it ends before all ranks",
+        ),
         ({"default": QSGD(), "bucket_bytes": 0}, FormatError, "bucket_bytes is 0"),
         ({"default": QSGD(), "chunk_bytes": True}, FormatError, "chunk_bytes is True, a bool"),
     ],

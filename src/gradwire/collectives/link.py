@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from gradwire.collectives.connections import Connections
+from gradwire.collectives.grid import Grid
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
@@ -50,13 +51,15 @@ class Group:
     """Within the group, as everywhere in gradwire except in messages."""
     global_ranks: tuple[int, ...]
     timeout: timedelta
+    grid: Grid
+    """Which of them share a node. All one node until they have told each other."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
         """The caller's group, or all ranks."""
         pg = process_group if process_group is not None else distributed_c10d._get_default_group()
         ranks = tuple(dist.get_process_group_ranks(pg))
-        return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg))
+        return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg), Grid.even(1, len(ranks), dist.get_rank(pg)))
 
     @property
     def world_size(self) -> int:

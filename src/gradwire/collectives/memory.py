@@ -8,7 +8,7 @@ scratch, as large as the largest of its encodes, serves them all.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -46,15 +46,26 @@ class _Scratch:
 
 
 class Memory:
-    """What one encode remembers of the elements that it encodes: by name, as 'residual', a float32 number of each."""
+    """What is remembered of the elements of a piece that are encoded at once: by name, as 'residual', a float32 number of
+    each."""
 
-    def __init__(self, names: Sequence[str], start: int, like: torch.Tensor, store: Store | None, context: Any) -> None:
-        """`start` is the first element's place in the piece, `like` has as many elements. `context` keys the rounding of
-        what is stored narrow, and `store` is None where the residual is float32."""
-        self.names, self.start, self.numel, self.device = tuple(names), start, like.numel(), like.device
-        self._store = store if "residual" in names else None
-        self._random = context.random
-        sizes = {name: 0 if self._store and name == "residual" else self.numel for name in names}
+    def __init__(
+        self,
+        names: Sequence[str],
+        encode: str,
+        start: int,
+        end: int,
+        store: Store | None,
+        random: torch.Tensor,
+        copy: bool = False,
+    ) -> None:
+        """Of elements start..end of the piece, by the encode of this number; 'left' is what goes into the next gradient
+        before any encode. `store` is None where the residual is float32. `random`, on the piece's device, keys the rounding of
+        what is stored narrow. `copy`: a lower rank encodes the very same values: what is lost there is lost once."""
+        self.names, self.encode, self.copy = tuple(names), encode, copy
+        self.start, self.end, self.numel, self.device = start, end, end - start, random.device
+        self._store, self._random = store, random
+        sizes = {name: 0 if store and name == "residual" else self.numel for name in names}
         self._tensors = {name: torch.zeros(sizes[name], dtype=torch.float32, device=self.device) for name in names}
         self._scratch: _Scratch | None = None
 
@@ -120,22 +131,25 @@ class Memory:
         if self._store is not None:
             self._store.narrow_changed(values["residual"], self._random)
 
-    def clear(self, names: Iterable[str]) -> None:
-        """Set these to zero."""
+    def clear(self) -> None:
+        """Set everything to zero."""
         values = self.read()
-        for name in self.names:
-            if name in names:
-                values[name].zero_()
+        for value in values.values():
+            value.zero_()
         self.write(values)
 
-    def give_back(self, first: int, unused: torch.Tensor) -> None:
-        """Add to the residual, from its element `first` on, a sum that was not used. What is not finite is left out."""
-        if "residual" in self.names:
-            values = self.read()
-            part = values["residual"][first : first + unused.numel()]
-            total = part + unused
+    def add(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Add these values of the piece's elements from `start` on to what is remembered by a name, where it is.
+
+        What is not finite is left out, and so are elements that are not remembered here.
+        """
+        low, high = max(start, self.start), min(start + values.numel(), self.end)
+        if name in self.names and low < high:
+            everything = self.read()
+            part = everything[name][low - self.start : high - self.start]
+            total = part + values[low - start : high - start]
             part.copy_(torch.where(total.isfinite(), total, part))
-            self.write(values)
+            self.write(everything)
 
     def use(self, scratch: _Scratch) -> None:
         """Widen the residual to this memory from now on."""

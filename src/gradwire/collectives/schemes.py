@@ -5,110 +5,45 @@ by its two functions and nothing of plans. Every rank ends with the same bits: w
 and what is used is what was decoded from bytes that all ranks have.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from gradwire.collectives.link import Exchange, Link, transfer
-from gradwire.collectives.memory import Memory, Store
+from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
+from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "Codec",
-    "Piece",
-    "Program",
-    "Scheme",
-    "SummedCodec",
-    "Summing",
-    "TwoPhase",
-]
-
-
-class Codec(Protocol):
-    """The part of a compressor that schemes use; see gradwire.compressors.base."""
-
-    @property
-    def state(self) -> tuple[str, ...]: ...
-
-    @property
-    def encodes_own_part(self) -> bool: ...
-
-    def for_sum(self) -> "Codec": ...
-
-    def payload_bytes(self, segments: Any, dtype: torch.dtype) -> int: ...
-
-    def encode(self, src: Any, state: Any, segments: Any, context: Any, payload: Any) -> None: ...
-
-    def decode(self, payload: Any, segments: Any, dtype: Any, add: bool, dst: Any, context: Any) -> None: ...
-
-
-class Program(Protocol):
-    """One piece's work with a codec whose payloads are summed on the wire, in rounds; see gradwire.compressors.base."""
-
-    payloads: list[torch.Tensor]
-    """Of each round, float32: what is summed."""
-    shared: dict[str, torch.Tensor]
-    """What is remembered and the same on all ranks, by tensor name."""
-
-    def fill(self, round_number: int, context: Any) -> None:
-        """Write the round's payload. State changes in the last round only, or when it is finished."""
-        ...
-
-    def finish(self, context: Any) -> None:
-        """Write the sum of gradients to the flat buffer."""
-        ...
-
-
-class SummedCodec(Protocol):
-    """A codec of such payloads."""
-
-    @property
-    def state(self) -> tuple[str, ...]: ...
-
-    def program(self, flat: Any, state: Any, segments: Any) -> Program: ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a bucket's flat buffer, cut into one shard per rank."""
-
-    flat: torch.Tensor
-    """The run itself: every rank's gradient before, the sum after."""
-    bounds: tuple[int, ...]
-    """world_size + 1 elements: shard j is flat[bounds[j]:bounds[j + 1]]."""
-    shards: Sequence[Any]
-    """Segments of each shard, offsets counted from the shard's start."""
-    whole: Any
-    """Segments of the run."""
-    reduce_dtype: torch.dtype
-    contexts: Sequence[Any]
-    """One context for each encode of the scheme."""
-    store_for: Callable[[Any], Store | None]
-    """Where the residual of some segments is stored; None: as the float32 that encodes use."""
-    store_contexts: Sequence[Any]
-    """One context for each encode of the scheme: that of what it stores."""
+__all__ = ["AllGather", "AllReduce", "OneEncode", "Scheme", "Summing", "TwoPhase", "around_ring"]
 
 
 class Scheme(Protocol):
     """What the engine runs: phases by number, each ending in everything that follows its collective."""
 
-    wire_bytes: int
-    """Bytes this rank sends."""
-    memory: list[list[Memory]]
-    """What each encode remembers, in the parts that are encoded at once: the first of the whole run, the second of the own
-    shard."""
+    bytes_to: list[int]
+    """Bytes this rank sends to each rank in a step. Of a sum on the wire: as if around a ring."""
+    exchanges: int
+    """Tags that `post` takes."""
     shared: dict[str, torch.Tensor]
     """What is remembered and the same on all ranks, by tensor name."""
     aliases: list[torch.Tensor]
     """All tensors kept here whose memory is the bucket's."""
 
+    @property
+    def memory(self) -> Sequence[Memory]:
+        """What each encode remembers, in the parts that are encoded at once."""
+        ...
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """What encodes remember, by name, also on ranks that encode nothing."""
+        ...
+
     def post(self, link: Link, tag: int) -> None:
-        """At the start of a step: announce the exchanges, with tags from `tag` up, one for each phase."""
+        """At the start of a step: announce the exchanges, with tags from `tag` up."""
         ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -123,16 +58,43 @@ class Scheme(Protocol):
         Every rank calls it; one of them keeps the sum."""
         ...
 
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        """Go on with what another scheme of this rank remembered of the elements from `start` on. Memory was zero."""
+        ...
+
+
+class OneEncode:
+    """Of schemes in which every rank encodes every element once: what it remembers, and takes back."""
+
+    memory: list[Memory]
+    piece: Piece
+    rank: int
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return self.memory[0].names
+
+    def take_back(self, start: int, end: int) -> None:
+        if self.rank == 0:
+            self.take_over("residual", start, self.piece.flat[start:end])
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        for memory in self.memory:
+            memory.add(what, start, values)
+
 
 class AllReduce:
     """Summed on the wire by the backend, in the tensor's dtype; nothing is encoded."""
 
-    def __init__(self, flat: torch.Tensor, world_size: int) -> None:
+    exchanges = 0
+
+    def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
         self.flat = flat
-        self.memory: list[list[Memory]] = []
+        self.memory: list[Memory] = []
+        self.remembers: tuple[str, ...] = ()
         self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [flat]
-        self.wire_bytes = round(2 * (world_size - 1) / world_size * flat.numel() * flat.element_size())
+        self.bytes_to = around_ring(flat.numel() * flat.element_size(), rank, world_size)
 
     def post(self, link: Link, tag: int) -> None:
         pass
@@ -146,9 +108,14 @@ class AllReduce:
     def take_back(self, start: int, end: int) -> None:
         pass
 
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        pass
 
-class AllGather:
+
+class AllGather(OneEncode):
     """Each rank encodes once and gets everybody's payload: one encode's error, world_size - 1 payloads sent."""
+
+    exchanges = 1
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank = codec, piece, rank
@@ -156,11 +123,11 @@ class AllGather:
         self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
         wide = piece.flat.dtype != piece.reduce_dtype
         self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
-        self.own = _memory(codec, piece, 0, piece.flat, piece.whole)
-        self.memory = [[self.own]]
+        self.own = piece.memory(codec, 0, 0, piece.flat.numel(), piece.whole)
+        self.memory = [self.own]
         self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [piece.flat]
-        self.wire_bytes = (world_size - 1) * self.sent.numel()
+        self.bytes_to = [0 if to == rank else self.sent.numel() for to in range(world_size)]
 
     def post(self, link: Link, tag: int) -> None:
         self.exchange = link.expect(tag, self.payloads)
@@ -180,15 +147,13 @@ class AllGather:
                 flat.copy_(self.total)
             self.exchange.finish()
 
-    def take_back(self, start: int, end: int) -> None:
-        if self.rank == 0:
-            self.own.give_back(start, self.piece.flat[start:end])
-
 
 class TwoPhase:
     """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
     owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3, D34).
     """
+
+    exchanges = 2
 
     def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
@@ -203,13 +168,14 @@ class TwoPhase:
         self.own_part = _payloads(piece, [sizes[rank] if codec.encodes_own_part else 0])[0]
         self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
         self.sums = _payloads(piece, sum_sizes)
-        shards = zip(bounds, self.parts, piece.shards, strict=False)
-        self.own = [_memory(codec, piece, 0, part, segments, start) for start, part, segments in shards]
-        self.of_sum = _memory(self.again, piece, 1, self.total, piece.shards[rank], bounds[rank])
-        self.memory = [self.own, [self.of_sum]]
+        edges = zip(pairwise(bounds), piece.shards, strict=True)
+        self.own = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
+        self.of_sum = piece.memory(self.again, 1, bounds[rank], bounds[rank + 1], piece.shards[rank])
+        self.memory = [*self.own, self.of_sum]
+        self.remembers = codec.state
         self.shared: dict[str, torch.Tensor] = {}
         self.aliases = [piece.flat, *self.parts]
-        self.wire_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * sum_sizes[rank]
+        self.bytes_to = [0 if to == rank else sizes[to] + sum_sizes[rank] for to in range(world_size)]
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int) -> None:
@@ -264,24 +230,29 @@ class TwoPhase:
             self.gather.finish()
 
     def take_back(self, start: int, end: int) -> None:
-        own, stop = self.piece.bounds[self.rank], self.piece.bounds[self.rank + 1]
-        low, high = max(start, own), min(end, stop)
-        if low < high:
-            self.of_sum.give_back(low - own, self.piece.flat[low:high])
+        self.of_sum.add("residual", start, self.piece.flat[start:end])
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        for owner, own in enumerate(self.own):
+            # of the own shard the second encode takes it: the first has none
+            memory = self.of_sum if owner == self.rank and what in self.of_sum.names else own
+            memory.add(what, start, values)
 
 
-class Summing:
+class Summing(OneEncode):
     """Payloads are summed on the wire by the backend, round after round; each is computed from the sum before it."""
+
+    exchanges = 0
 
     def __init__(self, codec: SummedCodec, piece: Piece, rank: int, world_size: int) -> None:
         self.piece, self.rank = piece, rank
-        self.own = _memory(codec, piece, 0, piece.flat, piece.whole)
-        self.memory = [[self.own]]
+        self.own = piece.memory(codec, 0, 0, piece.flat.numel(), piece.whole)
+        self.memory = [self.own]
         self.program = codec.program(piece.flat, self.own.state, piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
         numel = sum(payload.numel() for payload in self.program.payloads)
-        self.wire_bytes = round(2 * (world_size - 1) / world_size * 4 * numel)
+        self.bytes_to = around_ring(4 * numel, rank, world_size)
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int) -> None:
@@ -307,16 +278,11 @@ class Summing:
                     self.program.finish(context.on(stream))
                     self.own.keep(link.streams, self.piece.flat)
 
-    def take_back(self, start: int, end: int) -> None:
-        if self.rank == 0:
-            self.own.give_back(start, self.piece.flat[start:end])
 
-
-def _memory(
-    codec: Codec | SummedCodec, piece: Piece, encode: int, like: torch.Tensor, segments: Any, start: int = 0
-) -> Memory:
-    store = piece.store_for(segments) if "residual" in codec.state else None
-    return Memory(codec.state, start, like, store, piece.store_contexts[encode])
+def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:
+    """What a rank sends to each when so many bytes are summed around a ring."""
+    sent = round(2 * (world_size - 1) / world_size * nbytes)
+    return [sent if to == (rank + 1) % world_size else 0 for to in range(world_size)]
 
 
 def _payloads(piece: Piece, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from gradwire.collectives import Link, transfer
 from gradwire.errors import DisagreementError
 
-__all__ = ["agree", "broadcast_bytes", "bytes_of", "copy_from"]
+__all__ = ["agree", "broadcast_bytes", "bytes_of", "copy_from", "gather_bytes"]
 
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
@@ -17,7 +17,7 @@ def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -
 
     A rank that could not prepare puts why under "error", so that nobody waits for it.
     """
-    everybody = _gather(link, json.dumps(facts, sort_keys=True).encode())
+    everybody = gather_bytes(link, json.dumps(facts, sort_keys=True).encode())
     others = [json.loads(each) for each in everybody]
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
@@ -43,8 +43,8 @@ def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
     )
 
 
-def _gather(link: Link, text: bytes) -> list[bytes]:
-    """Every rank's text: sizes first, then all padded to the longest."""
+def gather_bytes(link: Link, text: bytes) -> list[bytes]:
+    """Every rank's bytes: sizes first, then all padded to the longest."""
     size = torch.tensor([len(text)], dtype=torch.int64)
     sizes = torch.empty(link.world_size, dtype=torch.int64)
     with transfer():

@@ -14,6 +14,8 @@ from gradwire.engine.memory import Remembered
 __all__ = ["Assembly", "assemble"]
 
 _LAST_STEP = 2**62
+_MOST_ENCODES = 4
+"""Of any option: before both first steps and before both second ones."""
 
 
 class Assembly(NamedTuple):
@@ -22,8 +24,8 @@ class Assembly(NamedTuple):
     executor: Executor
     memory: Remembered
     random: torch.Tensor
-    """Keys of the random streams, int64 of shape (buckets, 4, 4): seed, step, encode, rank. Encodes 0 and 1 are those of a
-    scheme, 2 and 3 are the roundings of residuals that these store narrow."""
+    """Keys of the random streams, int64 of shape (buckets, 8, 4): seed, step, encode, rank. Encodes 0 to 3 are those of a
+    scheme, 4 to 7 are the roundings of residuals that these store narrow."""
     step: int
     """The step whose specs it runs."""
     changing: tuple[Spec, ...]
@@ -39,10 +41,10 @@ def assemble(
 ) -> Assembly:
     """Buckets that run a plan from this step on. Raises PlanError for what this version cannot run, naming it."""
     device = next(iter(parameters.values())).device
-    random = torch.zeros(len(plan.buckets), 4, 4, dtype=torch.int64, device=device)
+    random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
         random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
-    random[:, :, 2] = torch.arange(4)
+    random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
     random[:, :, 3] = group.rank
     specs = {spec for bucket in plan.buckets for spec in bucket.specs}
     changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
@@ -50,5 +52,5 @@ def assemble(
     executor = Executor(plan, buckets, lanes)
     for tasks in executor.tasks:
         pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
-        share_scratch(part for piece in pieces for encode in piece.memory for part in encode)
-    return Assembly(executor, Remembered(buckets, group.rank), random, step, changing)
+        share_scratch(memory for piece in pieces for memory in piece.memory)
+    return Assembly(executor, Remembered(buckets), random, step, changing)

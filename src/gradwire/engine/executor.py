@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from gradwire.collectives import Lane, Link, Meter
@@ -83,8 +83,8 @@ class Executor:
         self.plan, self.buckets, self.lanes = plan, buckets, lanes
         skew = len(lanes) == 1
         self.tasks = task_lists(plan.launch, [len(b.chunks) for b in buckets], len(lanes), skew)
-        pieces = [(b.index, chunk) for b in buckets for chunk in range(len(b.chunks))]
-        self._tags = {piece: 2 * number for number, piece in enumerate(pieces)}
+        pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
+        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
         self._arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = []
         self._running: list[Future[tuple[Meter, Mark]]] = []
         self._at: list[Task | None] = [None] * len(lanes)

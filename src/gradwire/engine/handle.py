@@ -82,19 +82,18 @@ class Handle:
 
     def stats(self) -> Stats:
         """What happened so far on this rank. Needs no other rank."""
-        buckets = self._executor.buckets
-        reports = list(self._reports)
+        buckets, reports = self._executor.buckets, list(self._reports)
+        of_buckets = tuple(BucketStats.of(buffers, self._group.grid) for buffers in buckets)
         return Stats(
             steps=self._backward.step,
-            wire_bytes=sum(scheme.wire_bytes for b in buckets for scheme in b.chunks),
+            wire_bytes=sum(each.wire_bytes for each in of_buckets),
+            intra_bytes=sum(each.intra_bytes for each in of_buckets),
+            inter_bytes=sum(each.inter_bytes for each in of_buckets),
             gradient_bytes=sum(b.flat.numel() * b.flat.element_size() for b in buckets),
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
             before_first_gradient=self._first_gradient.median,
             codec_us=1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0,
-            buckets=tuple(
-                BucketStats(b.bucket.tensors, b.flat.numel(), len(b.chunks), sum(s.wire_bytes for s in b.chunks))
-                for b in buckets
-            ),
+            buckets=of_buckets,
         )
 
     def time_codec(self, repeats: int = 5) -> float:

@@ -4,7 +4,7 @@ Everything here is made once, before the first step, and is the same on every ra
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import AllGather, AllReduce, Group, Piece, Scheme, Summing, TwoPhase
+from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.specs import Identity
+from gradwire.engine.options import scheme_of
 from gradwire.engine.place import Place
 from gradwire.errors import PlanError
 from gradwire.kernels import Segment, Segments, tensor_key
@@ -100,8 +101,8 @@ class BucketBuffers:
 def build_buckets(
     plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
 ) -> list[BucketBuffers]:
-    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 4, 4), on the
-    parameters' device: of each bucket the keys of its two encodes, then those of what these store.
+    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 2 * encodes, 4), on the parameters'
+    device: of each bucket the keys of its encodes, then those of what these store.
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
@@ -127,31 +128,38 @@ def _build(
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
     codec.ranks = group.world_size
-    coded = _coded_scheme(index, bucket)
-    _check(index, bucket, first, codec, all_reduce=coded is None)
-    if coded is None:
-        chunk = AllReduce(flat, group.world_size)
+    make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu")
+    _check(index, bucket, first, codec, all_reduce=make is None)
+    if make is None:
         place.settle([slot.view for slot in slots])
-        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [chunk])
+        whole = AllReduce(flat, group.rank, group.world_size)
+        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     granularity = codec.spec.granularity or max(numels)
     bounds = cut(numels, granularity, 0, flat.numel(), count)
-    rows = _Rows(bucket, members)
-    first_encode, second_encode, first_store, second_store = map(Context, random.unbind())
+    rows = _Rows(bucket, members, granularity)
+    contexts = [Context(row) for row in random.unbind()]
+    encodes = len(contexts) // 2
     chunks: list[Scheme] = []
     for start, end in pairwise(bounds):
-        shards = cut(numels, granularity, start, end, group.world_size)
+        runs = _Runs(rows, start, flat.device)
+        shards = runs.cut(0, end - start, group.world_size)
         piece = Piece(
             flat=flat[start:end],
-            bounds=tuple(edge - start for edge in shards),
-            shards=[rows.between(a, b, flat.device) for a, b in pairwise(shards)],
-            whole=rows.between(start, end, flat.device),
+            bounds=tuple(shards),
+            shards=[runs.between(a, b) for a, b in pairwise(shards)],
+            whole=runs.between(0, end - start),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
-            contexts=(first_encode, second_encode),
+            contexts=contexts[:encodes],
             store_for=partial(store_for, bucket.residual_dtype),
-            store_contexts=(first_store, second_store),
+            store_contexts=contexts[encodes:],
+            runs=runs,
         )
-        chunks.append(coded(codec, piece, group.rank, group.world_size))
+        chunks.append(make(codec, piece, group, index))
+    for chunk in chunks:
+        if isinstance(chunk, Route):
+            for encode, voice in chunk.voices.items():
+                random[[encode, encodes + encode], 3] = voice
     place.settle([*(slot.view for slot in slots), *(tensor for chunk in chunks for tensor in chunk.aliases)])
     return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
 
@@ -185,7 +193,8 @@ def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
 class _Rows:
     """The segments of any run of a bucket."""
 
-    def __init__(self, bucket: Bucket, members: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, bucket: Bucket, members: Sequence[torch.nn.Parameter], granularity: int) -> None:
+        self.numels, self.granularity = [member.numel() for member in members], granularity
         self.tensors, at = [], 0
         for name, member in zip(bucket.tensors, members, strict=True):
             whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.spec_of(name).element_bits)
@@ -203,43 +212,23 @@ class _Rows:
         return Segments(tuple(rows), device, tuple(names), tuple(shapes))
 
 
-_Coded = Callable[[Any, Piece, int, int], Scheme]
+@dataclass(frozen=True)
+class _Runs:
+    """How the piece that begins at an element of the bucket may be cut."""
 
+    rows: _Rows
+    begin: int
+    device: torch.device
 
-def _coded_scheme(index: int, bucket: Bucket) -> _Coded | None:
-    """Which scheme an option means; None is all-reduce, which codes nothing."""
-    spec = bucket.spec_of(bucket.tensors[0])
-    plain = isinstance(spec, Identity)
-    tasks = tuple(task.partition(":")[0] for task in bucket.option)
-    link_tasks = tuple(task for task in tasks if task not in ("comp", "decomp"))
-    coded: dict[tuple[str, ...], _Coded] = {}
-    if "allgather" in spec.schemes:
-        coded["comp", "allgather", "decomp"] = AllGather
-    if "alltoall" in spec.schemes:
-        coded["comp", "alltoall", "decomp", "comp", "allgather", "decomp"] = TwoPhase
-    if spec.rounds:
-        coded[("comp", "allreduce") * spec.rounds + ("decomp",)] = Summing
-    if all(not task.endswith(":intra") for task in bucket.option):
-        if plain and link_tasks == ("allreduce",) and tasks == link_tasks:
-            return None
-        if tasks in coded:
-            return coded[tasks]
-        if plain and tasks == link_tasks and tasks in (("allgather",), ("alltoall", "allgather")):
-            return AllGather if len(tasks) == 1 else TwoPhase
-    raise PlanError(
-        f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, which this version does not run. With "
-        f"this spec it runs {', or '.join(' '.join(tasks) for tasks in coded) or 'allreduce'}, collectives on the inter link."
-    )
+    def cut(self, start: int, end: int, parts: int) -> list[int]:
+        rows, begin = self.rows, self.begin
+        return [edge - begin for edge in cut(rows.numels, rows.granularity, begin + start, begin + end, parts)]
+
+    def between(self, start: int, end: int) -> Segments:
+        return self.rows.between(self.begin + start, self.begin + end, self.device)
 
 
 def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compressor, all_reduce: bool) -> None:
-    where = "cpu" if first.device.type == "cpu" else "gpu"
-    for task in bucket.option:
-        if task in ("comp:gpu", "comp:cpu", "decomp:gpu", "decomp:cpu") and not task.endswith(where):
-            raise PlanError(
-                f"bucket {index} has task {task!r}, but its tensors are on {first.device}. This version encodes where the "
-                f"gradient is: write {task.partition(':')[0]}:{where}."
-            )
     if not isinstance(bucket.spec_of(bucket.tensors[0]), Identity) and not kernels_take(first.dtype):
         raise PlanError(
             f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "

@@ -1,25 +1,31 @@
 """What compressors remember of all buckets, by tensor name: to save, to load, and to carry over to another set of buckets.
 
-Encode 0 is the rank's own: what it remembers is as large as the gradient. Encode 1 is the owner's, of the sum: it covers
-the rank's shards. What is remembered of encode 1 is a part of the mean gradient, and so is that of encode 0 (gradients are
-divided by the number of ranks first): when shards change owners, adding the one to the other loses nothing.
+Each encode of a scheme covers a range of elements. What it lost is a part of the mean gradient, whatever it encoded: a rank's
+own gradient, a node's sum or the sum of all, since gradients are divided by the number of ranks first. So when ranges change
+hands, adding one to the other loses nothing. Keys are `{what}/{encode}/{tensor}`. Two are special. The encode 'left' is what no
+encode of this rank took over from another plan; it goes into the next gradient. `{what}_copy` is what several ranks remember
+alike, because they encode the very same sum, one on each node: it is lost once, so all but the lowest rank's are copies, which a
+resumed run needs and a sum over ranks leaves out.
 
 What is shared (PowerSGD's factors) is the same on all ranks, and of another size than the tensor.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from gradwire.collectives import TwoPhase
+from gradwire.collectives import Memory
 from gradwire.core.checks import printable
 from gradwire.engine.layout import BucketBuffers
 
 __all__ = ["Remembered", "added_up"]
 
-SHARED = "shared"
+SHARED, COPY, LEFT = "shared", "_copy", "left"
+_KEY = re.compile(rf"\w+/([0-3]|{LEFT})/.+", re.DOTALL)
 
 State = Mapping[str, torch.Tensor]
 
@@ -35,16 +41,12 @@ class _Run(NamedTuple):
     """Of the whole."""
     part: torch.Tensor
 
-    @property
-    def carried_key(self) -> str:
-        return _without_encode(self.key)
-
 
 class Remembered:
     """Views of what one set of buckets remembers."""
 
-    def __init__(self, buckets: list[BucketBuffers], rank: int) -> None:
-        self._buckets, self._rank = buckets, rank
+    def __init__(self, buckets: list[BucketBuffers]) -> None:
+        self._buckets = buckets
 
     def _runs(self, change: bool = False) -> Iterator[_Run]:
         """With `change` what is written to the parts is remembered."""
@@ -52,12 +54,22 @@ class Remembered:
             for chunk, start in zip(buffers.chunks, buffers.bounds, strict=False):
                 for name, value in chunk.shared.items():
                     yield _Run(f"{SHARED}/0/{name}", 0, value.numel(), value)
-                for encode, memories in enumerate(chunk.memory):
-                    for memory in memories:
-                        values = memory.read()
-                        yield from _parts(values, encode, start + memory.start, buffers)
-                        if change:
-                            memory.write(values)
+                for memory in chunk.memory:
+                    values = memory.read()
+                    yield from _parts(values, memory, start, buffers)
+                    if change:
+                        memory.write(values)
+
+    def _carried_sizes(self) -> dict[str, int]:
+        """What can be taken over, and of how many elements it is."""
+        sizes: dict[str, int] = {}
+        for buffers in self._buckets:
+            for chunk in buffers.chunks:
+                sizes |= {f"{SHARED}/{name}": value.numel() for name, value in chunk.shared.items()}
+                sizes |= {
+                    f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.slots
+                }
+        return sizes
 
     def state(self) -> dict[str, torch.Tensor]:
         """`{what}/{encode}/{tensor}`: one-dimensional float32, zero where nothing is kept."""
@@ -70,30 +82,35 @@ class Remembered:
 
     def check(self, state: State) -> None:
         """Raises ValueError unless `state` has exactly what `load` takes."""
-        expected = {run.key: run.numel for run in self._runs()}
-        for key in sorted(expected.keys() ^ state.keys()):
+        expected = {run.key: run.numel for run in self._runs() if not _is_left(run.key)}
+        left = {key: numel for key in state if _is_left(key) and (numel := self._carried_sizes().get(_carried(key)))}
+        for key in sorted(expected.keys() ^ (state.keys() - left.keys())):
             where = "the state has no" if key in expected else "this plan keeps no"
             raise ValueError(
                 f"{where} {printable(key)}: it was saved under another plan. Use the plan it was saved with."
             )
-        _check_sizes({key: value.numel() for key, value in state.items()}, expected)
+        _check_sizes({key: value.numel() for key, value in state.items()}, expected | left)
 
     def load(self, state: State) -> None:
         """Take what `state` of the same rank and plan returned, when `check` finds nothing wrong with it."""
         for run in self._runs(change=True):
-            run.part.copy_(state[run.key].reshape(-1)[run.first : run.first + run.part.numel()])
+            if _is_left(run.key):
+                run.part.zero_()
+            else:
+                run.part.copy_(state[run.key].reshape(-1)[run.first : run.first + run.part.numel()])
+        self._give({_carried(key): value.reshape(-1) for key, value in state.items() if _is_left(key)})
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent yet of each tensor, and else remembers, both encodes added up: `{what}/{tensor}`."""
+        """What this rank has not sent yet of each tensor, and else remembers, all encodes added up: `{what}/{tensor}`."""
         return added_up([self.state()])
 
     def names(self) -> list[str]:
         """Tensors of which something is remembered."""
-        return list(dict.fromkeys(run.carried_key.partition("/")[2] for run in self._runs()))
+        return list(dict.fromkeys(key.partition("/")[2] for key in self._carried_sizes()))
 
     def check_carried(self, carried: State) -> None:
         """Raises ValueError where `take_over` would lose something."""
-        expected = {run.carried_key: run.numel for run in self._runs()}
+        expected = self._carried_sizes()
         for key in carried:
             if key not in expected:
                 what, _, name = key.partition("/")
@@ -105,21 +122,33 @@ class Remembered:
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
         """What `take_over` can take of it."""
-        expected = {run.carried_key: run.numel for run in self._runs()}
+        expected = self._carried_sizes()
         return {key: value for key, value in carried.items() if expected.get(key) == value.numel()}
 
     def take_over(self, carried: State) -> None:
         """Begin with what another set of buckets left, and with zeros where it left nothing (with the first factors, where
-        no shared ones). Of the own shard the second encode takes it: the first has none."""
-        for run in self._runs(change=True):
-            if run.carried_key in carried:
-                run.part.copy_(carried[run.carried_key][run.first : run.first + run.part.numel()])
-            elif not run.key.startswith(f"{SHARED}/"):
-                run.part.zero_()
+        no shared ones)."""
         for buffers in self._buckets:
             for chunk in buffers.chunks:
-                if isinstance(chunk, TwoPhase):
-                    chunk.own[self._rank].clear(chunk.of_sum.names)
+                for name, value in chunk.shared.items():
+                    value.copy_(carried.get(f"{SHARED}/{name}", value))
+                for memory in chunk.memory:
+                    memory.clear()
+        self._give(carried)
+
+    def _give(self, carried: State) -> None:
+        """Hand to each scheme what is carried of its elements, all at once: what is stored narrow is rounded once then."""
+        for buffers in self._buckets:
+            for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
+                for what in chunk.remembers:
+                    if not any(f"{what}/{slot.name}" in carried for slot in buffers.slots):
+                        continue
+                    values = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
+                    for slot in buffers.slots:
+                        low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+                        if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
+                            values[low - start : high - start] = own[low - slot.offset : high - slot.offset]
+                    chunk.take_over(what, 0, values)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -136,36 +165,39 @@ class Remembered:
         for buffers in self._buckets:
             for chunk in buffers.chunks:
                 yield from chunk.shared.values()
-                for memories in chunk.memory:
-                    for memory in memories:
-                        yield from memory.held
+                for memory in chunk.memory:
+                    yield from memory.held
 
 
-def _parts(values: State, encode: int, begin: int, buffers: BucketBuffers) -> Iterator[_Run]:
-    """By tensor, what an encode remembers from the bucket's element `begin` on."""
+def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_Run]:
+    """By tensor, the values of a memory of a chunk that begins at the bucket's element `begin`."""
+    start, end = begin + memory.start, begin + memory.end
     for what, whole in values.items():
         for slot in buffers.slots:
-            low, high = max(slot.offset, begin), min(slot.offset + slot.view.numel(), begin + whole.numel())
+            low, high = max(slot.offset, start), min(slot.offset + slot.view.numel(), end)
             if low < high:
-                key, part = f"{what}/{encode}/{slot.name}", whole[low - begin : high - begin]
-                yield _Run(key, low - slot.offset, slot.view.numel(), part)
+                key = f"{what}{COPY if memory.copy else ''}/{memory.encode}/{slot.name}"
+                yield _Run(key, low - slot.offset, slot.view.numel(), whole[low - start : high - start])
 
 
 def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
-    """`{what}/{tensor}` from what `Remembered.state` of several ranks returned: all their encodes added up, but of what is
-    shared the first.
+    """`{what}/{tensor}` from what `Remembered.state` of several ranks returned: all their encodes added up without copies, but
+    of what is shared the first.
 
     Raises ValueError for a key that names no tensor, and where sizes differ.
     """
     total: dict[str, torch.Tensor] = {}
     for state in states:
         for key, value in state.items():
-            parts = key.split("/", 2)
-            if len(parts) != 3 or parts[1] not in ("0", "1"):
+            what = key.partition("/")[0]
+            if not _KEY.fullmatch(key):
                 raise ValueError(
-                    f"{printable(key)} is not WHAT/0/NAME or WHAT/1/NAME. Pass what handle.state_dict() returned."
+                    f"{printable(key)} is not WHAT/ENCODE/NAME with an encode from 0 to 3 or {LEFT!r}. Pass "
+                    "what handle.state_dict() returned."
                 )
-            name, flat = _without_encode(key), value.reshape(-1)
+            if what.endswith(COPY):
+                continue
+            name, flat = _carried(key), value.reshape(-1)
             if name not in total:
                 total[name] = flat
                 continue
@@ -173,12 +205,16 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
                 raise ValueError(
                     f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}."
                 )
-            if parts[0] != SHARED:
+            if what != SHARED:
                 total[name] = total[name] + flat
     return total
 
 
-def _without_encode(key: str) -> str:
+def _is_left(key: str) -> bool:
+    return key.split("/", 2)[1] == LEFT
+
+
+def _carried(key: str) -> str:
     what, _, name = key.split("/", 2)
     return f"{what}/{name}"
 

@@ -3,16 +3,17 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Group, Lane, Link, LinkError
+from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name
 from gradwire.core.checks import whole
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
-from gradwire.engine.agreement import agree
+from gradwire.engine.agreement import agree, gather_bytes
 from gradwire.engine.failure import RollCall
 from gradwire.engine.handle import Handle
 from gradwire.engine.prepare import check_optimizers, facts, prepare
@@ -77,6 +78,8 @@ def parallelize(
         control.submit(lambda link: agree(link, told, group.global_ranks)).result()
         if problem is not None:
             raise problem
+        names = control.submit(lambda link: gather_bytes(link, node_name().encode())).result()
+        group = replace(group, grid=Grid.of([name.decode() for name in names], group.rank))
         assert prepared is not None
         device = next(iter(prepared.parameters.values())).device
         for index in range(CPU_LANES if device.type == "cpu" else 1):

@@ -9,11 +9,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
+from gradwire.core.checks import under
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.registry import REGISTRY
 from gradwire.errors import PlanError, StepStateError
+from gradwire.planner.named import check_known
 from gradwire.planner.policy import Policy, Uniform, executable
 
 __all__ = ["Prepared", "check_optimizers", "facts", "prepare"]
@@ -99,6 +101,9 @@ def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Polic
         plan = Plan.load(Path(plan))
     if isinstance(plan, Plan):
         executable(plan.schedule)
+        for index, bucket in enumerate(plan.buckets):
+            with under(f"buckets[{index}]"):
+                check_known(bucket.option)
         return plan, None
     if isinstance(plan, Spec):
         plan = Uniform(plan)

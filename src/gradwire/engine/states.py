@@ -2,7 +2,7 @@
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
-`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`.
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.engine.memory`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -23,7 +23,7 @@ __all__ = ["Saved", "read_state", "warn_of_lost", "write_state"]
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
-_MEMORY = re.compile(r"\w+/[01]/.+", re.DOTALL)
+_MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
 _DIGEST_BYTES = 32
 _CURE = "Pass what handle.state_dict() returned."
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from gradwire.collectives import Meter
+from gradwire.collectives import Grid, Meter
+from gradwire.engine.layout import BucketBuffers
 
 __all__ = ["BucketStats", "Stats", "StepReport"]
 
@@ -16,6 +17,18 @@ class BucketStats:
     chunks: int
     wire_bytes: int
     """Bytes this rank sends for the bucket in a step."""
+    intra_bytes: int
+    """Those of them that go to ranks of its own node."""
+    inter_bytes: int
+    """Those that leave the node."""
+
+    @staticmethod
+    def of(buffers: BucketBuffers, grid: Grid) -> "BucketStats":
+        """From the schemes of its chunks."""
+        links = [grid.split(chunk.bytes_to) for chunk in buffers.chunks]
+        intra, inter = sum(inside for inside, _ in links), sum(outside for _, outside in links)
+        tensors, numel = buffers.bucket.tensors, buffers.flat.numel()
+        return BucketStats(tensors, numel, len(buffers.chunks), intra + inter, intra, inter)
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,10 @@ class Stats:
     wire_bytes: int
     """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
     bit a parameter and 45 bytes for each rank, come on top."""
+    intra_bytes: int
+    """Those of them that go to ranks of its own node. A sum on the wire counts as one around a ring, in rank order."""
+    inter_bytes: int
+    """Those that leave the node."""
     gradient_bytes: int
     """Bytes of the gradients themselves."""
     exposed_us: float

@@ -10,9 +10,9 @@
 from collections.abc import Callable, Sequence
 
 from gradwire.planner.grammar import DEVICES, Action
-from gradwire.planner.options import Option
+from gradwire.planner.options import Option, option_of
 
-__all__ = ["RESTRICTED", "SYSTEMS", "beside_tree", "names_of"]
+__all__ = ["BESIDE", "RESTRICTED", "SYSTEMS", "beside_tree", "check_known", "names_of"]
 
 
 def _gathered(device: str) -> tuple[str, ...]:
@@ -42,6 +42,16 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The option of each system that is one path through the tree, as tasks; several where the device is open (notes D27, D35).
 'gradwire ...' are the schemes of `Policy`. 'CGX between nodes' is CGX's heterogeneous form."""
+
+
+BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "ring": tuple(
+        (f"comp:{device}", "reducescatter:inter", "allgather:inter", f"decomp:{device}") for device in DEVICES
+    ),
+    "tree": tuple((f"comp:{device}", "reduce:inter", "broadcast:inter", f"decomp:{device}") for device in DEVICES),
+}
+"""CGX's other reductions (notes D33), which are no options of the tree: payloads are decoded, added and encoded again at every
+hop of one collective, which the tree has for gradients only."""
 
 
 def names_of(option: Option) -> tuple[str, ...]:
@@ -99,8 +109,17 @@ def beside_tree(tasks: Sequence[str]) -> str:
         return "uncompressed gradients of all ranks to every rank, which adds them in rank order"
     if tasks == ("alltoall:inter", "allgather:inter"):
         return "reducescatter+allgather, built from all-to-all and a sum in rank order"
+    for name, options in BESIDE.items():
+        if tasks in options:
+            return f"CGX's {name}: decoded, added and encoded again at every hop"
     rounds = len(tasks) // 2
     for device in DEVICES:
         if rounds and tasks == (f"comp:{device}", "allreduce:inter") * rounds + (f"decomp:{device}",):
             return f"payloads summed on the wire, rounds: {rounds}"
     return ""
+
+
+def check_known(tasks: Sequence[str]) -> None:
+    """Raises PlanError with the first connection that does not exist, unless these are an option or known beside the tree."""
+    if not beside_tree(tasks):
+        option_of(tasks)

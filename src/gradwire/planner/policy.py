@@ -22,11 +22,9 @@ from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import PlanError
 from gradwire.planner.rules import Where, as_rule, useless
+from gradwire.planner.schemes import SCHEMES, check_scheme, tasks_of
 
 __all__ = ["SCHEMES", "Policy", "Uniform", "executable"]
-
-SCHEMES = ("allreduce", "allgather", "alltoall")
-"""allreduce: summed on the wire; allgather: every payload to every rank; alltoall: two phases, re-encoded between."""
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
@@ -57,7 +55,9 @@ class Policy(Document, frozen=True, kw_only=True):
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
-    """One of SCHEMES for all buckets; None is what each spec names first in its `schemes`."""
+    """How all buckets travel; None is what each spec names first in its `schemes`. One of SCHEMES; "ring" or "tree", CGX's
+    other reductions; a system's name, as "CGX between nodes"; or any option of docs/options.md by its tasks, with spaces
+    between. What is not compressed takes the same links as it is."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later ones.
     None: 1 MiB for each rank, 2 to 8 MiB, since a rank sends a bucket in as many messages as there are ranks and each has
@@ -79,7 +79,7 @@ class Policy(Document, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "rules", tuple(as_rule(i, rule) for i, rule in enumerate(self.rules)))
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         if self.scheme is not None:
-            word("scheme", self.scheme, SCHEMES)
+            check_scheme(self.scheme)
         if self.bucket_bytes is not None:
             whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
         whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
@@ -156,21 +156,23 @@ class Policy(Document, frozen=True, kw_only=True):
         plain = isinstance(own[first.name], Identity)
         possible = own[first.name].schemes
         scheme = self.scheme or possible[0]
-        if scheme not in possible:
+        if scheme in SCHEMES and scheme not in possible:
             raise PlanError(
                 f"scheme is {scheme!r}, but tensor {first.name!r} has spec {own[first.name]!r}, which that scheme cannot carry. "
                 f"Use scheme={' or '.join(map(repr, possible))}, or leave it out."
             )
         nbytes = sum(tensor.nbytes for tensor in members)
-        cut = scheme != "allreduce" and nbytes > self.chunk_bytes
+        option = tasks_of(scheme, first.device, own[first.name])
+        on_wire = all(task == "allreduce:inter" for task in option if not task.startswith(("comp:", "decomp:")))
+        cut = not on_wire and nbytes > self.chunk_bytes
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
-        wide = plain and (scheme == "allreduce" or first.dtype == "float64")
+        wide = plain and (on_wire or first.dtype == "float64")
         return Bucket(
             tensors=tuple(own),
             spec=own if len(set(own.values())) > 1 else own[first.name],
             reduce_dtype=first.dtype if wide else "float32",
             residual_dtype=self.residual_dtype if own[first.name].feedback else "float32",
-            option=_option(scheme, first.device, own[first.name]),
+            option=option,
             chunk_bytes=self.chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),
         )
@@ -210,13 +212,3 @@ def executable(schedule: Schedule | str) -> Backward:
             "schedule='backward'."
         )
     return schedule
-
-
-def _option(scheme: str, device: str, spec: Spec) -> tuple[str, ...]:
-    comp, decomp = f"comp:{device}", f"decomp:{device}"
-    option: tuple[str, ...] = {
-        "allreduce": (comp, "allreduce:inter") * max(1, spec.rounds) + (decomp,),
-        "allgather": (comp, "allgather:inter", decomp),
-        "alltoall": (comp, "alltoall:inter", decomp, comp, "allgather:inter", decomp),
-    }[scheme]
-    return tuple(task for task in option if task.endswith(":inter")) if isinstance(spec, Identity) else option

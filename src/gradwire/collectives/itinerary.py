@@ -1,0 +1,222 @@
+"""Itineraries: who holds what after each task of an option, and so what one rank encodes, sends, receives and decodes.
+
+Nothing here touches tensors. All ranks are followed through the tasks together, since what one receives is what another
+holds. A rank holds either values (a range of the piece, with the gradients of some ranks added) or payloads: a list, in
+which several may stand for the same elements, of senders that nobody has added yet (ByteComp's footnote 2; notes D31).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from gradwire.collectives.grid import Grid
+
+__all__ = ["Encode", "Leg", "Move", "Parcel", "Run", "itinerary"]
+
+DEALS = {
+    **dict.fromkeys(("allgather", "broadcast"), "everybody"),
+    **dict.fromkeys(("reduce", "gather"), "root"),
+    **dict.fromkeys(("reducescatter", "alltoall"), "owners"),
+}
+"""Who gets what a rank holds: everybody all of it, the root all of it, or each member the shard that it owns."""
+ADDS = ("reducescatter", "reduce")
+"""Words after which values of several ranks are added; after the others they are put side by side."""
+
+Cut = Callable[[int, int, int], Sequence[int]]
+"""cut(start, end, parts): parts + 1 edges at which the codec allows a range of elements to be cut."""
+
+
+class Parcel(NamedTuple):
+    """One payload."""
+
+    encode: int
+    """Number of the encode that made it, from 0."""
+    maker: int
+    """The rank that did."""
+    start: int
+    end: int
+    """Elements of the piece that it stands for."""
+    ranks: frozenset[int]
+    """Whose gradients are added in it."""
+    summed: bool
+    """Whether it is of a sum that the makers took, in the bucket's reduce_dtype; else of values in the gradient's own."""
+
+
+class Run(NamedTuple):
+    """Values of a range of elements."""
+
+    start: int
+    end: int
+
+
+class Held(NamedTuple):
+    """What a rank holds between two tasks."""
+
+    start: int
+    end: int
+    ranks: frozenset[int]
+    """Whose gradients are in it, added or not."""
+    summed: bool = False
+    """Of values: whether this rank added them up itself."""
+    parcels: tuple[Parcel, ...] | None = None
+    """Payloads in the order in which they are added; None: it holds values."""
+
+    def inside(self, start: int, end: int) -> tuple[Parcel, ...] | tuple[Run, ...]:
+        """The part of it that lies in a range."""
+        if self.parcels is not None:
+            return tuple(parcel for parcel in self.parcels if start <= parcel.start and parcel.end <= end)
+        low, high = max(start, self.start), min(end, self.end)
+        return (Run(low, high),) if low < high else ()
+
+
+@dataclass(frozen=True)
+class Encode:
+    """What this rank encodes of the values that it holds."""
+
+    number: int
+    device: str
+    start: int
+    end: int
+    parcels: tuple[Parcel, ...]
+    kept: frozenset[Parcel]
+    """Those of `parcels` that no other rank ever gets: they need no encoding (notes D2)."""
+    voice: int
+    """The lowest rank that holds the same values. Where several do they must draw the same random numbers, or they would
+    make different payloads of one sum; and what this encode loses is lost once, not once for each of them."""
+    ranks: frozenset[int]
+    """Whose gradients are added in the values."""
+
+
+class Move(NamedTuple):
+    """One exchange, as this rank takes part in it. What it keeps for itself is among both."""
+
+    sent: dict[int, tuple[Parcel, ...] | tuple[Run, ...]]
+    received: dict[int, tuple[Parcel, ...] | tuple[Run, ...]]
+    adds: bool
+    held: Held | None
+    """What the rank holds afterwards."""
+
+
+@dataclass
+class Leg:
+    """A link task, with the encode before it and the decode after it: one phase of the engine."""
+
+    encode: Encode | None
+    """None: nothing is encoded here, or this rank holds nothing to encode."""
+    moves: list[Move] = field(default_factory=list)
+    """One exchange; all-reduce has two."""
+    decode: str = ""
+    """The device that decodes and adds what has arrived; '': payloads or values go on as they are."""
+
+
+def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut) -> list[Leg]:
+    """What the grid's rank does for a piece of `numel` elements. `root` is the rank that rooted schemes go through.
+
+    >>> halves = lambda start, end, parts: [start + (end - start) * part // parts for part in range(parts + 1)]
+    >>> first, second = itinerary(["reducescatter:inter", "allgather:inter"], Grid.even(2, 1, 0), 0, 10, halves)
+    >>> first.moves[0].sent[1], first.moves[0].held.start, first.moves[0].held.end
+    ((Run(start=5, end=10),), 0, 5)
+    """
+    journey = _Journey(grid, root, cut, numel, flat=not any(task.endswith(":intra") for task in tasks))
+    legs: list[Leg] = []
+    encode: Encode | None = None
+    for position, task in enumerate(tasks):
+        word, _, where = task.partition(":")
+        if word == "comp":
+            encode = journey.encode(where, tasks[position + 1 :])
+        elif word == "decomp":
+            legs[-1].decode = where
+            journey.decode()
+        else:
+            steps = ("reducescatter", "allgather") if word == "allreduce" else (word,)
+            legs.append(Leg(encode, [journey.move(step, where) for step in steps]))
+            encode = None
+    for leg in legs:
+        if leg.encode is not None:
+            leg.encode = replace(leg.encode, kept=frozenset(leg.encode.parcels) - journey.travelled)
+    return legs
+
+
+class _Journey:
+    """All ranks on their way."""
+
+    def __init__(self, grid: Grid, root: int, cut: Cut, numel: int, flat: bool) -> None:
+        self.grid, self.root, self.cut, self.flat = grid, root, cut, flat
+        self.held: list[Held | None] = [Held(0, numel, frozenset({rank})) for rank in range(grid.world_size)]
+        self.encodes = 0
+        self.travelled: set[Parcel] = set()
+        """Parcels of this rank that others got."""
+
+    def _groups(self, link: str) -> tuple[tuple[int, ...], ...]:
+        return self.grid.groups("all" if self.flat else link)
+
+    def encode(self, device: str, following: Sequence[str]) -> Encode | None:
+        """All ranks that hold values make parcels of them, cut as finely as the link tasks before the next decode need."""
+        number, found = self.encodes, None
+        self.encodes += 1
+        lowest: dict[tuple[int, int, frozenset[int]], int] = {}
+        for rank, held in enumerate(self.held):
+            if held is None:
+                continue
+            units = [Run(held.start, held.end)]
+            for parts in self._cuts_before_decode(following):
+                units = [unit for whole in units for unit in self._shards(whole, parts)]
+            parcels = tuple(
+                Parcel(number, rank, *unit, held.ranks, held.summed) for unit in units if unit.start < unit.end
+            )
+            voice = lowest.setdefault((held.start, held.end, held.ranks), rank)
+            self.held[rank] = held._replace(parcels=parcels)
+            if rank == self.grid.rank:
+                found = Encode(number, device, held.start, held.end, parcels, frozenset(), voice, held.ranks)
+        return found
+
+    def _cuts_before_decode(self, following: Sequence[str]) -> Iterable[int]:
+        for task in following:
+            word, _, where = task.partition(":")
+            if word == "decomp":
+                return
+            if DEALS[word] == "owners":
+                yield len(self._groups(where)[0])
+
+    def _shards(self, whole: Run, parts: int) -> list[Run]:
+        edges = self.cut(whole.start, whole.end, parts)
+        return [Run(start, end) for start, end in pairwise(edges)]
+
+    def decode(self) -> None:
+        """Everybody adds the payloads it has; those of whole sums are no terms of another."""
+        for rank, held in enumerate(self.held):
+            if held is not None:
+                terms = any(len(parcel.ranks) < self.grid.world_size for parcel in held.parcels or ())
+                self.held[rank] = held._replace(parcels=None, summed=terms)
+
+    def move(self, word: str, link: str) -> Move:
+        """One exchange in every group of the link."""
+        own = Move({}, {}, word in ADDS, None)
+        after: list[Held | None] = [None] * len(self.held)
+        for group in self._groups(link):
+            holders = {rank: held for rank in group if (held := self.held[rank]) is not None}
+            if not holders:
+                continue
+            whole = Run(min(held.start for held in holders.values()), max(held.end for held in holders.values()))
+            ranks = frozenset[int]().union(*(held.ranks for held in holders.values()))
+            coded = any(held.parcels is not None for held in holders.values())
+            for target, region in self._regions(word, group, whole).items():
+                parts = {source: held.inside(*region) for source, held in holders.items()}
+                parcels = tuple(item for part in parts.values() for item in part if isinstance(item, Parcel))
+                after[target] = Held(*region, ranks, word in ADDS, parcels if coded else None)
+                self.travelled |= {p for p in parcels if p.maker == self.grid.rank != target}
+                if target == self.grid.rank:
+                    own.received.update(parts)
+                if self.grid.rank in parts:
+                    own.sent[target] = parts[self.grid.rank]
+        self.held = after
+        return own._replace(held=after[self.grid.rank])
+
+    def _regions(self, word: str, group: Sequence[int], whole: Run) -> dict[int, Run]:
+        """What part of what the group holds each member gets; who gets nothing is left out."""
+        if DEALS[word] == "everybody":
+            return dict.fromkeys(group, whole)
+        if DEALS[word] == "root":
+            return {self.grid.root_of(tuple(group), self.root): whole}
+        return dict(zip(group, self._shards(whole, len(group)), strict=True))

@@ -1,0 +1,292 @@
+"""Routes: any option of ByteComp's tree as a scheme, one phase for each link task, flat or hierarchical.
+
+What travels follows from the option's itinerary; here it gets its tensors. The rules of the two-phase scheme hold in all
+options. Sums are taken in the order of ranks. A payload that no other rank gets is not encoded: its maker adds the values as they
+are (notes D2). What everybody gets, its maker decodes too. Parts are decoded as they arrive (D34); payloads that go on
+undecoded travel as lists (D31). Partial sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the
+gradient's own, to which it is rounded anyway.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.collectives.grid import Grid
+from gradwire.collectives.itinerary import Encode, Leg, Move, Parcel, Run, itinerary
+from gradwire.collectives.memory import Memory
+from gradwire.collectives.piece import Codec, Piece
+from gradwire.collectives.streams import Streams
+from gradwire.collectives.works import (
+    Add,
+    Copy,
+    Decode,
+    Encoding,
+    Transfer,
+    Transfers,
+    Work,
+    joined,
+    payload_buffers,
+)
+
+__all__ = ["Route"]
+
+
+class Route(Transfers):
+    """An option's tasks, run by one rank."""
+
+    def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Codec], piece: Piece, grid: Grid, root: int) -> None:
+        """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
+        self.piece, self._packing = piece, _Packing(codecs, piece, grid)
+        legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
+        phases = [self._packing.leg(leg) for leg in legs]
+        phases[0][0].before.insert(0, _AddLeft(self))
+        phases[-1][-1].after += self._packing.into_flat()
+        super().__init__(phases, grid.rank, grid.world_size)
+        self.aliases = [piece.flat, *self._packing.aliases]
+        codes = any(task.startswith("comp:") for task in tasks)
+        self.remembers = next(iter(codecs.values())).state if codes else ()
+        self.voices = self._packing.voices
+        """Whose random numbers each encode of this rank draws: its own, or those of the lowest that encodes the same sum."""
+        self.left: Memory | None = None
+        """What goes into the next gradient, once there is something."""
+
+    @property
+    def memory(self) -> list[Memory]:
+        """Of each encode, and what goes into the next gradient before any."""
+        return [*self._packing.memory, *([self.left] if self.left else [])]
+
+    def take_back(self, start: int, end: int) -> None:
+        if "residual" in self.remembers and self.rank == 0:
+            self.take_over("residual", start, self.piece.flat[start:end])
+
+    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
+        """Added to what the first encode remembers where that covers this rank's own gradient; what is not sent there goes
+        into the next gradient."""
+        rest = values.clone()
+        for own in self._packing.own:
+            own.add(what, start, values)
+            rest[max(0, own.start - start) : max(0, own.end - start)] = 0.0
+        if what == "residual" and rest.any():
+            if self.left is None:
+                random = self.piece.store_contexts[0].random
+                self.left = Memory((what,), "left", 0, self.piece.flat.numel(), store=None, random=random)
+            self.left.add(what, start, rest)
+
+
+@dataclass(frozen=True)
+class _AddLeft:
+    """What was left for this step goes into its gradient."""
+
+    route: Route
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        if self.route.left is not None:
+            (left,) = self.route.left.state
+            self.route.piece.flat.add_(left)
+            left.zero_()
+
+
+class _Packing:
+    """Gives an itinerary its tensors, leg by leg: keeps what the rank holds after the last one."""
+
+    def __init__(self, codecs: Mapping[str, Codec], piece: Piece, grid: Grid) -> None:
+        self.codecs, self.piece, self.grid = codecs, piece, grid
+        self.values, self.start = piece.flat, 0
+        self.payloads: dict[Parcel, torch.Tensor] = {}
+        self.kept: dict[Parcel, torch.Tensor] = {}
+        """Values of what needs no encoding."""
+        self.memory: list[Memory] = []
+        self.voices: dict[int, int] = {}
+        """Whose random numbers each encode of this rank draws."""
+        self.own: list[Memory] = []
+        """Of what the first encode sends of this rank's own gradient, where nothing was added before."""
+        self.aliases: list[torch.Tensor] = []
+
+    def leg(self, leg: Leg) -> list[Transfer]:
+        """One exchange, or two for all-reduce."""
+        before = self._encode(leg.encode) if leg.encode is not None else []
+        transfers = []
+        for move in leg.moves:
+            transfers.append(self._transfer(move, before, leg.decode))
+            before = []
+        return transfers
+
+    def into_flat(self) -> list[Work]:
+        """The sum in the bucket's memory, if it is not there."""
+        return self._settle() if self.values.numel() else []
+
+    # ---- encode
+
+    def _encode(self, encode: Encode) -> list[Work]:
+        codec = self._codec(encode.number, encode.device)
+        if encode.start < encode.end:
+            self.voices[encode.number] = encode.voice
+        memory = {parcel: self._memory(codec, parcel, copy=encode.voice != self.grid.rank) for parcel in encode.parcels}
+        self.memory += memory.values()
+        made = [parcel for parcel in encode.parcels if parcel not in encode.kept or codec.encodes_own_part]
+        if len(encode.ranks) == 1 and encode.number == 0:
+            self.own = [memory[parcel] for parcel in made]
+        self.kept = {parcel: self._part(parcel.start, parcel.end) for parcel in encode.parcels if parcel not in made}
+        buffers = payload_buffers([self._bytes_of(parcel) for parcel in made], self.piece.flat.device)
+        self.payloads = dict(zip(made, buffers, strict=True))
+        works: list[Work] = []
+        for parcel, payload in self.payloads.items():
+            source, segments = self._part(parcel.start, parcel.end), self._segments(parcel)
+            context = self.piece.contexts[encode.number]
+            works.append(Encoding(codec, source, memory[parcel], segments, context, payload))
+        return works
+
+    def _memory(self, codec: Codec, parcel: Parcel, copy: bool) -> Memory:
+        return self.piece.memory(codec, parcel.encode, parcel.start, parcel.end, self._segments(parcel), copy)
+
+    def _codec(self, encode: int, device: str) -> Codec:
+        return self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
+
+    def _segments(self, item: Parcel | Run) -> Any:
+        return self.piece.runs.between(item.start, item.end)
+
+    def _bytes_of(self, parcel: Parcel) -> int:
+        codec = next(iter(self.codecs.values()))
+        codec = codec if parcel.encode == 0 else codec.for_sum()
+        return codec.payload_bytes(self._segments(parcel), self._dtype_of(parcel))
+
+    def _dtype_of(self, parcel: Parcel) -> torch.dtype:
+        return self.piece.reduce_dtype if parcel.summed else self.piece.flat.dtype
+
+    # ---- exchange
+
+    def _transfer(self, move: Move, before: list[Work], decode: str) -> Transfer:
+        coded = bool(self.payloads or self.kept) or _holds_parcels(move)
+        if coded:
+            return self._send_payloads(move, before, decode)
+        return self._sum_values(move, before) if move.adds else self._spread_values(move, before)
+
+    def _send_payloads(self, move: Move, before: list[Work], decode: str) -> Transfer:
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.piece.flat.device)
+        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        lists: dict[tuple[Parcel, ...], torch.Tensor] = {}
+        for target, items in move.sent.items():
+            if target != self.grid.rank:
+                parcels = tuple(item for item in items if isinstance(item, Parcel))
+                if parcels not in lists:
+                    lists[parcels], copies = joined([self.payloads[parcel] for parcel in parcels], nothing)
+                    before += copies
+                transfer.sent[target] = lists[parcels]
+        here: dict[Parcel, torch.Tensor] = {}
+        for source, items in move.received.items():
+            parcels = tuple(item for item in items if isinstance(item, Parcel))
+            if source == self.grid.rank:
+                here |= {parcel: self.payloads[parcel] for parcel in parcels if parcel in self.payloads}
+            else:
+                buffers = payload_buffers([self._bytes_of(parcel) for parcel in parcels], self.piece.flat.device)
+                here |= dict(zip(parcels, buffers, strict=True))
+                transfer.received[source] = joined(buffers, nothing)[0]
+        self.payloads = here
+        if decode and move.held is not None:
+            self._decode(move, decode, transfer)
+        else:
+            transfer.arrivals = {source: [] for source in move.received}
+        return transfer
+
+    def _decode(self, move: Move, device: str, transfer: Transfer) -> None:
+        """Add up what arrives, part by part."""
+        held = move.held
+        assert held is not None
+        flat, everybody = self.piece.flat, self.grid.world_size
+        parcels = [item for items in move.received.values() for item in items if isinstance(item, Parcel)]
+        nothing_added = all(len(parcel.ranks) == everybody for parcel in parcels)
+        gradient_done_with = len(held.ranks) == everybody and not self.kept
+        if nothing_added or (gradient_done_with and flat.dtype == self.piece.reduce_dtype):
+            total = self._of_flat(held.start, held.end)
+        else:
+            total = torch.empty(held.end - held.start, dtype=self.piece.reduce_dtype, device=flat.device)
+        begun: set[Run] = set()
+        for source, items in move.received.items():
+            works = transfer.arrivals[source] = []
+            for parcel in items:
+                assert isinstance(parcel, Parcel)
+                run = Run(parcel.start, parcel.end)
+                works.append(self._added(parcel, device, total, held.start, add=run in begun))
+                begun.add(run)
+        self.values, self.start, self.payloads, self.kept = total, held.start, {}, {}
+
+    def _added(self, parcel: Parcel, device: str, total: torch.Tensor, start: int, add: bool) -> Work:
+        into = self._view(total, parcel.start - start, parcel.end - start)
+        if parcel in self.kept:
+            return Add(into, self.kept[parcel]) if add else Copy(into, self.kept[parcel])
+        codec, context = self._codec(parcel.encode, device), self.piece.contexts[parcel.encode]
+        dtype = self._dtype_of(parcel)
+        return Decode(codec, self.payloads[parcel], self._segments(parcel), dtype, add, into, context)
+
+    def _sum_values(self, move: Move, before: list[Work]) -> Transfer:
+        """Everybody's part of a range to one rank, which adds them in the order of ranks."""
+        transfer = self._values_to(move, before)
+        if move.held is None:
+            self.values = self.values[:0]
+            return transfer
+        total = torch.empty(
+            move.held.end - move.held.start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device
+        )
+        for position, source in enumerate(move.received):
+            own = self._part(move.held.start, move.held.end) if source == self.grid.rank else None
+            part = transfer.received[source] if own is None else own
+            transfer.arrivals[source] = [Add(total, part) if position else Copy(total, part)]
+        self.values, self.start = total, move.held.start
+        return transfer
+
+    def _spread_values(self, move: Move, before: list[Work]) -> Transfer:
+        """Whole sums to ranks that do not have them."""
+        if self.grid.rank in move.received:
+            before = before + self._settle()
+        transfer = self._values_to(move, before)
+        for source, items in move.received.items():
+            received = transfer.received[source]
+            others = [item for item in items if source != self.grid.rank]
+            transfer.arrivals[source] = [Copy(self._of_flat(item.start, item.end), received) for item in others]
+        if move.held is not None:
+            self.values, self.start = self._of_flat(move.held.start, move.held.end), move.held.start
+        return transfer
+
+    def _values_to(self, move: Move, before: list[Work]) -> Transfer:
+        dtype = self.values.dtype if move.adds else self.piece.flat.dtype
+        nothing = torch.empty(0, dtype=dtype, device=self.piece.flat.device)
+        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        for other, items in move.sent.items():
+            for item in items if other != self.grid.rank else ():
+                transfer.sent[other] = self._part(item.start, item.end)
+        for other, items in move.received.items():
+            for item in items if other != self.grid.rank else ():
+                transfer.received[other] = nothing.new_empty(item.end - item.start)
+        return transfer
+
+    # ---- views
+
+    def _settle(self) -> list[Work]:
+        """Bring the values into the bucket's memory, in its dtype."""
+        end = self.start + self.values.numel()
+        target = self._of_flat(self.start, end)
+        if self.values.data_ptr() == target.data_ptr():
+            return []
+        works: list[Work] = [Copy(target, self.values)]
+        self.values = target
+        return works
+
+    def _part(self, start: int, end: int) -> torch.Tensor:
+        """What this rank holds of a range, as values."""
+        return self._view(self.values, start - self.start, end - self.start)
+
+    def _of_flat(self, start: int, end: int) -> torch.Tensor:
+        return self._view(self.piece.flat, start, end)
+
+    def _view(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        view = tensor[start:end]
+        if tensor.untyped_storage().data_ptr() == self.piece.flat.untyped_storage().data_ptr():
+            self.aliases.append(view)
+        return view
+
+
+def _holds_parcels(move: Move) -> bool:
+    """Whether payloads arrive."""
+    return any(isinstance(item, Parcel) for items in move.received.values() for item in items)

@@ -1,0 +1,104 @@
+"""CPU offload: a codec that works on copies in the host's memory, for comp:cpu and decomp:cpu of a bucket on a GPU."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from gradwire.compressors import Compressor, Context
+from gradwire.kernels import Segments
+
+__all__ = ["HostCodec", "Staging"]
+
+
+class Staging:
+    """Memory for the copies: one buffer for each use, as large as the largest so far, page-locked beside a GPU.
+
+    Bounded: a lane encodes and decodes one payload at a time, and returns when the copies back are done.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def like(self, use: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory of the tensor's size and dtype. What it holds is from the last time."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if use not in self._buffers or self._buffers[use].numel() < nbytes:
+            self._buffers[use] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        return self._buffers[use][:nbytes].view(tensor.dtype)
+
+
+class HostCodec:
+    """Encodes and decodes where the tensors are not. What goes in and out lies on the bucket's device."""
+
+    def __init__(self, codec: Compressor, staging: Staging | None = None) -> None:
+        self.codec, self._staging = codec, staging or Staging()
+        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
+        self._on_host: dict[int, tuple[Segments, Segments]] = {}
+
+    @cached_property
+    def _for_sum(self) -> "HostCodec":
+        return self if self.codec.for_sum() is self.codec else HostCodec(self.codec.for_sum(), self._staging)
+
+    def for_sum(self) -> "HostCodec":
+        """As of the codec."""
+        return self._for_sum
+
+    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
+        """As of the codec."""
+        return self.codec.payload_bytes(segments, dtype)
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        """Gradient and state to the host, encode there, payload and state back."""
+        host_src = self._fetched("source", src)
+        host_state = [self._fetched(f"state {number}", tensor) for number, tensor in enumerate(state)]
+        host_context = Context(self._fetched("random", context.random))
+        host_payload = self._staging.like("payload", payload)
+        _wait_for(payload)
+        self.codec.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
+        payload.copy_(host_payload, non_blocking=True)
+        for tensor, host in zip(state, host_state, strict=True):
+            tensor.copy_(host, non_blocking=True)
+        _wait_for(payload)
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        """Payload to the host (and what it is added to), decode there, values back."""
+        host_payload = self._fetched("payload", payload)
+        host_dst = self._fetched("source", dst) if add else self._staging.like("source", dst)
+        host_context = Context(self._fetched("random", context.random))
+        _wait_for(payload)
+        self.codec.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
+        dst.copy_(host_dst, non_blocking=True)
+        _wait_for(payload)
+
+    def _fetched(self, use: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._staging.like(use, tensor).copy_(tensor, non_blocking=True)
+
+    def _segments(self, segments: Segments) -> Segments:
+        """The same rows with their table in the host's memory."""
+        found = self._on_host.get(id(segments))
+        if found is None:  # the original is kept too, so that its id stays its own
+            host = Segments(segments.rows, torch.device("cpu"), segments.names, segments.shapes)
+            found = self._on_host[id(segments)] = (segments, host)
+        return found[1]
+
+
+def _wait_for(tensor: torch.Tensor) -> None:
+    """Until copies from and to the tensor's device are done: those queued on the current stream."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.current_stream(tensor.device).synchronize()
