@@ -30,12 +30,24 @@ SIZES = (703, 1, 299)
 
 
 def plan_for(
-    tasks: Sequence[str], spec: Spec, sizes: Iterable[int] = SIZES, dtype: str = "float32", chunk_bytes: int = 0
+    tasks: Sequence[str],
+    spec: Spec,
+    sizes: Iterable[int] = SIZES,
+    dtype: str = "float32",
+    chunk_bytes: int = 0,
+    residual_dtype: str = "float32",
 ) -> Plan:
     """One bucket of tensors t0, t1, .. that travels like this."""
     tensors = [TensorInfo(f"t{index}", (size,), dtype) for index, size in enumerate(sizes)]
     names = tuple(tensor.name for tensor in tensors)
-    bucket = Bucket(tensors=names, spec=spec, option=tuple(tasks), chunk_bytes=chunk_bytes, reduce_dtype="float32")
+    bucket = Bucket(
+        tensors=names,
+        spec=spec,
+        option=tuple(tasks),
+        chunk_bytes=chunk_bytes,
+        reduce_dtype="float32",
+        residual_dtype=residual_dtype,
+    )
     launch = tuple((0, word) for word in bucket.link_tasks)
     return Plan(fingerprint=fingerprint(tensors), buckets=(bucket,), launch=launch)
 
