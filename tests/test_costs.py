@@ -253,18 +253,19 @@ class TestPrices:
 
         import torch
 
-        from gradwire.collectives.link import Group
+        from gradwire.collectives import Grid, Group
         from gradwire.engine.layout import build_buckets
 
         shapes = [(300, 70), (4097,), (123, 7)]
         tensors = [TensorInfo(f"t{index}", shape, "float32", "cpu") for index, shape in enumerate(shapes)]
         plan = Uniform(spec, scheme=scheme, chunk_bytes=0).plan(tensors)
         parameters = {t.name: torch.nn.Parameter(torch.zeros(t.shape)) for t in tensors}
-        groups = [Group(None, rank, tuple(range(ranks)), timedelta(1)) for rank in range(ranks)]
-        random_state = torch.zeros(len(plan.buckets), 2, 4, dtype=torch.int64)
+        everybody = tuple(range(ranks))
+        groups = [Group(None, rank, everybody, timedelta(1), Grid.even(1, ranks, rank)) for rank in everybody]
+        random_state = torch.zeros(len(plan.buckets), 8, 4, dtype=torch.int64)
         sent = [
             sum(
-                chunk.wire_bytes
+                sum(chunk.bytes_to)
                 for built in build_buckets(plan, parameters, group, random_state, 0)
                 for chunk in built.chunks
             )
