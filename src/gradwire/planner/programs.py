@@ -78,6 +78,21 @@ class Pricer:
             found = self._programs[key] = self._price(self._moves_of(option, spec.rounds), spec, size)
         return found
 
+    def link_loads(
+        self, options: Sequence[tuple[str, ...]], rounds: int, link: int
+    ) -> set[tuple[float, tuple[float, float, float]]]:
+        """What options put on one link at least: (latencies in us, us for each byte of Bytes.raw, .first and .later)."""
+        found = set()
+        for option in options:
+            latency, factors = 0.0, [0.0, 0.0, 0.0]
+            for move in self._moves_of(option, rounds):
+                if move.payload >= 0 and move.resource == link:
+                    alpha, beta = max(move.lines, key=lambda line: line[1])
+                    latency += alpha
+                    factors[move.payload] += beta * move.share
+            found.add((latency, (factors[0], factors[1], factors[2])))
+        return found
+
     def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> Program:
         tasks, busy, links, codecs = [], [0, 0, 0, 0], [], 0
         lumped = any(move.with_decodes for move in moves)
