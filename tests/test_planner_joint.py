@@ -71,17 +71,20 @@ def job_of(seed, tensors, specs=(SPEC,), limits=None, rules=None, **cluster):
     return Job(profile, links, Costs(codecs=CODECS), specs, limits, rules)
 
 
-class Few(Job):
-    """A job with so few choices that all its plans can be tried."""
+def few(job):
+    """Leave a job one uncompressed and two compressed options, so that all its plans can be tried."""
+    plain, coded = job.choices()[:1], [choice for choice in job.choices() if choice.encodes][:2]
+    job.plain = plain
+    job.options = [option for option in job.options if option.tasks in {choice.option for choice in plain + coded}]
+    return job
 
-    def choices(self, most=10):
-        return super().choices(2)[:4]
 
-
-@pytest.mark.parametrize("seed", range(10))
-def test_near_the_best_of_all_plans(seed):
-    profile, cluster = made_up(seed, 3)
-    job = Few(profile, cluster, Costs(codecs=CODECS), [SPEC], Limits(devices=("gpu",)), Rules(decode_calls="one"))
+@pytest.mark.parametrize(("tensors", "ranks_per_node"), [(3, 1), (2, 4)])
+@pytest.mark.parametrize("seed", range(8))
+def test_near_the_best_of_all_plans(seed, tensors, ranks_per_node):
+    profile, cluster = made_up(seed, tensors, nodes=4, ranks_per_node=ranks_per_node)
+    limits = Limits(devices=("gpu",), exempt_vectors=seed % 2 == 0)
+    job = few(Job(profile, cluster, Costs(codecs=CODECS), [SPEC], limits, Rules(decode_calls="one")))
     best_us = best_step_us(job, job.choices())
     found_us = job.step(joint(job)) / FS_PER_US
     assert job.lower_bound_us() <= best_us
@@ -106,6 +109,7 @@ def test_never_worse_than_a_start_and_the_same_again(seed):
     assert joint(job_of(seed, 20, specs=(SPEC, TopK(0.01))), evaluations=10_000) == found
 
 
+@pytest.mark.filterwarnings("ignore:the prunings")
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_is_below_all_methods_and_not_below_compute_or_wire(seed):
     job = job_of(seed, 12)
@@ -146,9 +150,7 @@ def test_exempt_tensors_are_not_compressed():
     job = job_of(4, 12, gbps=1.0)
     for method in ("joint", "fusion", "hipress"):
         for part in make(job, method).draft.parts:
-            exempt = {job.is_exempt(place) for place in part.tensors}
-            assert len(exempt) == 1
-            assert not (exempt == {True} and part.choice.encodes)
+            assert not (part.choice.encodes and any(job.is_exempt(place) for place in part.tensors))
 
 
 def test_one_rank_has_nothing_to_plan():
@@ -188,6 +190,7 @@ def plan(files, *more, costs=True):
     return CliRunner().invoke(app, [*arguments, *more])
 
 
+@pytest.mark.filterwarnings("ignore:the prunings")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_a_plan_that_can_be_simulated(files, method):
     done = plan(files, "--spec", "qsgd4", "--method", method, "--json", "-o", str(files / "plan.json"))

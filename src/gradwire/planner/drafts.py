@@ -133,11 +133,17 @@ class Job:
         """Whether it must stay uncompressed."""
         return self.limits.exempt_vectors and len(self.profile.tensors[tensor].shape) < 2
 
-    def classes(self) -> list[list[int]]:
-        """Tensors that may share buckets, in gradient-ready order: of one dtype, exempt or not."""
+    def may(self, tensors: Sequence[int], choice: Choice) -> bool:
+        """Whether these tensors may share a bucket of this choice: all of one dtype, and none exempt if it compresses."""
+        dtypes = {self.profile.tensors[place].dtype for place in tensors}
+        return len(dtypes) == 1 and not (choice.encodes and any(self.is_exempt(place) for place in tensors))
+
+    def classes(self, choice: Choice) -> list[list[int]]:
+        """Tensors in gradient-ready order that may share buckets: of one dtype, and, where the rest is compressed, exempt or
+        not."""
         found: dict[tuple[str, bool], list[int]] = {}
         for place, tensor in enumerate(self.profile.tensors):
-            found.setdefault((tensor.dtype, bool(self.specs) and self.is_exempt(place)), []).append(place)
+            found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
         return list(found.values())
 
     def size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:

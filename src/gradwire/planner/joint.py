@@ -81,7 +81,7 @@ def _choose(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft
     for index in _by_time(job, draft):
         part = draft.parts[index]
         for choice in choices:
-            if choice != part.choice and not (choice.encodes and job.is_exempt(part.tensors[0])):
+            if choice != part.choice and job.may(part.tensors, choice):
                 yield _with(draft, index, [part._replace(choice=choice)])
 
 
@@ -99,17 +99,17 @@ def _cut(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
 
 
 def _merge(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
-    """Each bucket with the next one of its class; the larger one's choice holds."""
-    class_of = {place: number for number, places in enumerate(job.classes()) for place in places}
+    """Each bucket with the next one with which it may share one; the choice of the larger holds, if it may."""
     for index, part in enumerate(draft.parts):
-        number = class_of[part.tensors[0]]
-        following = (i for i in range(index + 1, len(draft.parts)) if class_of[draft.parts[i].tensors[0]] == number)
-        other = next(following, None)
-        if other is not None:
-            larger = max(part, draft.parts[other], key=lambda each: sum(job.program(each).busy))
-            merged = Part(part.tensors + draft.parts[other].tensors, larger.choice)
-            rest = [p for i, p in enumerate(draft.parts) if i not in (index, other)]
-            yield draft._replace(parts=sorted_parts([*rest, merged]))
+        for other in range(index + 1, len(draft.parts)):
+            following = draft.parts[other]
+            larger = max(part, following, key=lambda each: sum(job.program(each).busy))
+            tensors = tuple(sorted(part.tensors + following.tensors))
+            alike = part.choice.encodes == following.choice.encodes
+            if alike and job.may(tensors, larger.choice):
+                rest = [p for i, p in enumerate(draft.parts) if i not in (index, other)]
+                yield draft._replace(parts=sorted_parts([*rest, Part(tensors, larger.choice)]))
+                break
 
 
 def _with(draft: Draft, index: int, parts: Sequence[Part]) -> Draft:

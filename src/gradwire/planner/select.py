@@ -74,10 +74,10 @@ def select_options(
 ) -> Selection:
     """Algorithm 1 over tables[tensor][option], in gradient-ready order; tensors of equal size may share one table.
 
-    All tables have the same options in the same order. Those without codec tasks are the uncompressed ones; without any, all
-    begin with the best of all. skew: see `gradwire.sim.replay`. prune: False simulates every candidate to its end, with the
-    same result. looks: how many candidates of a tensor are simulated at most; None: all that could win.
-    Raises PlanError if there are no options.
+    All tables have the same options in the same order; that of a tensor that must not be compressed ends before the first one
+    that does. Options without codec tasks are the uncompressed ones; without any, all begin with the best of all. skew: see
+    `gradwire.sim.replay`. prune: False simulates every candidate to its end, with the same result. looks: how many candidates
+    of a tensor are simulated at most; None: all that could win. Raises PlanError if there are no options.
     """
     if not tables or not tables[0]:
         raise PlanError("tables have 0 options: no tensor could be synchronised. Allow at least one option.")

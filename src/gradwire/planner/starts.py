@@ -30,8 +30,8 @@ def fused(job: Job, strategy: Strategy, choice: Choice) -> Draft:
     """Each class cut by a strategy of fusion, with Cupcake's affine costs of the choice; exempt classes by the first plain
     choice."""
     parts = []
-    for places in job.classes():
-        own = choice if not (choice.encodes and job.is_exempt(places[0])) else job.plain[0]
+    for places in job.classes(choice):
+        own = choice if job.may(places, choice) else job.plain[0]
         start = 0
         for end in strategy(_gaps(job, places), [job.profile.tensors[p].nbytes for p in places], _costs(job, own)):
             parts.append(Part(tuple(places[start:end]), own))
@@ -96,8 +96,7 @@ def policy(job: Job, choice: Choice) -> Draft:
     parts = []
     for bucket in made.buckets:
         tensors = tuple(place[name] for name in bucket.tensors)
-        exempt = choice.encodes and job.is_exempt(tensors[0])
-        parts.append(Part(tensors, job.plain[0] if exempt else choice))
+        parts.append(Part(tensors, choice if job.may(tensors, choice) else job.plain[0]))
     return Draft(sorted_parts(parts))
 
 
@@ -105,14 +104,16 @@ def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
     """Every tensor alone, and compressed if its own tasks then take less (notes D29)."""
     parts = []
     for place in range(len(job.profile.tensors)):
-        allowed = [choice for choice in choices if not (choice.encodes and job.is_exempt(place))]
+        allowed = [choice for choice in choices if job.may([place], choice)]
         parts.append(min((Part((place,), choice) for choice in allowed), key=lambda part: sum(job.program(part).busy)))
     return Draft(tuple(parts))
 
 
 def bytecomp(job: Job, looks: int | None = 1, most: int = 200) -> Draft:
-    """ByteComp's selection and offload, every tensor alone, none exempt, with the first spec. looks, most: see `select_options`
-    and `offload`."""
+    """ByteComp's selection and offload, every tensor alone, with the first spec.
+
+    looks, most: see `select_options` and `offload`.
+    """
     choices = list(job.plain)
     if job.specs:
         choices += [Choice(job.specs[0], option.tasks) for option in job.options if option.compresses]
@@ -124,7 +125,8 @@ def bytecomp(job: Job, looks: int | None = 1, most: int = 200) -> Draft:
         parts_of.append(parts)
         key = (tensor.shape, tensor.dtype)
         if key not in programs:
-            programs[key] = [job.program(part) for part in parts]
+            allowed = parts[: len(job.plain)] if job.is_exempt(place) else parts
+            programs[key] = [job.program(part) for part in allowed]
         tables.append(programs[key])
     found = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks)
     parts = [options[index] for options, index in zip(parts_of, found.chosen, strict=True)]
