@@ -14,8 +14,9 @@ encodes allow. From then on each link has to carry all that later tensors put on
 either link, and all work of compute, are below the step, and change with one tensor's option by a few additions. What is left is
 simulated by ascending bound, each until what is done and what each resource still has to do exceed the best.
 
-**Cut short** is the search by `looks`: then only so many candidates of a tensor are simulated, those with the least bounds, and a
-better one may be missed. Without it, hundreds of tensors take many seconds where no single resource decides.
+**Cut short** is the search by `looks`: then only so many candidates of a tensor are simulated, those with the least bounds,
+and the one that was best for the last tensor of that size; a better one may be missed. Without it, hundreds of tensors take
+many seconds where no single resource decides.
 """
 
 from collections.abc import Sequence
@@ -105,6 +106,7 @@ class _Search:
     ) -> None:
         self.line, self.tables, self.sizes, self.skew, self.prune = line, tables, sizes, skew, prune
         self.looks = looks
+        self.winners: dict[float, int] = {}
         self.releases = range(1, len(tables) + 1)
         plain = [index for index, program in enumerate(tables[0]) if not program.codecs]
         self.candidates = self.simulated = 0
@@ -147,7 +149,11 @@ class _Search:
         codecs = 0  # of the best so far; on a tie with the current option that one stays
         found = None
         self.candidates += len(self.tables[tensor])
-        for bound, _, _, row in sorted(self._promising(tensor), key=lambda each: each[:3])[: self.looks]:
+        promising = sorted(self._promising(tensor), key=lambda each: each[:3])
+        looked_at = promising[: self.looks]
+        # the option that was best for the last tensor of this size is looked at in any case
+        looked_at += [each for each in promising[len(looked_at) :] if each[2] == self.winners.get(self.sizes[tensor])]
+        for bound, _, _, row in looked_at:
             # equal steps count only with fewer codec tasks
             limit = below if found is not None and row.codecs < codecs else below - 1
             if self.prune and bound > limit:
@@ -160,7 +166,7 @@ class _Search:
         if found is None:
             return False
         row, self.programs, self.best = found
-        self.chosen[tensor] = row.option
+        self.chosen[tensor] = self.winners[self.sizes[tensor]] = row.option
         self.first_encodes[tensor], self.after_encode[tensor] = row.first_encode, row.chain - row.first_encode
         self.on_inter[tensor], self.on_intra[tensor] = row.inter, row.intra
         return True
