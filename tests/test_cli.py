@@ -56,6 +56,19 @@ gradwire options
   --named
   --count
   --json
+gradwire plan
+  PROFILE
+  --cluster
+  --costs
+  --spec
+  --method = joint
+  --devices
+  --max-encodes
+  --memory-mb
+  --exempt-vectors = True
+  --decode-calls
+  --out
+  --json
 gradwire simulate
   PLAN
   --profile

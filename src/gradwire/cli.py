@@ -264,6 +264,61 @@ def simulate(
 
 
 @app.command()
+def plan(
+    profile: Annotated[Path, typer.Argument(help="Profile file: the model's times, tensor by tensor.")],
+    cluster: Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")],
+    costs: Annotated[Path | None, typer.Option(help="Costs file: codec times of every --spec.")] = None,
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(help="What may compress, such as QSGD(bits=4) or its JSON; several times for several."),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(help="joint, fusion, cupcake, bucket, even, layerwise, hipress, bytecomp or ddp."),
+    ] = "joint",
+    devices: Annotated[
+        str | None, typer.Option(help="Comma-separated: where codecs may run. Default: where all were measured.")
+    ] = None,
+    max_encodes: Annotated[int | None, typer.Option(help="At most so many encodes of one bucket, 0 to 4.")] = None,
+    memory_mb: Annotated[float | None, typer.Option(help="Extra memory of the device at most.")] = None,
+    exempt_vectors: Annotated[
+        bool, typer.Option("--exempt-vectors/--all-tensors", help="Leave biases and norms uncompressed, or not.")
+    ] = True,
+    decode_calls: Annotated[
+        str | None, typer.Option(help="A decode of several payloads: each by a call, or one for all. Default: each.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="plan.json to write.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of an explanation.")] = False,
+) -> None:
+    """Work out how each gradient should travel: buckets, compression, collectives and launch order. No GPU, no network."""
+    import json as codec
+
+    from gradwire.bench.names import parse_spec, split_names
+    from gradwire.core import Cluster, Costs, Profile
+    from gradwire.planner.drafts import Job, Limits
+    from gradwire.planner.methods import explanation, make
+    from gradwire.sim.rules import changed_rules
+
+    times = Profile.load(profile)
+    codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
+    limits = Limits(
+        devices=None if devices is None else tuple(split_names(devices)),
+        max_encodes=max_encodes,
+        memory_bytes=None if memory_mb is None else round(memory_mb * 1e6),
+        exempt_vectors=exempt_vectors,
+    )
+    specs = [parse_spec(each) for each in spec or ()]
+    job = Job(times, Cluster.load(cluster), codecs, specs, limits, changed_rules(times, decode_calls=decode_calls))
+    made = make(job, method)
+    if out is not None:
+        made.plan.save(out)
+    if json:
+        typer.echo(codec.dumps(made.plan.to_dict() | {"planning_ms": made.planning_ms}))
+    else:
+        typer.echo(explanation(job, made), nl=False)
+
+
+@app.command()
 def import_profile(
     source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],

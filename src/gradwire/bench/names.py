@@ -8,7 +8,7 @@ from typing import Any
 from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
 from gradwire.core.reading import check_plain, parse
-from gradwire.core.specs import installed_specs, spec_from_text
+from gradwire.core.specs import Spec, installed_specs, spec_from_text
 from gradwire.errors import FormatError
 from gradwire.planner.policy import Policy, Uniform
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_job",
     "check_method",
     "parse_policy",
+    "parse_spec",
     "split_names",
 ]
 
@@ -83,6 +84,21 @@ def parse_policy(text: str) -> Policy | str:
         "error feedback), a spec such as ErrorFeedback(TopK(0.01)), as in Python or as JSON, a policy such as "
         '{"default":{"id":"qsgd","bits":4},"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
     )
+
+
+def parse_spec(text: str) -> Spec:
+    """A spec as in Python, as JSON, or by a short name.
+
+    >>> parse_spec("qsgd4") == parse_spec('{"id":"qsgd","bits":4}') == parse_spec("QSGD(bits=4)")
+    True
+
+    Raises `FormatError` or `SpecError` for text that is none of these.
+    """
+    policy = parse_policy(text)
+    if isinstance(policy, str) or policy != Uniform(policy.default):
+        raise FormatError(f"{text[:300]!r} is no spec. Write one as in Python or as JSON, such as QSGD(bits=4).")
+    spec: Spec = policy.default
+    return spec
 
 
 def _is_policy(path: Path) -> bool:

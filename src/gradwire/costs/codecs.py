@@ -35,6 +35,10 @@ class CodecTimes:
         self.costs = costs
         self._codecs = {(codec.spec, codec.device): codec for codec in costs.codecs}
 
+    def __contains__(self, codec: tuple[Spec, str]) -> bool:
+        """Whether a spec was measured on a device."""
+        return codec in self._codecs
+
     def encode_us(self, spec: Spec, device: str, nbytes: float) -> float:
         """Microseconds to encode so many bytes of gradient. Raises PlanError if the codec was not measured."""
         return time_at(self.points(spec, device, "encode"), nbytes)

@@ -1,0 +1,64 @@
+"""A step that no plan can beat, whatever its buckets, options, specs and launch order are.
+
+All bytes that tensor k and the later ones put on a link travel after k's gradient is ready, and backward alone says when that
+is at the earliest. A bucket that holds earlier tensors too is ready later still. Of each tensor the least link time of all
+choices is counted, without its share of latencies, since fusion may make that as small as it likes; one exchange's latency is
+left.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from gradwire.core.profile import TensorProfile
+from gradwire.core.specs import Identity, Spec
+from gradwire.planner.programs import Pricer, bytes_of
+from gradwire.sim.events import INTER, INTRA
+from gradwire.sim.simulator import FS_PER_US
+
+__all__ = ["least_step_us"]
+
+_SHARED_BYTES = 64
+"""Of a payload, what several tensors in one bucket may share: headers, rounding."""
+
+
+def least_step_us(
+    pricer: Pricer,
+    after: Sequence[int],
+    tensors: Sequence[tuple[TensorProfile, bool]],
+    specs: Sequence[Spec],
+    plain: Sequence[tuple[str, ...]],
+    coded: Sequence[tuple[str, ...]],
+) -> float:
+    """Microseconds.
+
+    after: femtoseconds until each gradient can be ready, the forward first. tensors: in gradient-ready order, each with whether
+    it must stay uncompressed. plain, coded: the options of uncompressed and of compressed buckets.
+    """
+    ready_us = [time / FS_PER_US for time in after]
+    bound = ready_us[-1]
+    for link in (INTER, INTRA):
+        ways: list[tuple[Spec, float, tuple[float, float, float]]] = []
+        for spec in (Identity(), *specs):
+            options = plain if isinstance(spec, Identity) else coded
+            ways += [(spec, *way) for way in pricer.link_loads(options, spec.rounds, link)]
+        known: dict[tuple[object, ...], float] = {}
+        least = []
+        for tensor, exempt in tensors:
+            key = (tensor.shape, tensor.dtype, exempt)
+            if key not in known:
+                known[key] = min(
+                    _link_us(tensor, spec, factors)
+                    for spec, _, factors in ways
+                    if not exempt or isinstance(spec, Identity)
+                )
+            least.append(known[key])
+        latency_us = min(latency for _, latency, _ in ways)
+        still = list(accumulate(reversed(least)))[::-1]
+        bound = max(bound, *(r + s + latency_us for r, s in zip(ready_us[1:], still, strict=True)))
+    return bound * (1 - 1e-12)
+
+
+def _link_us(tensor: TensorProfile, spec: Spec, factors: tuple[float, float, float]) -> float:
+    raw, first, later = bytes_of([tensor], spec)
+    payloads = (raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES))
+    return sum(factor * size for factor, size in zip(factors, payloads, strict=True))

@@ -1,0 +1,262 @@
+"""Drafts: plans in the making, priced and timed often, and turned into a Plan once.
+
+A `Job` is all that a search needs to know: the model's times, the cluster, the costs, and which choices of spec and option
+there are.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.plan import Bucket, Plan, Prediction
+from gradwire.core.profile import Profile
+from gradwire.core.schedules import Backward, Schedule
+from gradwire.core.specs import Identity, Spec
+from gradwire.core.tensors import fingerprint
+from gradwire.errors import PlanError
+from gradwire.planner.bound import least_step_us
+from gradwire.planner.grammar import DEVICES
+from gradwire.planner.offload import on_cpu
+from gradwire.planner.options import select
+from gradwire.planner.programs import Bytes, Pricer, bytes_of
+from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
+from gradwire.sim.rules import Rules, device_of, rules_of
+from gradwire.sim.simulator import FS_PER_US, Simulator
+
+__all__ = ["Choice", "Draft", "Job", "LightPlan", "Limits", "Part"]
+
+
+class Choice(NamedTuple):
+    """How a bucket is synchronised."""
+
+    spec: Spec
+    option: tuple[str, ...]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything is compressed."""
+        return not isinstance(self.spec, Identity)
+
+
+class Part(NamedTuple):
+    """A bucket of a draft."""
+
+    tensors: tuple[int, ...]
+    """Places in gradient-ready order, ascending."""
+    choice: Choice
+
+
+class Draft(NamedTuple):
+    """Buckets by when they are ready, and how far their later exchanges are put behind (`gradwire.sim.replay`)."""
+
+    parts: tuple[Part, ...]
+    skew: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """Searches know the backward schedule only."""
+        return Backward()
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan may do. None: no limit."""
+
+    devices: tuple[str, ...] | None = None
+    """Where encodes and decodes may run; None: where the costs have times of every spec."""
+    max_encodes: int | None = None
+    """Of one option."""
+    memory_bytes: int | None = None
+    """Extra memory on the gradients' device, as in `Prediction`."""
+    exempt_vectors: bool = True
+    """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
+
+
+class LightPlan(NamedTuple):
+    """What the simulator needs of a plan."""
+
+    buckets: Sequence[Bucket]
+    launch: Sequence[tuple[int, str]]
+    schedule: Schedule
+
+
+class Job:
+    """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
+
+    specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        costs: Costs,
+        specs: Sequence[Spec] = (),
+        limits: Limits | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        if cluster.world_size == 1:
+            raise PlanError(
+                "the cluster has 1 rank: nothing is exchanged, so there is nothing to plan. Give 2 or more."
+            )
+        self.profile, self.cluster, self.limits = profile, cluster, limits or Limits()
+        self.rules = rules or rules_of(device_of(profile))
+        self.simulator = Simulator(profile, cluster, costs, self.rules)
+        self.pricer = Pricer(self.simulator)
+        tensors = profile.tensors
+        self.line = Replayer(
+            sum(round((t.forward_us or 0.0) * FS_PER_US) for t in tensors),
+            [round(t.backward_us * FS_PER_US) for t in tensors],
+            self.rules.cpu_workers,
+        )
+        self.specs = tuple(spec for spec in specs if not isinstance(spec, Identity))
+        own = self.rules.device
+        codecs = self.simulator.prices.codecs
+        measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
+        devices = self.limits.devices or tuple(measured)
+        main = own if own in devices else next(iter(devices), own)
+        self.options = select(
+            devices=(main,),
+            nodes=cluster.nodes,
+            ranks_per_node=cluster.ranks_per_node,
+            max_encodes=self.limits.max_encodes,
+        )
+        self.offloads = main == "gpu" and "cpu" in devices
+        self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
+        self.evaluations = 0
+        self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
+        self._known: dict[Part, Program] = {}
+
+    def is_exempt(self, tensor: int) -> bool:
+        """Whether it must stay uncompressed."""
+        return self.limits.exempt_vectors and len(self.profile.tensors[tensor].shape) < 2
+
+    def may(self, tensors: Sequence[int], choice: Choice) -> bool:
+        """Whether these tensors may share a bucket of this choice: all of one dtype, and none exempt if it compresses."""
+        dtypes = {self.profile.tensors[place].dtype for place in tensors}
+        return len(dtypes) == 1 and not (choice.encodes and any(self.is_exempt(place) for place in tensors))
+
+    def classes(self, choice: Choice) -> list[list[int]]:
+        """Tensors in gradient-ready order that may share buckets: of one dtype, and, where the rest is compressed, exempt or
+        not."""
+        found: dict[tuple[str, bool], list[int]] = {}
+        for place, tensor in enumerate(self.profile.tensors):
+            found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
+        return list(found.values())
+
+    def size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
+        """What a bucket of these is priced by."""
+        key = (tensors, spec)
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._sizes[key] = bytes_of([self.profile.tensors[place] for place in tensors], spec)
+        return found
+
+    def program(self, part: Part) -> Program:
+        """The bucket's tasks."""
+        found = self._known.get(part)
+        if found is None:
+            spec, option = part.choice
+            found = self._known[part] = self.pricer.program(option, spec, self.size(part.tensors, spec))
+        return found
+
+    def choices(self, most: int = 10) -> list[Choice]:
+        """Uncompressed and compressed choices that can be the best of some bucket, judged at four sizes of the model.
+
+        An option is left out if at each size another one takes no more of every resource, nor more in sequence. Of what is left
+        those come first that take least in sequence; `most` for each spec.
+        """
+        found = _undominated(self, self.plain)[:most]
+        for spec in self.specs:
+            coded = [Choice(spec, option.tasks) for option in self.options if option.compresses]
+            kept = _undominated(self, coded)[:most]
+            found += kept + [Choice(spec, on_cpu(c.option)) for c in kept[: most // 2] if self.offloads]
+        return found
+
+    def step(self, draft: Draft, limit: int = NEVER) -> int | None:
+        """Femtoseconds, or None above `limit` or beyond the memory allowed."""
+        self.evaluations += 1
+        allowed = self.limits.memory_bytes
+        if allowed is not None and self.extra_bytes(draft) > allowed:
+            return None
+        if self.rules.lanes:
+            step = round(self.simulator.step_us(self.light(draft)) * FS_PER_US)
+            return step if step <= limit else None
+        programs = [self.program(part) for part in draft.parts]
+        replayed = self.line.run(programs, [part.tensors[-1] + 1 for part in draft.parts], draft.skew, limit)
+        return None if replayed is None else replayed.step
+
+    def extra_bytes(self, draft: Draft) -> int:
+        """Memory beyond plain training: of compressed buckets a flat buffer, the payload and what the spec remembers."""
+        total = 0.0
+        for tensors, choice in draft.parts:
+            size = self.size(tensors, choice.spec)
+            numel = sum(self.profile.tensors[place].numel for place in tensors)
+            encodes = sum(task.startswith("comp") for task in choice.option)
+            total += size.raw + (size.first + 4 * numel * len(choice.spec.state)) * min(1, encodes)
+        return round(total)
+
+    def light(self, draft: Draft) -> LightPlan:
+        """Buckets and launch order of a draft."""
+        tensors = self.profile.tensors
+        buckets = [
+            Bucket(
+                tensors=tuple(tensors[place].name for place in part.tensors),
+                spec=part.choice.spec,
+                reduce_dtype="float32" if part.choice.encodes else tensors[part.tensors[0]].dtype,
+                option=part.choice.option,
+                numel=sum(tensors[place].numel for place in part.tensors),
+            )
+            for part in draft.parts
+        ]
+        keyed = sorted(
+            (launch_key(index, phase, draft.skew), index, word)
+            for index, bucket in enumerate(buckets)
+            for phase, word in enumerate(bucket.link_tasks)
+        )
+        return LightPlan(buckets, [(index, word) for _, index, word in keyed], Backward())
+
+    def plan(self, draft: Draft, baseline: Draft) -> Plan:
+        """The plan, with what the simulator predicts of it and of the baseline."""
+        light = self.light(draft)
+        priced = [self.simulator.prices.of(bucket) for bucket in light.buckets]
+        prediction = Prediction(
+            step_us=self.simulator.step_us(light),
+            baseline_step_us=self.simulator.step_us(self.light(baseline)),
+            lower_bound_us=self.lower_bound_us(),
+            bytes_per_rank=round(sum(price.sent_bytes * p.pieces for p in priced for price in p.tasks)),
+            extra_bytes_device=self.extra_bytes(draft),
+            extra_bytes_host=0,
+        )
+        prints = fingerprint(self.profile.tensor_infos(self.rules.device))
+        return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
+
+    def lower_bound_us(self) -> float:
+        """Microseconds that no plan with these choices falls below; see `gradwire.planner.bound`."""
+        plain = [choice.option for choice in self.plain]
+        coded = [option.tasks for option in self.options if option.compresses] if self.specs else []
+        tensors = [(t, self.is_exempt(place)) for place, t in enumerate(self.profile.tensors)]
+        return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, coded)
+
+
+def _undominated(job: Job, choices: Sequence[Choice]) -> list[Choice]:
+    sizes = sorted(tensor.nbytes for tensor in job.profile.tensors)
+    total = sum(sizes)
+    by_size = sorted((tensor.nbytes, place) for place, tensor in enumerate(job.profile.tensors))
+    middle, largest = by_size[len(by_size) // 2][1], by_size[-1][1]
+    samples = [(middle,), (largest,), tuple(range(len(sizes)))] if total else [(largest,)]
+    kept: dict[Choice, int] = {}
+    for tensors in samples:
+        costs = []
+        for choice in choices:
+            program = job.program(Part(tensors, choice))
+            compute, pool, intra, inter = program.busy
+            costs.append((sum(program.busy), compute + pool, intra, inter, program.codecs, choice))
+        front: list[tuple[int, ...]] = []
+        for _, codec, intra, inter, _, choice in sorted(costs, key=lambda cost: cost[:5]):
+            if not any(c <= codec and i <= intra and e <= inter for c, i, e in front):
+                front.append((codec, intra, inter))
+                kept[choice] = min(kept.get(choice, NEVER), len(front))
+    return sorted(kept, key=lambda choice: kept[choice])

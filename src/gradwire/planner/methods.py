@@ -1,0 +1,111 @@
+"""Plans by name of a method, and what they decided, in words."""
+
+import time
+from typing import NamedTuple
+
+from gradwire.core.checks import word
+from gradwire.core.plan import Plan
+from gradwire.errors import PlanError
+from gradwire.planner.drafts import Draft, Job
+from gradwire.planner.joint import joint
+from gradwire.planner.starts import FUSIONS, best_of, bytecomp, ddp, fused, hipress
+from gradwire.sim.simulator import FS_PER_US
+
+__all__ = ["METHODS", "Made", "explanation", "make"]
+
+METHODS = ("joint", *FUSIONS, "hipress", "bytecomp", "ddp")
+"""joint: `gradwire.planner.joint`. fusion: the exact fusion; cupcake: Cupcake's own search; bucket, even, layerwise: the rules
+it is compared with; each with the one choice of spec and option that is best for all. hipress, bytecomp: every tensor alone,
+by these papers' rules. ddp: plain all-reduce."""
+
+
+class Made(NamedTuple):
+    """A plan and how it came about."""
+
+    plan: Plan
+    draft: Draft
+    method: str
+    planning_ms: float
+    """Wall-clock time of the search and the prediction, without reading files."""
+
+
+def make(job: Job, method: str = "joint") -> Made:
+    """The plan of a method. Raises PlanError for a method that is none, or if it needs a spec and there is none."""
+    word("method", method, METHODS, error=PlanError)
+    began = time.perf_counter()
+    draft = _draft(job, method)
+    plan = job.plan(draft, ddp(job))
+    return Made(plan, draft, method, (time.perf_counter() - began) * 1e3)
+
+
+def _draft(job: Job, method: str) -> Draft:
+    if method == "joint":
+        return joint(job)
+    if method == "ddp":
+        return ddp(job)
+    if method == "bytecomp":
+        return bytecomp(job)
+    choices = job.choices()
+    if method == "hipress":
+        return hipress(job, choices)
+    coded = [choice for choice in choices if choice.encodes]
+    return best_of(job, (fused(job, FUSIONS[method], choice) for choice in coded or choices))
+
+
+def explanation(job: Job, made: Made) -> str:
+    """For each bucket what was decided and what it gains, and what the whole plan gains, or why nothing does."""
+    lines = [f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'gain ms':>9}  decided"]
+    step = job.step(made.draft)
+    for index, part in enumerate(made.draft.parts):
+        gain = "" if step is None else f"{_gain_ms(job, made.draft, index, step):.3f}"
+        size = job.size(part.tensors, part.choice.spec).raw / 1e6
+        decided = f"{part.choice.spec!r} " if part.choice.encodes else ""
+        lines.append(
+            f"{index:>6} {len(part.tensors):>7} {size:>9.3f} {gain:>9}  {decided}{' '.join(part.choice.option)}"
+        )
+    lines.append(
+        "Gain: how much longer the step would be with this bucket uncompressed, by the best uncompressed option."
+    )
+    return "\n".join([*lines, "", *_summary(job, made)]) + "\n"
+
+
+def _gain_ms(job: Job, draft: Draft, index: int, step: int) -> float:
+    part = draft.parts[index]
+    if not part.choice.encodes:
+        return 0.0
+    steps = []
+    for plain in job.plain:
+        parts = (*draft.parts[:index], part._replace(choice=plain), *draft.parts[index + 1 :])
+        steps.append(job.step(draft._replace(parts=parts)))
+    return (min(other for other in steps if other is not None) - step) / FS_PER_US / 1e3
+
+
+def _summary(job: Job, made: Made) -> list[str]:
+    prediction = made.plan.prediction
+    assert prediction is not None
+    step, baseline, least = (
+        us / 1e3 for us in (prediction.step_us, prediction.baseline_step_us, prediction.lower_bound_us)
+    )
+    lines = [
+        f"step {step:.3f} ms, plain DDP {baseline:.3f} ms, no plan below {least:.3f} ms; a rank sends "
+        f"{prediction.bytes_per_rank / 1e6:.3f} MB, {prediction.extra_bytes_device / 1e6:.3f} MB of extra memory; "
+        f"planned in {made.planning_ms:.0f} ms."
+    ]
+    if any(part.choice.encodes for part in made.draft.parts):
+        return lines
+    compute = job.line.after[-1] / FS_PER_US / 1e3
+    backward = (job.line.after[-1] - job.line.after[0]) / FS_PER_US / 1e3
+    link = max(sum(busy) for busy in zip(*(job.program(part).busy[2:] for part in made.draft.parts), strict=True))
+    link_ms = link / FS_PER_US / 1e3
+    if made.method == "ddp":
+        lines.append("Nothing is compressed: plain DDP never does.")
+    elif not job.specs:
+        lines.append("Nothing is compressed: no spec was given.")
+    elif step <= 1.05 * compute and link_ms < backward:
+        lines.append(
+            f"Nothing is compressed. compute-bound: communication hides behind backward with {backward - link_ms:.3f} ms to "
+            f"spare; {step - compute:.3f} ms of the step are exposed."
+        )
+    else:
+        lines.append("Nothing is compressed: encodes and decodes would take longer than they save on the links.")
+    return lines

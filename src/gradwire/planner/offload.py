@@ -1,0 +1,118 @@
+"""ByteComp's Algorithm 2 (section 4.4.3): which compressed tensors encode and decode on CPUs instead.
+
+Tensors of equal size and option form a group. Of a group of which q tensors are offloaded, the first q in gradient-ready order
+are the best choice (Lemma 1; notes D1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an
+option (D25). All products of counts are tried while they are at most `most`; beyond that groups are improved in turn, each
+over all its counts, until none changes (coordinate descent), which may miss the best.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from gradwire.errors import PlanError
+from gradwire.sim.replay import Program, Replayed, Replayer
+
+__all__ = ["Offload", "offload", "on_cpu"]
+
+
+class Offload(NamedTuple):
+    """What was moved."""
+
+    tensors: tuple[int, ...]
+    """Those that encode and decode on CPUs, ascending."""
+    replayed: Replayed
+    """The step."""
+    exhaustive: bool
+    """Whether all products of counts were tried; else coordinate descent."""
+    simulated: int
+    """Steps simulated."""
+
+
+def on_cpu(option: Sequence[str]) -> tuple[str, ...]:
+    """The option with every Comp and Decomp on CPUs.
+
+    >>> on_cpu(["comp:gpu", "allgather:inter", "decomp:gpu"])
+    ('comp:cpu', 'allgather:inter', 'decomp:cpu')
+    """
+    return tuple(task.replace(":gpu", ":cpu") for task in option)
+
+
+def offload(
+    line: Replayer,
+    programs: Sequence[Program],
+    moved: Mapping[int, Program],
+    groups: Sequence[Hashable],
+    skew: int = 1,
+    most: int = 100_000,
+) -> Offload:
+    """Algorithm 2 over tensors in gradient-ready order.
+
+    programs: with codecs on GPUs. moved: with them on CPUs, of those tensors that may be offloaded. groups: by tensor, equal
+    where size and option are. most: products of counts that are tried. Raises PlanError if `most` is below 1.
+    """
+    if most < 1:
+        raise PlanError(
+            f"most is {most}: at least one strategy must be tried, that of the plan as it is. Give 1 or more."
+        )
+    return _Search(line, programs, moved, groups, skew, most).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        line: Replayer,
+        programs: Sequence[Program],
+        moved: Mapping[int, Program],
+        groups: Sequence[Hashable],
+        skew: int,
+        most: int,
+    ) -> None:
+        self.line, self.programs, self.moved, self.skew, self.most = line, programs, moved, skew, most
+        members: dict[Hashable, list[int]] = {}
+        for tensor in sorted(moved):
+            members.setdefault(groups[tensor], []).append(tensor)
+        self.members = list(members.values())
+        self.releases = range(1, len(programs) + 1)
+        self.simulated = 1
+        start = line.run(programs, self.releases, skew)
+        assert start is not None
+        self.best, self.counts = start, [0] * len(self.members)
+
+    def run(self) -> Offload:
+        exhaustive = math.prod(len(tensors) + 1 for tensors in self.members) <= self.most
+        if exhaustive:
+            for counts in product(*(range(len(tensors) + 1) for tensors in self.members)):
+                self._try(list(counts))
+        else:
+            self._descend()
+        return Offload(tuple(sorted(self._offloaded(self.counts))), self.best, exhaustive, self.simulated)
+
+    def _descend(self) -> None:
+        improved = True
+        while improved:
+            improved = False
+            for group, tensors in enumerate(self.members):
+                for count in range(len(tensors) + 1):
+                    improved |= self._try([*self.counts[:group], count, *self.counts[group + 1 :]])
+
+    def _offloaded(self, counts: Sequence[int]) -> set[int]:
+        return {tensor for tensors, count in zip(self.members, counts, strict=True) for tensor in tensors[:count]}
+
+    def _try(self, counts: list[int]) -> bool:
+        """Take these counts if they make the step shorter; what is before the first tensor that differs is known."""
+        differs = self._offloaded(counts) ^ self._offloaded(self.counts)
+        if not differs:
+            return False
+        offloaded = self._offloaded(counts)
+        programs = [
+            self.moved[tensor] if tensor in offloaded else program for tensor, program in enumerate(self.programs)
+        ]
+        self.simulated += 1
+        limit = self.best.step - 1
+        replayed = self.line.run(programs, self.releases, self.skew, limit, self.best, min(differs))
+        if replayed is None:
+            return False
+        self.best, self.counts = replayed, counts
+        return True

@@ -1,0 +1,177 @@
+"""What options cost for a size, as programs that `gradwire.sim.replay` simulates: priced once per size, spec and option."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire.core.checks import DTYPE_BYTES
+from gradwire.core.profile import TensorProfile
+from gradwire.core.specs import Identity, Spec
+from gradwire.core.specs.base import Run
+from gradwire.costs.codecs import CodecTimes, time_at
+from gradwire.costs.collectives import us_per_byte
+from gradwire.costs.steps import steps_of
+from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
+from gradwire.sim.replay import Program
+from gradwire.sim.simulator import FS_PER_US, Simulator
+
+__all__ = ["Bytes", "Pricer", "bytes_of"]
+
+
+class Bytes(NamedTuple):
+    """What a bucket's tasks are priced by."""
+
+    raw: float
+    """Of the gradients."""
+    first: float
+    """Of the payload of the first encode; 0 if nothing is encoded."""
+    later: float
+    """Of the payload of a later encode, which encodes a sum."""
+
+
+def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
+    """Of a bucket of these tensors, summed in float32."""
+    raw = sum(tensor.nbytes for tensor in tensors)
+    if isinstance(spec, Identity):
+        return Bytes(raw, 0, 0)
+    runs = [Run(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
+    first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
+    if spec.rounds:
+        return Bytes(raw, first / spec.rounds, first / spec.rounds)
+    return Bytes(raw, first, spec.payload_bytes(runs, DTYPE_BYTES["float32"]))
+
+
+class _Move(NamedTuple):
+    """A task with what is left open: sizes."""
+
+    resource: int
+    urgency: int
+    phase: int
+    payload: int
+    """Of an exchange: index into Bytes. Of a codec task: -1."""
+    lines: tuple[tuple[float, float], ...]
+    """Of an exchange: microseconds and microseconds per byte, one for each link; the longer one counts."""
+    decodes: bool
+    device: str
+    calls: int
+    share: float
+    """Of the raw bytes, in each call."""
+    cuts: int
+    with_decodes: bool
+    """Whether all decodes are added to it."""
+
+
+class Pricer:
+    """Programs for one model on one cluster, by the prices and rules of a simulator."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.cluster, self.rules = simulator.prices.cluster, simulator.rules
+        self.codecs: CodecTimes = simulator.prices.codecs
+        self._moves: dict[tuple[tuple[str, ...], int], tuple[_Move, ...]] = {}
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._times: dict[tuple[Spec, str, bool, float], float] = {}
+
+    def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> Program:
+        """Raises PlanError for what cannot be priced."""
+        key = (option, spec, size)
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = self._price(self._moves_of(option, spec.rounds), spec, size)
+        return found
+
+    def link_loads(
+        self, options: Sequence[tuple[str, ...]], rounds: int, link: int
+    ) -> set[tuple[float, tuple[float, float, float]]]:
+        """What options put on one link at least: (latencies in us, us for each byte of Bytes.raw, .first and .later)."""
+        found = set()
+        for option in options:
+            latency, factors = 0.0, [0.0, 0.0, 0.0]
+            for move in self._moves_of(option, rounds):
+                if move.payload >= 0 and move.resource == link:
+                    alpha, beta = max(move.lines, key=lambda line: line[1])
+                    latency += alpha
+                    factors[move.payload] += beta * move.share
+            found.add((latency, (factors[0], factors[1], factors[2])))
+        return found
+
+    def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> Program:
+        tasks, busy, links, codecs = [], [0, 0, 0, 0], [], 0
+        lumped = any(move.with_decodes for move in moves)
+        decodes_us = sum(self._codec_us(move, spec, size) for move in moves if move.decodes) if lumped else 0.0
+        for move in moves:
+            if move.payload < 0:
+                codecs += 1
+                us = (
+                    0.0
+                    if move.decodes and self.rules.decode in ("none", "with encode")
+                    else self._codec_us(move, spec, size)
+                )
+                us += decodes_us if move.with_decodes else 0.0
+            else:
+                links.append(move.resource)
+                held = size[move.payload] * move.share
+                us = max(alpha + beta * held for alpha, beta in move.lines)
+            length = round(us * FS_PER_US)
+            busy[move.resource] += length
+            tasks.append((move.resource, length, move.urgency, move.phase))
+        return Program(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), codecs)
+
+    def _codec_us(self, move: _Move, spec: Spec, size: Bytes) -> float:
+        if not move.share:
+            return 0.0
+        nbytes = size.raw * move.share
+        key = (spec, move.device, move.decodes, nbytes)
+        us = self._times.get(key)
+        if us is None:
+            points = self.codecs.points(spec, move.device, "decode" if move.decodes else "encode")
+            us = self._times[key] = time_at(points, nbytes)
+        return move.calls * us / move.cuts
+
+    def _moves_of(self, option: tuple[str, ...], rounds: int) -> tuple[_Move, ...]:
+        found = self._moves.get((option, rounds))
+        if found is None:
+            found = self._moves[option, rounds] = tuple(self._plan_moves(option, rounds))
+        return found
+
+    def _plan_moves(self, option: tuple[str, ...], rounds: int) -> list[_Move]:
+        cluster, rules = self.cluster, self.rules
+        steps = steps_of(option, cluster.nodes, cluster.ranks_per_node, rounds, rules.routing)
+        phases = sum(step.traffic is not None for step in steps)
+        moves: list[_Move] = []
+        phase = 0
+        lumped = rules.decode == "with encode"
+        for step in steps:
+            what, _, where = step.task.partition(":")
+            if step.traffic is not None:
+                resource = INTRA if where == "intra" or cluster.nodes == 1 else INTER
+                held = step.share * step.parts
+                lines = tuple(
+                    (load.messages * link.alpha_us, load.factor * us_per_byte(link))
+                    for load, link in ((step.traffic.intra, cluster.intra), (step.traffic.inter, cluster.inter))
+                )
+                moves.append(_Move(resource, AWAITED, phase, step.payload, lines, False, "", 1, held, 1, False))
+                phase += 1
+                continue
+            decodes = what == "decomp"
+            last = decodes and phase == phases
+            urgency = AWAITED if not last else LATE if rules.decode == "after backward" else LAST
+            on_compute = where == rules.device and rules.codec_on == "compute"
+            calls = 1 if rules.decode_calls == "one" else step.parts
+            share = step.share * step.parts / calls if step.parts else 0.0
+            cuts = rounds if rounds and not decodes else 1
+            first = not decodes and lumped and not any(move.payload < 0 and not move.decodes for move in moves)
+            moves.append(
+                _Move(
+                    COMPUTE if on_compute else POOL,
+                    urgency,
+                    min(phase, phases - 1),
+                    -1,
+                    (),
+                    decodes,
+                    where,
+                    calls,
+                    share,
+                    cuts,
+                    first,
+                )
+            )
+        return moves

@@ -1,0 +1,168 @@
+"""Whole plans to start a search from, and to compare with: by each method, for one job."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from gradwire.costs.fold import fold
+from gradwire.planner.cupcake import algorithm_1
+from gradwire.planner.drafts import Choice, Draft, Job, Part
+from gradwire.planner.fusion import optimal
+from gradwire.planner.offload import offload, on_cpu
+from gradwire.planner.partition import FusionCosts, Strategy
+from gradwire.planner.policy import Policy
+from gradwire.planner.select import select_options
+from gradwire.planner.strawmen import close_after, close_before, even_split, layer_wise
+from gradwire.sim.replay import NEVER, Program
+
+__all__ = ["FUSIONS", "best_of", "bytecomp", "ddp", "drafts_to_start_from", "fused", "hipress", "sorted_parts"]
+
+_MIB = 2**20
+FEW = 32
+"""Tensors up to which ByteComp's selection is among the starts: it takes a simulation or more for each."""
+
+
+def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """By when they are ready."""
+    return tuple(sorted(parts, key=lambda part: part.tensors[-1]))
+
+
+def fused(job: Job, strategy: Strategy, choice: Choice) -> Draft:
+    """Each class cut by a strategy of fusion, with Cupcake's affine costs of the choice; exempt classes by the first plain
+    choice."""
+    parts = []
+    for places in job.classes(choice):
+        own = choice if job.may(places, choice) else job.plain[0]
+        start = 0
+        for end in strategy(_gaps(job, places), [job.profile.tensors[p].nbytes for p in places], _costs(job, own)):
+            parts.append(Part(tuple(places[start:end]), own))
+            start = end
+    return Draft(sorted_parts(parts))
+
+
+def _gaps(job: Job, places: Sequence[int]) -> list[float]:
+    """Backward between a class's gradients."""
+    total, gaps, at = 0.0, [], 0
+    for place in places:
+        total = sum(tensor.backward_us for tensor in job.profile.tensors[at : place + 1])
+        gaps.append(total)
+        at = place + 1
+    return gaps
+
+
+def _costs(job: Job, choice: Choice) -> FusionCosts:
+    rules, prices = job.rules, job.simulator.prices
+    folded = fold(
+        choice.option,
+        choice.spec,
+        job.cluster,
+        prices.codecs.costs,
+        routing=rules.routing,
+        decode_calls=rules.decode_calls,
+    )
+    encode, exchange, decode = ((max(0.0, line.alpha_us), max(0.0, line.us_per_byte)) for line in folded)
+    return FusionCosts(encode=encode, exchange=exchange, decode=decode)
+
+
+def _optimal(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    line = [(cost.alpha_us, cost.us_per_byte) for cost in (costs.encode, costs.exchange, costs.decode)]
+    return optimal(backward_us, nbytes, line[0], line[1], line[2]).boundaries
+
+
+def _cupcake(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    return algorithm_1(backward_us, nbytes, costs, seconds=10.0).fusion.boundaries
+
+
+FUSIONS: dict[str, Strategy] = {
+    "fusion": _optimal,
+    "cupcake": _cupcake,
+    "bucket": close_after,
+    "even": even_split,
+    "layerwise": layer_wise,
+}
+"""Methods that cut the tensors, by name."""
+
+
+def ddp(job: Job) -> Draft:
+    """Plain DDP: all-reduce in buckets of 25 MB, one after the other."""
+    plain = next((choice for choice in job.plain if choice.option == ("allreduce:inter",)), job.plain[0])
+    return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
+
+
+def policy(job: Job, choice: Choice) -> Draft:
+    """The buckets of gradwire's policy, whatever its option."""
+    infos = job.profile.tensor_infos(job.rules.device)
+    made = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors).plan(infos, job.cluster.world_size)
+    place = {info.name: index for index, info in enumerate(infos)}
+    parts = []
+    for bucket in made.buckets:
+        tensors = tuple(place[name] for name in bucket.tensors)
+        parts.append(Part(tensors, choice if job.may(tensors, choice) else job.plain[0]))
+    return Draft(sorted_parts(parts))
+
+
+def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
+    """Every tensor alone, and compressed if its own tasks then take less (notes D29)."""
+    parts = []
+    for place in range(len(job.profile.tensors)):
+        allowed = [choice for choice in choices if job.may([place], choice)]
+        parts.append(min((Part((place,), choice) for choice in allowed), key=lambda part: sum(job.program(part).busy)))
+    return Draft(tuple(parts))
+
+
+def bytecomp(job: Job, looks: int | None = 1, most: int = 200) -> Draft:
+    """ByteComp's selection and offload, every tensor alone, with the first spec.
+
+    looks, most: see `select_options` and `offload`.
+    """
+    choices = list(job.plain)
+    if job.specs:
+        choices += [Choice(job.specs[0], option.tasks) for option in job.options if option.compresses]
+    tensors = job.profile.tensors
+    tables, parts_of = [], []
+    programs: dict[tuple[tuple[int, ...], str], list[Program]] = {}
+    for place, tensor in enumerate(tensors):
+        parts = [Part((place,), choice) for choice in choices]
+        parts_of.append(parts)
+        key = (tensor.shape, tensor.dtype)
+        if key not in programs:
+            allowed = parts[: len(job.plain)] if job.is_exempt(place) else parts
+            programs[key] = [job.program(part) for part in allowed]
+        tables.append(programs[key])
+    found = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks)
+    parts = [options[index] for options, index in zip(parts_of, found.chosen, strict=True)]
+    if job.offloads:
+        elsewhere = {
+            place: part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option)))
+            for place, part in enumerate(parts)
+            if part.choice.encodes
+        }
+        moved = {place: job.program(part) for place, part in elsewhere.items()}
+        groups = [(tensors[place].nbytes, part.choice) for place, part in enumerate(parts)]
+        taken = offload(job.line, [job.program(part) for part in parts], moved, groups, most=most)
+        parts = [elsewhere[place] if place in taken.tensors else part for place, part in enumerate(parts)]
+    return Draft(tuple(parts))
+
+
+def drafts_to_start_from(job: Job) -> Iterator[Draft]:
+    """What the joint planner compares first, the cheapest to make first."""
+    yield ddp(job)
+    choices = job.choices()
+    for choice in choices:
+        yield fused(job, partial(close_before, limit=5 * _MIB), choice)
+    for choice in choices:
+        yield policy(job, choice)
+    for choice in choices:
+        yield fused(job, _optimal, choice)
+    if len(job.profile.tensors) <= FEW:
+        yield bytecomp(job)
+
+
+def best_of(job: Job, drafts: Iterator[Draft]) -> Draft:
+    """The draft with the shortest step, of equal ones the first."""
+    best, step = None, NEVER
+    for draft in drafts:
+        found = job.step(draft, step - 1)
+        if found is not None:
+            best, step = draft, found
+    assert best is not None
+    return best
