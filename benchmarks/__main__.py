@@ -13,6 +13,7 @@ PARTS = {
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",
+    "planner": "milliseconds of planning by each method, and the steps of their plans",
     "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",

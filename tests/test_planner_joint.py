@@ -73,10 +73,9 @@ def job_of(seed, tensors, specs=(SPEC,), limits=None, rules=None, **cluster):
 
 def few(job):
     """Leave a job one uncompressed and two compressed options, so that all its plans can be tried."""
-    plain, coded = job.choices()[:1], [choice for choice in job.choices() if choice.encodes][:2]
-    job.plain = plain
-    job.options = [option for option in job.options if option.tasks in {choice.option for choice in plain + coded}]
-    return job
+    kept = job.choices()[:1] + [choice for choice in job.choices() if choice.encodes][:2]
+    options = [option for option in job.options if option.tasks in {choice.option for choice in kept}]
+    return Job(job.profile, job.cluster, Costs(codecs=CODECS), job.specs, job.limits, job.rules, options)
 
 
 @pytest.mark.parametrize(("tensors", "ranks_per_node"), [(3, 1), (2, 4)])

@@ -46,10 +46,12 @@ def least_step_us(
         for tensor, exempt in tensors:
             key = (tensor.shape, tensor.dtype, exempt)
             if key not in known:
+                allowed = [spec for spec in (Identity(), *specs) if not exempt or isinstance(spec, Identity)]
+                sizes = {spec: _least_bytes(tensor, spec) for spec in allowed}
                 known[key] = min(
-                    _link_us(tensor, spec, factors)
+                    sum(factor * size for factor, size in zip(factors, sizes[spec], strict=True))
                     for spec, _, factors in ways
-                    if not exempt or isinstance(spec, Identity)
+                    if spec in sizes
                 )
             least.append(known[key])
         latency_us = min(latency for _, latency, _ in ways)
@@ -58,7 +60,7 @@ def least_step_us(
     return bound * (1 - 1e-12)
 
 
-def _link_us(tensor: TensorProfile, spec: Spec, factors: tuple[float, float, float]) -> float:
+def _least_bytes(tensor: TensorProfile, spec: Spec) -> tuple[float, float, float]:
+    """What the tensor adds to a bucket's Bytes, at least."""
     raw, first, later = bytes_of([tensor], spec)
-    payloads = (raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES))
-    return sum(factor * size for factor, size in zip(factors, payloads, strict=True))
+    return raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES)

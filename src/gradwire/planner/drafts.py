@@ -20,7 +20,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.bound import least_step_us
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.offload import on_cpu
-from gradwire.planner.options import select
+from gradwire.planner.options import Option, select
 from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
@@ -85,7 +85,8 @@ class LightPlan(NamedTuple):
 class Job:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
-    specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device.
+    specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
+    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Job:
         specs: Sequence[Spec] = (),
         limits: Limits | None = None,
         rules: Rules | None = None,
+        options: Sequence[Option] | None = None,
     ) -> None:
         if cluster.world_size == 1:
             raise PlanError(
@@ -117,7 +119,7 @@ class Job:
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
         devices = self.limits.devices or tuple(measured)
         main = own if own in devices else next(iter(devices), own)
-        self.options = select(
+        self.options = options or select(
             devices=(main,),
             nodes=cluster.nodes,
             ranks_per_node=cluster.ranks_per_node,
@@ -125,6 +127,8 @@ class Job:
         )
         self.offloads = main == "gpu" and "cpu" in devices
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
+        self.coded = [o.tasks for o in self.options if o.compresses]
+        self._by_spec: dict[Spec, list[Choice]] = {}
         self.evaluations = 0
         self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
         self._known: dict[Part, Program] = {}
@@ -163,17 +167,23 @@ class Job:
         return found
 
     def choices(self, most: int = 10) -> list[Choice]:
-        """Uncompressed and compressed choices that can be the best of some bucket, judged at four sizes of the model.
+        """Uncompressed and compressed choices that can be the best of some bucket, judged at three sizes of the model.
 
         An option is left out if at each size another one takes no more of every resource, nor more in sequence. Of what is left
         those come first that take least in sequence; `most` for each spec.
         """
-        found = _undominated(self, self.plain)[:most]
+        found = self._judged(Identity())[:most]
         for spec in self.specs:
-            coded = [Choice(spec, option.tasks) for option in self.options if option.compresses]
-            kept = _undominated(self, coded)[:most]
+            kept = self._judged(spec)[:most]
             found += kept + [Choice(spec, on_cpu(c.option)) for c in kept[: most // 2] if self.offloads]
         return found
+
+    def _judged(self, spec: Spec) -> list[Choice]:
+        if spec not in self._by_spec:
+            plain = isinstance(spec, Identity)
+            options = [choice.option for choice in self.plain] if plain else self.coded
+            self._by_spec[spec] = _undominated(self, [Choice(spec, option) for option in options])
+        return self._by_spec[spec]
 
     def step(self, draft: Draft, limit: int = NEVER) -> int | None:
         """Femtoseconds, or None above `limit` or beyond the memory allowed."""
@@ -236,9 +246,8 @@ class Job:
     def lower_bound_us(self) -> float:
         """Microseconds that no plan with these choices falls below; see `gradwire.planner.bound`."""
         plain = [choice.option for choice in self.plain]
-        coded = [option.tasks for option in self.options if option.compresses] if self.specs else []
         tensors = [(t, self.is_exempt(place)) for place, t in enumerate(self.profile.tensors)]
-        return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, coded)
+        return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, self.coded)
 
 
 def _undominated(job: Job, choices: Sequence[Choice]) -> list[Choice]:

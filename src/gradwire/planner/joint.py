@@ -1,11 +1,12 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-It begins with the best of several whole plans: plain DDP's buckets, DeAR's fixed buffer, gradwire's own policy, Cupcake's
-exact fusion for the first choices, and, for models of few tensors, ByteComp's selection. Each is tried with every choice for
-all its compressible buckets. From there it takes every local move that makes the step shorter: another choice for a bucket,
-two neighbours of a class merged, a bucket cut in two, later exchanges launched behind more or fewer others. It ends when no
-move helps, or when so many steps have been simulated as `evaluations` allows; a count and not a time, so that the same input
-gives the same plan.
+It begins with the best of several whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy,
+Cupcake's exact fusion, and, for models of few tensors, ByteComp's selection. Each is tried with the first choices for all its
+compressible buckets.
+From there it takes every local move that makes the step shorter: another
+choice for a bucket, two neighbours of a class merged, a bucket cut in two, later exchanges launched behind more or fewer
+others. It ends when no move helps, or when so many steps have been simulated as `evaluations` allows; a count and not a time,
+so that the same input gives the same plan.
 
 Nothing is proven of the result but that it is no worse than any start. How far it may be from the best says
 `Prediction.lower_bound_us`; `gradwire.planner.oracle.best_step_us` finds the truth for a handful of tensors.
@@ -21,7 +22,7 @@ from gradwire.sim.replay import NEVER
 
 __all__ = ["EVALUATIONS", "improve", "joint"]
 
-EVALUATIONS = 400
+EVALUATIONS = 300
 """Steps simulated at most, by default."""
 
 

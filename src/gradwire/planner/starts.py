@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.planner.cupcake import algorithm_1
 from gradwire.planner.drafts import Choice, Draft, Job, Part
@@ -88,16 +89,28 @@ def ddp(job: Job) -> Draft:
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
 
 
-def policy(job: Job, choice: Choice) -> Draft:
-    """The buckets of gradwire's policy, whatever its option."""
+def _policy_buckets(job: Job, spec: Spec) -> list[tuple[int, ...]]:
+    """The buckets that gradwire's policy makes for a spec."""
     infos = job.profile.tensor_infos(job.rules.device)
-    made = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors).plan(infos, job.cluster.world_size)
+    made = Policy(default=spec, exempt_vectors=job.limits.exempt_vectors).plan(infos, job.cluster.world_size)
     place = {info.name: index for index, info in enumerate(infos)}
-    parts = []
-    for bucket in made.buckets:
-        tensors = tuple(place[name] for name in bucket.tensors)
-        parts.append(Part(tensors, choice if job.may(tensors, choice) else job.plain[0]))
-    return Draft(sorted_parts(parts))
+    return [tuple(place[name] for name in bucket.tensors) for bucket in made.buckets]
+
+
+def _size_buckets(job: Job, choice: Choice, limit: int) -> list[tuple[int, ...]]:
+    """Those that hold at most so many bytes."""
+    free = FusionCosts(encode=(0.0, 0.0), exchange=(0.0, 0.0))
+    buckets = []
+    for places in job.classes(choice):
+        sizes = [job.profile.tensors[place].nbytes for place in places]
+        ends = close_before([0.0] * len(places), sizes, free, limit=limit)
+        buckets += [tuple(places[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
+    return buckets
+
+
+def _filled(job: Job, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
+    """These buckets with a choice, and with the first uncompressed one where they may not have it."""
+    return Draft(sorted_parts([Part(b, choice if job.may(b, choice) else job.plain[0]) for b in buckets]))
 
 
 def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
@@ -146,11 +159,14 @@ def bytecomp(job: Job, looks: int | None = 1, most: int = 200) -> Draft:
 def drafts_to_start_from(job: Job) -> Iterator[Draft]:
     """What the joint planner compares first, the cheapest to make first."""
     yield ddp(job)
-    choices = job.choices()
+    choices = job.choices(6)
+    by_spec: dict[Spec, list[list[tuple[int, ...]]]] = {}
     for choice in choices:
-        yield fused(job, partial(close_before, limit=5 * _MIB), choice)
-    for choice in choices:
-        yield policy(job, choice)
+        if choice.spec not in by_spec:
+            by_size = [_size_buckets(job, choice, limit * _MIB) for limit in (5, 8, 16, 32)]
+            by_spec[choice.spec] = [*by_size, _policy_buckets(job, choice.spec)]
+        for buckets in by_spec[choice.spec]:
+            yield _filled(job, buckets, choice)
     for choice in choices:
         yield fused(job, _optimal, choice)
     if len(job.profile.tensors) <= FEW:

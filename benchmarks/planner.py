@@ -1,0 +1,100 @@
+"""How long planning takes, and what each method's plan is predicted to need.
+
+    python -m benchmarks planner [--repeats 3]
+
+Two made-up models on 8 nodes of 8 ranks, one like BERT-base (199 tensors) and one of 314 tensors, with 4-bit QSGD on GPUs and
+CPUs. Times of codecs are made up too: what is measured here is the planner. Wall-clock medians; tables that many plans share,
+as the tree of options, are made before. 1 if the joint planner takes more than 250 ms.
+"""
+
+import argparse
+import random
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import RESULTS, write
+from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
+from gradwire.planner.drafts import Job
+from gradwire.planner.methods import make
+
+ALLOWED_MS = 250.0
+METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "hipress", "bytecomp", "ddp")
+"""All but Cupcake's search, which is stopped by the clock."""
+CODECS = Costs(
+    codecs=[
+        CodecCosts(
+            spec=QSGD(),
+            device=device,
+            encode=[(4 * 2**20, 100.0 * slow), (40 * 2**20, 400.0 * slow)],
+            decode=[(4 * 2**20, 60.0 * slow), (40 * 2**20, 250.0 * slow)],
+        )
+        for device, slow in (("gpu", 1), ("cpu", 6))
+    ]
+)
+
+
+def bert() -> Profile:
+    """Twelve layers of width 768 with a vocabulary of 30,522, the embedding last."""
+    wide, vector = (768, 768), (768,)
+    layer = [vector, wide] * 4 + [vector, vector, (3072,), (3072, 768), vector, (768, 3072), vector, vector]
+    shapes = [vector, wide, *layer * 12, vector, vector, (2, 768), (512, 768), (30522, 768)]
+    return _profile("like BERT-base", shapes, 100.0)
+
+
+def deep() -> Profile:
+    """A hundred matrices of very different sizes, and two vectors to each."""
+    rng = random.Random(0)
+    shapes = [(int(3 * rng.lognormvariate(6, 1.5)) + 1, 64) if i % 3 == 0 else (256,) for i in range(314)]
+    return _profile("314 tensors", shapes, 150.0)
+
+
+def _profile(model: str, shapes: list[tuple[int, ...]], mean_us: float) -> Profile:
+    rng = random.Random(0)
+    tensors = [
+        TensorProfile(name=f"t{i}", shape=shape, dtype="float32", backward_us=2 * mean_us * rng.random())
+        for i, shape in enumerate(shapes)
+    ]
+    return Profile(model=model, batch=32, device="V100", tensors=tensors)
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, print and write benchmarks/results/planner.json."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks planner")
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args(arguments).repeats
+    rows = [
+        row(profile, gbps, intra_gbps, method, repeats)
+        for profile in (bert(), deep())
+        for gbps, intra_gbps in ((100.0, 1200.0), (25.0, 100.0))
+        for method in METHODS
+    ]
+    table = Table(title="planning, 8 nodes of 8 ranks")
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
+    for each in rows:
+        table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in each.values()))
+    Console().print(table)
+    write(RESULTS / "planner.json", {"rows": rows})
+    return int(any(each["method"] == "joint" and each["planning_ms"] > ALLOWED_MS for each in rows))
+
+
+def row(profile: Profile, gbps: float, intra_gbps: float, method: str, repeats: int) -> dict[str, Any]:
+    """One line of the table."""
+    cluster = Cluster(nodes=8, ranks_per_node=8, intra=Link(5.0, intra_gbps), inter=Link(20.0, gbps))
+    make(Job(profile, cluster, CODECS, [QSGD()]), "ddp")
+    made = [make(Job(profile, cluster, CODECS, [QSGD()]), method) for _ in range(repeats)]
+    prediction = made[0].plan.prediction
+    assert prediction is not None
+    return {
+        "model": profile.model,
+        "inter_gbps": gbps,
+        "method": method,
+        "buckets": len(made[0].plan.buckets),
+        "planning_ms": statistics.median(each.planning_ms for each in made),
+        "step_ms": prediction.step_us / 1e3,
+        "ddp_ms": prediction.baseline_step_us / 1e3,
+        "bound_ms": prediction.lower_bound_us / 1e3,
+    }
