@@ -12,9 +12,10 @@ from worlds import Worlds
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell that put the tests in the background has SIGINT ignored, and what they start would inherit that
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# a shell that put the tests in the background has SIGINT ignored, nohup has SIGHUP, and what they start would inherit that
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")
