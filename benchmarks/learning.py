@@ -61,7 +61,8 @@ def _build_halved(folder: Path) -> Path:
     shutil.copy(root / "setup.py", folder)
     shutil.copytree(root / "csrc", folder / "csrc")
     source = folder / "csrc" / "levels.hpp"
-    right, wrong = ">= kTinyBits ? capped : 0u;", ">= kTinyBits ? capped - 0x80u : 0u;"
+    right = "return bound_as_bf16(largest, kTinyBits);"
+    wrong = "const u32 bound = bound_as_bf16(largest, kTinyBits); return bound ? bound - 0x80u : 0u;"
     text = source.read_text()
     if text.count(right) != 1:
         raise SystemExit(f"the control cannot be built: {right!r} is not once in levels.hpp any more")

@@ -60,19 +60,19 @@ class _Exponential:
         size = (v.abs() * (1.0 / scale)).clamp(max=1.0)
         lowest = (134 - (raw >> 7)).clamp(min=128 - levels)
         u = random if self.rounding == "stochastic" else torch.full_like(random, 0x8000)
-        power, lowest = _power(size, lowest, u)
+        power = _power(size, lowest, u)
         return _signed(torch.where(power >= lowest, power - (127 - levels), 0), v, bits)
 
     def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:
         return _value(codes, 128 - (1 << (bits - 1)), _float(raw << 16), bits)
 
 
-def _power(size: torch.Tensor, lowest: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The biased exponents to which sizes are rounded, lowest - 1 for zero; and lowest."""
+def _power(size: torch.Tensor, lowest: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The biased exponents to which sizes are rounded, lowest - 1 for zero."""
     floor = _float(lowest << 23)
     below = size < floor  # there the mantissa of size + floor is size / floor
     rounded = (bits_of(torch.where(below, size + floor, size)) + (u << 7)) >> 23
-    return rounded - below.to(torch.int64), lowest
+    return rounded - below.to(torch.int64)
 
 
 def _signed(magnitude: torch.Tensor, v: torch.Tensor, bits: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ its codes from one column. So all that needs several threads is the search for t
 import triton
 import triton.language as tl
 
-from gradwire.kernels.triton.numbers import magnitude, random_fold, random_words, widen
+from gradwire.kernels.triton.numbers import magnitude, narrow, random_fold, random_words, widen
 
 __all__ = [
     "HUGE",
@@ -18,6 +18,7 @@ __all__ = [
     "load_scale",
     "load_value",
     "pack",
+    "store_piece",
     "store_scale",
     "unpack",
 ]
@@ -131,3 +132,14 @@ def unpack(at, bits, width, column, mask):
 @triton.jit
 def load_byte(at, mask):
     return tl.load(at, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def store_piece(to, j, value, mask, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
+    """Write the decoded elements j of blocks of n elements that begin at `to`, or add them to what is there."""
+    inside = mask
+    if not WHOLE:
+        inside &= j < n
+    if ADD:
+        value += widen(tl.load(to + j, mask=inside, other=0.0))
+    tl.store(to + j, narrow(value, to.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ from gradwire.kernels.triton.blocks import (
     load_pieces,
     load_scale,
     pack,
+    store_piece,
     store_scale,
     unpack,
 )
@@ -37,11 +38,9 @@ from gradwire.kernels.triton.numbers import (
     bf16_up,
     bf16_value,
     magnitude,
-    narrow,
     ordered,
     random_hash,
     stream_key,
-    widen,
 )
 from gradwire.kernels.triton.sums import norm_of, sum_of
 
@@ -174,13 +173,7 @@ def decode_blocks(
     pieces = unpack(codes + block * (BLOCK // 8 * bits) + column, bits, width, column, mask)
     for k in tl.static_range(8):
         value = value_of(pieces[k], base[:, None], zero, step[:, None])
-        j = k * width + column
-        at, inside = dst + block * BLOCK + j, mask
-        if not WHOLE:
-            inside &= j < n
-        if ADD:
-            value += widen(tl.load(at, mask=inside, other=0.0))
-        tl.store(at, narrow(value, dst.dtype.element_ty), mask=inside)
+        store_piece(dst + block * BLOCK, k * width + column, value, mask, n, ADD, WHOLE)
 
 
 @triton.jit

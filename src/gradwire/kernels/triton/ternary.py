@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels.segments import Segments
-from gradwire.kernels.triton.blocks import HUGE, load_pieces, load_scale, pack, store_scale, unpack
+from gradwire.kernels.triton.blocks import HUGE, load_pieces, load_scale, pack, store_piece, store_scale, unpack
 from gradwire.kernels.triton.launch import (
     OPTIONS,
     Programs,
@@ -19,7 +19,7 @@ from gradwire.kernels.triton.launch import (
     program,
     programs_of,
 )
-from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, narrow_u16, widen
+from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow_u16
 from gradwire.kernels.triton.sums import LARGEST, sum_of
 
 __all__ = ["threshold_decode", "threshold_encode"]
@@ -90,13 +90,7 @@ def decode_blocks(
     for k in tl.static_range(8):
         code = pieces[k]
         value = tl.where(code == 1, t, tl.where(code == 2, -t, tl.where(code == 3, float("nan"), t - t)))
-        j = k * width + column
-        at, inside = dst + block * BLOCK + j, mask
-        if not WHOLE:
-            inside &= j < n
-        if ADD:
-            value += widen(tl.load(at, mask=inside, other=0.0))
-        tl.store(at, narrow(value, dst.dtype.element_ty), mask=inside)
+        store_piece(dst + block * BLOCK, k * width + column, value, mask, n, ADD, WHOLE)
 
 
 @triton.jit
