@@ -7,8 +7,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: .venv/.ready
 	$(PY) -m gradwire demo
 
+# files in the order of tests/conftest.py: the longest first
 test: .venv/.ready
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 check: .venv/.ready
 	$(PY) -m ruff check src tests benchmarks examples setup.py
@@ -28,11 +29,12 @@ fmt: .venv/.ready
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py
 	$(PY) -m ruff format src tests benchmarks examples setup.py
 
-# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it
+# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; beside it what of the kernels
+# needs no torch is compiled
 .venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet -r constraints.txt
 	$(PY) -m pip install --quiet "setuptools>=77" wheel
+	$(PY) setup.py --quiet build_levels & $(PY) -m pip install --quiet -r constraints.txt; installed=$$?; wait; exit $$installed
 	touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml setup.py $(wildcard csrc/*)

@@ -28,8 +28,18 @@ def write(path: Path, result: dict[str, Any]) -> None:
     made = {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": cpu_name(),
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "command": " ".join(
+            ["python -m benchmarks", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])]
+        ),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"made": made} | result, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def write_between(page: Path, begin: str, end: str, lines: list[str]) -> None:
+    """Put lines between two marks of a page."""
+    before, _, rest = page.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    write_whole(page, "\n".join([before + begin, "", *lines, "", end + after]))
+    print(f"written to {page}")

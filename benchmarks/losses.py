@@ -8,18 +8,16 @@ be cut in pieces. DGC has the momentum of the job's optimizer, which then has no
 momentum (AdamW) is trained with DGC(momentum=0).
 """
 
-import argparse
 import json
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 import torch
 
+from benchmarks import paired
 from benchmarks.catalogue import ENTRIES
-from benchmarks.common import RESULTS, write
-from gradwire.bench.loopback import Loopback
+from benchmarks.common import RESULTS
 
 PATH = RESULTS / "losses.json"
 WINDOW = 20
@@ -31,27 +29,10 @@ BOUND = 0.03
 
 def run(arguments: list[str]) -> int:
     """Measure what is missing and print the table; 1 if a method with error feedback is beyond the bound."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks losses")
-    parser.add_argument("--jobs", nargs="+", default=["transformer", "resnet"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of methods' names")
-    parser.add_argument("--again", action="store_true")
-    options = parser.parse_args(arguments)
+    options = paired.parser_of("losses", seeds=3).parse_args(arguments)
     methods = [*PLAIN, *(f"gradwire:{entry.spec!r}" for entry in ENTRIES if entry.trains or "DGC" in repr(entry.spec))]
-    known = json.loads(PATH.read_text())["finals"] if PATH.exists() and not options.again else {}
-    for job in options.jobs:
-        for seed in options.seeds:
-            done = known.setdefault(job, {})
-            missing = [
-                m for m in methods if any(part in m for part in options.only) and str(seed) not in done.get(m, {})
-            ]
-            for start in range(0, len(missing), TOGETHER):
-                for method, curve in losses(job, seed, options.steps, missing[start : start + TOGETHER]).items():
-                    done.setdefault(method, {})[str(seed)] = statistics.mean(curve[-WINDOW:])
-                    print(f"{job}, seed {seed}, {method}: {done[method][str(seed)]:.4f}", flush=True)
-                write(PATH, {"steps": options.steps, "window": WINDOW, "ranks": 2, "finals": known})
-    return report(known)
+    chosen = [method for method in methods if any(part in method for part in options.only)]
+    return report(paired.measure(PATH, options, chosen, train, {"window": WINDOW}, together=TOGETHER))
 
 
 def report(finals: dict[str, Any]) -> int:
@@ -75,24 +56,10 @@ def above_ddp(found: dict[str, dict[str, float]], method: str) -> float:
     return sum(found[method][s] for s in seeds) / sum(found["ddp"][s] for s in seeds) - 1
 
 
-def losses(job: str, seed: int, steps: int, methods: list[str]) -> dict[str, list[float]]:
-    """Loss at each step, mean over ranks, by method."""
-    collected: dict[str, list[float]] = {}
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and rank == 0:
-            collected.update(json.loads(line))
-        elif stream == "stderr" and "UserWarning" not in line:
-            print(line, file=sys.stderr)
-
-    command = [sys.executable, "-u", "-m", "benchmarks.losses", job, str(seed), str(steps), json.dumps(methods)]
-    with Loopback(2) as ranks:
-        ranks.run(command, env=None, on_line=on_line, timeout=None)
-    if set(collected) != set(methods):
-        raise subprocess.SubprocessError(
-            f"{job}, seed {seed}: only {', '.join(collected) or 'nothing'} came to its end"
-        )
-    return collected
+def train(job: str, seed: int, steps: int, methods: list[str]) -> dict[str, float]:
+    """Mean loss over ranks and the last steps, by method."""
+    curves = paired.on_two_ranks("benchmarks.losses", job, seed, steps, methods)
+    return {method: statistics.mean(curve[-WINDOW:]) for method, curve in curves.items()}
 
 
 def _rank(job_name: str, seed: int, steps: int, methods: list[str]) -> None:

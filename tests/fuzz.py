@@ -15,9 +15,21 @@ from hypothesis import strategies as st
 from test_core_formats import clusters, costs, plans, profiles, schedules
 from test_core_specs import specs
 
-from gradwire.core import Cluster, Costs, Plan, Profile
+from gradwire.core import Cluster, Costs, Made, Plan, Profile
 from gradwire.core.strict import Document
 from gradwire.planner import Policy
+from gradwire.record.run import (
+    Alternative,
+    BucketRecord,
+    Decision,
+    Interval,
+    MemoryRecord,
+    Rival,
+    Run,
+    StepRecord,
+    TensorRecord,
+)
+from gradwire.sim.timeline import Bubble, Event, Resource, Timeline
 
 __all__ = ["DOCUMENTS", "HUGE", "broken_bytes", "broken_fields", "fuzzed"]
 
@@ -39,12 +51,77 @@ policies = st.builds(
     edge_bytes=st.integers(1, 2**40),
     chunk_bytes=st.integers(0, 2**40),
 )
+words, numbers, counts = st.text(min_size=1, max_size=8), st.floats(0, 1e9), st.integers(0, 2**40)
+intervals = st.builds(Interval, ratio=numbers, low=numbers, high=numbers)
+points = st.dictionaries(st.integers(0, 9999), numbers, max_size=3).map(lambda d: tuple(sorted(d.items())))
+timelines = st.builds(
+    Timeline,
+    **{name: numbers for name, kind in Timeline.__annotations__.items() if kind is float},
+    schedule=st.sampled_from(["backward", "pipelined", "delayed"]),
+    steps=st.integers(1, 9),
+    simulated_steps=counts,
+    steady=st.booleans(),
+    resources=st.lists(st.builds(Resource, words, numbers, numbers), max_size=2).map(tuple),
+    bubbles=st.lists(st.builds(Bubble, numbers, numbers, st.lists(counts, max_size=2).map(tuple)), max_size=1).map(
+        tuple
+    ),
+    events=st.lists(
+        st.builds(Event, words, st.sampled_from(["compute", "inter link"]), numbers, numbers, st.integers(-1, 9)),
+        max_size=3,
+    ).map(tuple),
+)
+rivals = st.builds(
+    Rival,
+    name=words,
+    step_us=numbers,
+    sent_bytes=st.none() | counts,
+    speedup=intervals,
+    again=st.none() | intervals,
+    end_s=st.just((0.5, 1.5)),
+    loss=st.tuples(st.floats(-9, 9), numbers),
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    plan = draw(plans())
+    bucket = st.builds(BucketRecord, **dict.fromkeys(BucketRecord.__struct_fields__, counts))
+    step = st.builds(
+        StepRecord,
+        step=counts,
+        loss=st.none() | st.floats(-9, 9),
+        **dict.fromkeys(("end_s", "step_us", "exposed_us", "codec_us"), numbers),
+    )
+    tensor = st.builds(TensorRecord, name=words, numel=counts, bits=points, error=points)
+    return Run(
+        made=Made(host=draw(words), date=draw(words), command=draw(words)),
+        model=draw(words),
+        device=draw(words),
+        world_size=draw(st.integers(1, 9)),
+        nodes=draw(st.integers(1, 9)),
+        decision=Decision(
+            by=draw(words),
+            words=tuple(draw(st.lists(words, max_size=2))),
+            alternatives=(Alternative(name=draw(words), step_us=draw(numbers), kept=draw(st.booleans())),),
+        ),
+        plan=plan,
+        steps=tuple(draw(st.lists(step, max_size=2))),
+        buckets=tuple(draw(bucket) for _ in plan.buckets),
+        tensors=tuple(draw(st.lists(tensor, max_size=2, unique_by=lambda each: each.name))),
+        memory=draw(st.builds(MemoryRecord, **dict.fromkeys(MemoryRecord.__struct_fields__, counts))),
+        timeline=draw(st.none() | timelines),
+        rivals=tuple(draw(st.lists(rivals, max_size=1))),
+        notes=tuple(draw(st.lists(words, max_size=2))),
+    )
+
+
 DOCUMENTS: dict[type[Document], st.SearchStrategy[Document]] = {
     Plan: plans(),
     Profile: profiles,
     Cluster: clusters,
     Costs: costs,
     Policy: policies,
+    Run: runs(),
 }
 
 HUGE = "1" + 5000 * "0"

@@ -7,7 +7,8 @@ processes it made, as from a terminal, once both of its ranks have printed it. F
 "ARGUMENT.RANK" what became of it: exit code, seconds from the interrupt to the end, and the processes it left behind.
 stdout and stderr are in FOLDER/ARGUMENT.RANK.out and .err.
 
-Ranks are forked when torch is loaded, so each takes milliseconds to start; what runs at exit is what runs in a script.
+Ranks are forked when torch is loaded, with the half of it that optimizers load when they are first used, so each takes
+milliseconds to start; what runs at exit is what runs in a script.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import socket
 import sys
 import time
 from pathlib import Path
+
+import torch._dynamo  # noqa: F401
 
 import gradwire.engine  # noqa: F401
 

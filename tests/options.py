@@ -124,12 +124,12 @@ def _instead(root: int, codecs: Callable[[Any, int], dict[str, Any]] | None) -> 
     """While a rank is assembled: another root, other codecs."""
     real = engine_options.scheme_of
 
-    def scheme_of(index: int, bucket: Bucket, device: str) -> Any:
+    def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Any:
         if codecs is not None:
             return lambda codec, piece, group, index: engine_options.Route(
                 bucket.option, codecs(codec, group.rank), piece, group.grid, root
             )
-        make = real(index, bucket, device)
+        make = real(index, bucket, device, sharded)
         return make and (lambda codec, piece, group, index: make(codec, piece, group, root))
 
     layout.scheme_of = scheme_of

@@ -40,10 +40,23 @@ def test_picture_and_raw_results_are_written(demo):
     _, out = demo
     assert (out / "demo.png").read_bytes().startswith(PNG)
     assert (out / "bench.json").exists()
-    assert sorted(path.name for path in out.iterdir()) == ["bench.json", "demo.png", "summary.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "bench.json",
+        "demo.png",
+        "report.html",
+        "run.json",
+        "summary.json",
+    ]
 
 
 def test_what_was_not_measured_is_said(demo):
     result, _ = demo
     assert "computed, not measured" in result.output
     assert "this test has no permission" in result.output
+
+
+def test_without_a_slow_link_there_is_nothing_to_decide_by(demo):
+    result, out = demo
+    summary = json.loads((out / "summary.json").read_text())
+    assert "4 bits for all, which was given" in summary["decided"]
+    assert "4 bits" in " ".join(result.output.split())

@@ -6,13 +6,15 @@ import sys
 import pytest
 
 from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
-from gradwire.bench.names import check_method, parse_policy, split_names
+from gradwire.bench.names import DECIDING, arguments_of, check_method, parse_policy, split_names
+from gradwire.bench.predict import predictable
 from gradwire.bench.results import BenchRun, Cell, Interval, StepTimes
 from gradwire.bench.runner import BenchRequest
-from gradwire.core import QSGD, Cast, ErrorFeedback, Identity
+from gradwire.core import QSGD, Backward, Cast, Delayed, ErrorFeedback, Identity, Pipelined
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
-from gradwire.planner.policy import Policy
+from gradwire.planner.adaptive import AdaptiveBits
+from gradwire.planner.policy import Policy, Uniform
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,29 @@ def test_policy_text(text, spec):
     policy = parse_policy(text)
     assert policy.default == spec
     assert not policy.rules
+
+
+def test_names_of_what_decides():
+    for name in DECIDING:
+        assert check_method(f"gradwire:{name}") == f"gradwire:{name}"
+    assert arguments_of("auto") == {"plan": "auto", "accuracy": "safe"}
+    assert arguments_of("adaptive") == {"plan": AdaptiveBits()}
+    assert arguments_of("qsgd4") == {"plan": Uniform(QSGD(bits=4))}
+    assert predictable(["ddp", "gradwire:auto", "gradwire:qsgd4"]) == ["ddp", "gradwire:qsgd4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        ("qsgd4", Backward()),
+        ("qsgd4@pipelined", Pipelined()),
+        ("qsgd4@delayed", Delayed()),
+        ("qsgd4@delayed2", Delayed(k=2)),
+        ('{"id":"qsgd","bits":4}@delayednone', Delayed(k=None)),
+    ],
+)
+def test_policy_with_a_schedule(text, schedule):
+    assert parse_policy(text) == Uniform(QSGD(bits=4), schedule=schedule)
 
 
 def test_policy_with_rules_as_text_and_as_a_file(tmp_path):
@@ -60,6 +85,7 @@ def test_policy_may_be_a_plan_file(tmp_path):
         ('gradwire:{"id": "qsgd", "id": "cast"}', FormatError, "id stands twice"),
         ("gradwire:qsgd" + "9" * 5000, FormatError, "is no policy"),
         ("gradwire:" + "x" * 100_000, FormatError, "is no policy"),
+        ("gradwire:qsgd4@pipelned", FormatError, "'qsgd4@pipelned'"),
         ("gradwire:no/such/plan.json", FormatError, "no/such/plan.json"),
     ],
 )

@@ -143,7 +143,8 @@ def test_table_fits_and_shows_failures(width):
 
 
 def test_demo_summary_measured(tmp_path):
-    run = run_of(cells().values())
+    deciding = msgspec.structs.replace(cells()["gradwire:qsgd4"], method=METHODS["gradwire"])
+    run = run_of([*cells().values(), deciding])
     summary, curves = summarise(run, tmp_path / "demo.png", None)
     assert (summary.link, summary.nodes, summary.speed) == ("500mbit", 2, "measured")
     assert set(summary.methods) == set(METHODS)
@@ -153,6 +154,7 @@ def test_demo_summary_measured(tmp_path):
     screen = io.StringIO()
     Console(file=screen, width=100).print(summary_table(summary))
     assert "500mbit (measured)" in screen.getvalue()
+    assert "auto had not decided yet" in summary.decided and "auto had not decided yet" in screen.getvalue()
 
 
 def test_demo_summary_computed_from_loopback(tmp_path):

@@ -16,18 +16,25 @@ gradwire
 gradwire bench
   --what = methods
   --jobs = transformer,mlp,resnet
-  --links = 100mbit,500mbit,1000mbit,unlimited
+  --links
+  --matrix
+  --out = benchmarks/results/matrix
+  --again
+  --loss-steps = 150
   --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
-  --nodes = 2
-  --ranks-per-node = 1
+  --nodes
+  --ranks-per-node
   --steps = 30
   --warmup = 5
   --turn = 5
   --alone-steps = 100
   --seed = 0
+  --predict
+  --spec
+  --record
   --json
 gradwire demo
-  --steps = 120
+  --steps = 70
   --out = runs/demo
   --json
 gradwire doctor
@@ -64,11 +71,25 @@ gradwire plan
   --method = joint
   --devices
   --max-encodes
+  --restrict
   --memory-mb
   --exempt-vectors = True
   --decode-calls
   --out
+  --inter
+  --nodes
+  --methods
+  --picture
   --json
+gradwire profile
+  --job
+  --out = profile
+  --spec
+  --steps = 20
+gradwire report
+  RUN
+  --out
+  --tensorboard
 gradwire simulate
   PLAN
   --profile
@@ -80,6 +101,9 @@ gradwire simulate
   --decode
   --decode-calls
   --lanes
+  --inter
+  --nodes
+  --picture
   --json
 """
 
@@ -145,6 +169,7 @@ def test_version():
         (["bench", "--links", "5"], "'5'"),
         (["bench", "--jobs", ","], "no job"),
         (["emulate", "--", "no_such_script.py"], "no_such_script.py"),
+        (["profile", "--job", "mlp"], "is a rank alone"),
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
         (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),

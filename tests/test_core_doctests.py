@@ -9,13 +9,15 @@ import pytest
 import gradwire.core
 import gradwire.costs
 import gradwire.planner
+import gradwire.report
 import gradwire.sim
 
 MODULES = [
     info.name
-    for package in (gradwire.core, gradwire.costs, gradwire.planner, gradwire.sim)
+    for package in (gradwire.core, gradwire.costs, gradwire.planner, gradwire.report, gradwire.sim)
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
 ]
+MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -83,6 +83,9 @@ profiles = st.builds(
     model=names,
     batch=st.integers(1, 4096),
     device=names,
+    steps=st.none() | st.integers(1, 1000),
+    optimizer_us=st.none() | times,
+    loaded_backward_us=st.none() | times,
     made=made,
     tensors=st.lists(
         st.builds(
@@ -92,6 +95,8 @@ profiles = st.builds(
             dtype=dtypes,
             backward_us=times,
             forward_us=st.none() | times,
+            backward_iqr_us=st.none() | times,
+            forward_iqr_us=st.none() | times,
         ),
         min_size=1,
         max_size=4,
@@ -99,14 +104,28 @@ profiles = st.builds(
     ),
 )
 clusters = st.builds(
-    Cluster, nodes=st.integers(1, 99), ranks_per_node=st.integers(1, 9), intra=links, inter=links, made=made
+    Cluster,
+    nodes=st.integers(1, 99),
+    ranks_per_node=st.integers(1, 9),
+    intra=links,
+    inter=links,
+    allreduce=st.none() | links,
+    launch_us=st.none() | times,
+    made=made,
 )
 codecs = st.builds(CodecCosts, spec=specs, device=st.sampled_from(["gpu", "cpu"]), encode=points, decode=points)
 costs = st.builds(Costs, codecs=st.lists(codecs, max_size=3, unique_by=lambda c: (c.spec, c.device)), made=made)
 schedules = st.one_of(
     st.just(Backward()),
     st.just(Pipelined()),
-    st.builds(Delayed, k=st.none() | st.integers(1, 50), correction=st.none() | specs),
+    st.builds(
+        Delayed,
+        k=st.none() | st.integers(1, 50),
+        correction=st.none() | specs,
+        warmup_steps=st.integers(0, 9),
+        local_lr=st.none() | st.floats(0, 9),
+    ),
+    st.builds(Delayed, k=st.integers(1, 50), flush=st.booleans(), local_update=st.booleans()),
 )
 OPTIONS = [
     ["allreduce:inter"],
@@ -237,6 +256,15 @@ WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
     (Plan, ("schedule",), {"kind": "bakward"}, ["schedule", "'bakward'", "did you mean 'backward'"]),
     (Plan, ("schedule",), {"kind": "delayed", "kk": 2}, ["schedule.kk is not a field"]),
     (Plan, ("schedule",), {"kind": "delayed", "k": 0}, ["schedule.k is 0", "at least 1"]),
+    (Plan, ("schedule",), {"kind": "delayed", "warmup_steps": -1}, ["schedule.warmup_steps is -1", "at least 0"]),
+    (Plan, ("schedule",), {"kind": "delayed", "local_lr": -0.1}, ["schedule.local_lr is -0.1", "at least 0"]),
+    (Plan, ("schedule",), {"kind": "delayed", "k": None, "flush": True}, ["flush is true and k is null", "Give k"]),
+    (
+        Plan,
+        ("schedule",),
+        {"kind": "delayed", "local_lr": 0.1, "local_update": False},
+        ["local_lr is 0.1 and local_update is false", "Leave local_lr out"],
+    ),
     (
         Plan,
         ("schedule",),

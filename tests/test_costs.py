@@ -76,9 +76,27 @@ class TestCollectives:
         assert group_traffic(word, 4, "inter").inter == (messages, factor)
         assert flat_traffic(word, nodes=4, ranks_per_node=1) == group_traffic(word, 4, "inter")
 
-    @pytest.mark.parametrize(("ranks", "hops"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
-    def test_trees_have_ceil_log2_hops(self, ranks, hops):
-        assert group_traffic("reduce", ranks, "intra", "direct").intra == (hops, hops)
+    @pytest.mark.parametrize("word", ["reduce", "broadcast"])
+    def test_a_root_exchanges_with_each_rank_directly(self, word):
+        """As the engine does (decision 13)."""
+        assert group_traffic(word, 5, "intra", "direct").intra == (4, 4.0)
+        traffic = flat_traffic(word, nodes=3, ranks_per_node=4, routing="direct")
+        assert (traffic.inter, traffic.intra) == ((8, 8.0), (3, 3.0))
+
+    @pytest.mark.parametrize(
+        ("nodes", "local", "inside", "between"), [(2, 1, 0, 1), (2, 2, 1, 1), (4, 2, 1, 2), (1, 8, 3, 0)]
+    )
+    def test_trees_have_ceil_log2_hops(self, nodes, local, inside, between):
+        """CGX's: a hop is a whole payload; the busiest path encodes and decodes once more than it has hops."""
+        steps = steps_of(("comp:cpu", "reduce:inter", "broadcast:inter", "decomp:cpu"), nodes, local)
+        assert [(step.share, step.parts) for step in steps[::3]] == [(1.0, inside + between + 1)] * 2
+        for step in steps[1:3]:
+            assert (step.traffic.intra, step.traffic.inter) == ((inside, inside), (between, between))
+
+    def test_a_ring_of_payloads_decodes_others_shards_twice(self):
+        steps = steps_of(("comp:cpu", "reducescatter:inter", "allgather:inter", "decomp:cpu"), 2, 2)
+        assert [(step.share, step.parts) for step in steps] == [(1.0, 1), (1.0, 1), (0.25, 1), (0.75, 2)]
+        assert [step.traffic.inter for step in steps[1:3]] == [(3, 0.75), (3, 3.0)]
 
     @pytest.mark.parametrize(
         "word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"]

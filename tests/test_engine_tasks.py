@@ -1,5 +1,6 @@
 """What is decided before the first step: the tasks of each lane, and where buckets are cut."""
 
+from collections import Counter
 from itertools import groupby, pairwise
 
 import pytest
@@ -47,6 +48,21 @@ def test_every_phase_of_every_piece_is_done_once_and_in_order(
             (lane,) = {i for i, tasks in enumerate(lists) for t in tasks if (t.bucket, t.chunk) == (bucket, chunk)}
             own = [t.phase for t in lists[lane] if (t.bucket, t.chunk) == (bucket, chunk)]
             assert own == sorted(own), "a piece's phases run out of order"
+
+
+@given(launches(), st.integers(1, 3), st.booleans(), st.integers(0, 12))
+def test_no_lane_passes_the_gate_early(
+    given_launch: tuple[list[tuple[int, str]], list[int]], lanes: int, skew: bool, gate: int
+) -> None:
+    """What is launched behind the gate comes last on every lane, and nothing is lost or done twice."""
+    launch, chunks = given_launch
+    lists = task_lists(launch, chunks, lanes, skew and lanes == 1, gate)
+    before = Counter(bucket for bucket, _ in launch[:gate])
+    for tasks in lists:
+        behind = [task.phase >= before[task.bucket] for task in tasks]
+        assert behind == sorted(behind)
+    whole = task_lists(launch, chunks, 1, skew=False)[0]
+    assert sorted((t for tasks in lists for t in tasks), key=str) == sorted(whole, key=str)
 
 
 @given(launches(), st.integers(1, 3))

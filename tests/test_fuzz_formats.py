@@ -35,6 +35,17 @@ from gradwire.core import (
 from gradwire.core.reading import MEMORY_FACTOR, SPARE_BYTES, check_plain
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError, SpecError
+from gradwire.record.run import (
+    Alternative,
+    BucketRecord,
+    Decision,
+    Interval,
+    MemoryRecord,
+    Rival,
+    StepRecord,
+    TensorRecord,
+)
+from gradwire.sim.timeline import Bubble, Event, Resource, Timeline
 
 # Beyond ten times the file's size: what a first load keeps (the types of fields, compiled expressions; 32 KiB measured),
 VALID_BYTES = 2**16
@@ -44,7 +55,11 @@ FUZZED_BYTES = 2**20
 TEXT_PROBLEMS = ("is not JSON: ", "is not UTF-8: ", "reading its ", "lists and objects nest ", "the document")
 
 
-STRUCTS = [*DOCUMENTS, Bucket, Prediction, TensorProfile, Link, CodecCosts, Made, Delayed, QSGD, Cast, ErrorFeedback]
+STRUCTS = [
+    *(*DOCUMENTS, Bucket, Prediction, TensorProfile, Link, CodecCosts, Made, Delayed, QSGD, Cast, ErrorFeedback),
+    *(Alternative, BucketRecord, Decision, Interval, MemoryRecord, Rival, StepRecord, TensorRecord),
+    *(Timeline, Event, Resource, Bubble),
+]
 FIELDS = {"id", "kind", *(name for struct in STRUCTS for name in struct.__struct_fields__)}
 
 

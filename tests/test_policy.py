@@ -3,11 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from test_core_formats import schedules
 from test_core_specs import specs
 
 import gradwire.core as core
-from gradwire.core import QSGD, Backward, Delayed, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
+from gradwire.core import QSGD, Backward, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
 from gradwire.errors import FormatError, PlanError, SpecError
 from gradwire.planner import Policy, Uniform, Where
 
@@ -208,8 +209,6 @@ REFUSED = [
     (Policy(default=QSGD(), rules=[("*.bais", Identity())]), ["('*.bais', Identity())", "none of the 2", "fc.bias"]),
     (Policy(default=QSGD(), rules=[("*", QSGD()), ("fc.bias", Identity())]), ["'fc.bias'", "earlier rules", "before"]),
     (Uniform(QSGD(), scheme="allreduce"), ["scheme is 'allreduce'", "'fc.bias'", "QSGD", "alltoall"]),
-    (Uniform(QSGD(), schedule="pipelined"), ["Pipelined()", "executes the backward schedule"]),
-    (Uniform(QSGD(), schedule=Delayed(k=3)), ["Delayed(k=3)", "executes the backward schedule"]),
 ]
 
 
@@ -322,3 +321,28 @@ def test_states_fit_plans_that_differ_in_the_residual_dtype_alone() -> None:
     other = Uniform(ErrorFeedback(QSGD(bits=3)), residual_dtype="int8").plan(tensors)
     assert plain.digest() == plain.state_digest() == narrow.state_digest() != narrow.digest()
     assert other.state_digest() != plain.state_digest()
+
+
+def test_pipelined_launches_reduces_first_and_gathers_in_forward_order() -> None:
+    tensors = [tensor("last.weight", 100), tensor("last.bias", 10), tensor("first.weight", 100)]
+    plan = Policy(default=QSGD(), rules=[("last.bias", Identity())], schedule="pipelined", bucket_bytes=1).plan(tensors)
+    assert plan.launch == (
+        *((0, "alltoall"), (1, "alltoall"), (2, "alltoall")),
+        *((2, "allgather"), (1, "allgather"), (0, "allgather")),
+    )
+    assert plan.gate == 3
+    assert replace(plan, schedule=Backward()).gate == 6
+
+
+def test_an_indivisible_option_runs_whole_before_the_gate() -> None:
+    tensors = [tensor("last.weight", 100), tensor("first.weight", 100)]
+    plan = Policy(default=QSGD(), schedule="pipelined", scheme="allgather", bucket_bytes=1).plan(tensors)
+    assert plan.launch == ((0, "allgather"), (1, "allgather"))
+    assert plan.gate == 2
+
+
+def test_the_gate_of_a_plan_by_hand_is_before_its_last_gathers() -> None:
+    tensors = [tensor("last.weight", 100), tensor("first.weight", 100)]
+    plan = Policy(default=QSGD(), schedule="pipelined", bucket_bytes=1).plan(tensors)
+    by_hand = ((0, "alltoall"), (0, "allgather"), (1, "alltoall"), (1, "allgather"))
+    assert replace(plan, launch=by_hand).gate == 3

@@ -3,15 +3,10 @@
 Real interpreters, since only these run what happens at exit.
 """
 
-import json
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from script_ends import End, ends_of
 
 SCRIPT = """
 import hashlib, os, sys, time
@@ -113,22 +108,13 @@ WORKERS = ["workers", "workers, persistent"]
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """What became of each rank of each script, all of which run at once."""
-    folder = tmp_path_factory.mktemp("interpreters")
-    (folder / "train.py").write_text(SCRIPT)
-    runner = Path(__file__).with_name("interpreters.py")
-    arguments = [str(folder), str(folder / "train.py"), *PHASES, LATE, *WORKERS]
-    subprocess.run([sys.executable, str(runner), *arguments], check=True, timeout=90)
-    found = json.loads((folder / "ends.json").read_text())
-    for name, end in found.items():
-        end["out"], end["err"] = ((folder / f"{name}.{suffix}").read_text() for suffix in ("out", "err"))
-    yield found
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    return ends_of(SCRIPT, [*PHASES, LATE, *WORKERS], tmp_path_factory.mktemp("interpreters"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c_ends_every_rank(ends: dict[str, dict[str, Any]], phase: str, rank: int) -> None:
+def test_ctrl_c_ends_every_rank(ends: dict[str, End], phase: str, rank: int) -> None:
     end = ends[f"{phase}.{rank}"]
     assert end["out"] == "interrupt me\n", end["err"]
     assert end["exit"] in ENDED, end
@@ -137,7 +123,7 @@ def test_ctrl_c_ends_every_rank(ends: dict[str, dict[str, Any]], phase: str, ran
     assert end["left"] == []
 
 
-def test_ctrl_c_ends_a_rank_in_order_when_its_peer_ends_later(ends: dict[str, dict[str, Any]]) -> None:
+def test_ctrl_c_ends_a_rank_in_order_when_its_peer_ends_later(ends: dict[str, End]) -> None:
     end = ends[f"{LATE}.0"]
     assert "KeyboardInterrupt" in end["err"]
     assert end["exit"] in ENDED, end
@@ -145,7 +131,7 @@ def test_ctrl_c_ends_a_rank_in_order_when_its_peer_ends_later(ends: dict[str, di
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_worker_processes_that_are_forked_afterwards(ends: dict[str, dict[str, Any]], workers: str, rank: int) -> None:
+def test_worker_processes_that_are_forked_afterwards(ends: dict[str, End], workers: str, rank: int) -> None:
     """The script ends by itself, with DDP's weights, and no process is left."""
     end = ends[f"{workers}.{rank}"]
     assert end["out"] == "as DDP\n", end["err"]

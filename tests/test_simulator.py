@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,33 @@ class TestByHand:
         assert times(timeline, "backward") == [(50, 150)]
         assert times(timeline, "allreduce") == [(150, 190)]
         assert (timeline.step_us, timeline.exposed_comm_us, timeline.idle_us) == (190, 40, 0)
+
+    def test_the_optimizer_comes_before_the_next_forward(self):
+        model = msgspec.structs.replace(profile((40, 100.0, 50.0)), optimizer_us=7.0)
+        timeline = simulate(plan_of(model, [PLAIN]), model, cluster(), Costs(codecs=()))
+        assert times(timeline, "optimizer") == [(0, 7)]
+        assert times(timeline, "forward") == [(7, 57)]
+        assert times(timeline, "allreduce") == [(157, 197)]
+        assert (timeline.optimizer_us, timeline.forward_us, timeline.step_us) == (7, 50, 197)
+
+    def test_all_reduce_has_a_link_of_its_own_where_one_was_measured(self):
+        model, slow = profile((40, 100.0, 50.0)), Link(0.0, 0.004)  # 40 bytes in 80 us
+        apart = msgspec.structs.replace(cluster(), allreduce=slow)
+        plan, gathered = plan_of(model, [PLAIN]), plan_of(model, [GATHERED], Cast())
+        usual, own = (simulate(plan, model, links, Costs(codecs=())) for links in (cluster(), apart))
+        assert (usual.exposed_comm_us, own.exposed_comm_us) == (40, 80)
+        usual, own = (simulate(gathered, model, links, codec(3.0, 2.0)) for links in (cluster(), apart))
+        assert usual == own
+
+    def test_lanes_spend_time_of_the_processor_on_each_exchange(self):
+        model, links = profile((40, 10.0), (40, 100.0)), msgspec.structs.replace(cluster(), launch_us=5.0)
+        plan = plan_of(model, [PLAIN, PLAIN])
+        timeline = simulate(plan, model, links, Costs(codecs=()), rules_of("cpu"))
+        assert times(timeline, "launch") == [(10, 15), (115, 120)]
+        assert times(timeline, "backward") == [(0, 10), (15, 115)]
+        assert times(timeline, "allreduce") == [(15, 55), (120, 160)]
+        assert (timeline.exposed_codec_us, timeline.exposed_comm_us) == (10, 40)
+        assert simulate(plan, model, links, Costs(codecs=())).step_us == 150, "GPUs have none"
 
     def test_two_buckets_that_backward_hides(self):
         """The first exchange is over before the second gradient is ready: a bubble, and nothing before it need be smaller."""
@@ -237,6 +265,16 @@ class TestSchedules:
         timeline = simulate(plan, model, shape, codec(2.0, 0.0, spec), Rules(lanes=1))
         assert timeline.step_us == pytest.approx(17.6)
         assert (timeline.steps, len(times(timeline, "comp"))) == (5, 4)
+
+    def test_without_local_update_nothing_is_hidden(self):
+        """BIT-SGD, equation 5 of CD-SGD: tau + delta + psi; a correction is tau + phi."""
+        model = profile((32, 6.0), (32, 4.0))
+        spec = Truncate(ratio=8.0, unsafe=True)
+        for k, expected in ((None, 10 + 4 + 8), (2, (10 + 4 + 8 + 10 + 64) / 2)):
+            schedule = Delayed(k=k, local_update=False)
+            plan = plan_of(model, [GATHERED] * 2, spec, schedule=schedule)
+            timeline = simulate(plan, model, cluster(), codec(2.0, 0.0, spec), Rules(lanes=1))
+            assert timeline.step_us == pytest.approx(expected), k
 
     def test_without_lanes_the_next_encode_runs_beside_the_exchange(self):
         """phi = 8 bytes; encode 5 under the last step's exchange: max(tau + delta, psi) where equation 7 has delta + psi."""

@@ -21,9 +21,13 @@ TORCH = ("torch", "triton")
 FORBIDDEN = {
     **dict.fromkeys(PURE, TORCH),
     "testbed": TORCH,
+    "report": (*TORCH, "gradwire.bench", "gradwire.cli", "gradwire.engine"),
     "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
     "collectives": ("gradwire.compressors",),
     "engine": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "auto": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "profiler": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.planner.joint", "gradwire.testbed"),
+    "record": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
 }
 
@@ -78,10 +82,18 @@ def imported(path: Path, *, functions: bool = True) -> set[str]:
     return modules | {name.rsplit(".", n)[0] for name in modules for n in range(1, name.count(".") + 1)}
 
 
+# The engine asks for who decides only where a script asks for plan="auto": the one import against the direction of data.
+AUTO_IS_ASKED_FOR = "gradwire.engine.parallelize"
+
+
 @cache
 def direct(module: str) -> frozenset[str]:
     # gradwire/__init__.py resolves its names on first use: what its functions import, its importers do not
-    return frozenset(imported(MODULES[module], functions=module != "gradwire"))
+    found = imported(MODULES[module], functions=module != "gradwire")
+    if module == AUTO_IS_ASKED_FOR:
+        late = found - imported(MODULES[module], functions=False)
+        found = {name for name in found if name not in late or not within(name, ("gradwire.auto",))}
+    return frozenset(found)
 
 
 def reached(start: str) -> dict[str, str]:
@@ -118,7 +130,15 @@ def test_nothing_imports_the_cli_but_main() -> None:
 
 def test_nothing_imports_the_doctor_but_the_cli() -> None:
     importers = {name for name in MODULES if any(within(each, ("gradwire.doctor",)) for each in direct(name))}
-    assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli"}
+    assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli.jobs"}
+
+
+def test_nothing_imports_auto_but_auto() -> None:
+    """What decides is loaded where it is asked for, and by nothing that executes."""
+    importers = {name for name in MODULES if any(within(each, ("gradwire.auto",)) for each in direct(name))}
+    assert {room_of(name) for name in importers} <= {"auto", "bench", "cli"}
+    asks = imported(MODULES[AUTO_IS_ASKED_FOR])
+    assert any(within(each, ("gradwire.auto",)) for each in asks), "then the exception above is for nothing"
 
 
 def within_any_cli(names: frozenset[str]) -> bool:
@@ -229,6 +249,9 @@ HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
         ("gradwire.costs", HEAVY),
         ("gradwire.planner", HEAVY),
         ("gradwire.sim.timeline", HEAVY),
+        ("gradwire.record.run", HEAVY),
+        ("gradwire.report.page", HEAVY),
+        ("gradwire.report.sweep", HEAVY),
         ("gradwire.testbed", TORCH),
     ],
 )
@@ -345,7 +368,9 @@ def test_nothing_is_unpickled(module: str) -> None:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in MAY_WRITE])
 def test_files_are_written_by_the_one_helper(module: str) -> None:
-    wrong = [each for each in writing(parse(module)) if not (module == "gradwire.bench.picture" and "savefig" in each)]
+    wrong = [
+        each for each in writing(parse(module)) if not (module == "gradwire.report.pictures" and "savefig" in each)
+    ]
     assert wrong == [], "write_whole of gradwire.core.files leaves no half-written file"
 
 

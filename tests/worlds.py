@@ -177,6 +177,7 @@ class Worlds:
 def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, log: str) -> None:
     """A rank's life: come up, then do jobs until the pipe closes, or until the tests are killed."""
     die_with(os.getppid())
+    gc.freeze()  # what was loaded stays: without this each collection looks at 300,000 objects, 0.2 s
     with Path(log).open("w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

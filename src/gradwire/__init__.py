@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         TestbedError,
         WriteError,
     )
-    from gradwire.planner import Policy, Uniform, Where
+    from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
 
 _HOMES = {
     "gradwire._version": ("__version__",),
@@ -69,7 +69,7 @@ _HOMES = {
         "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError",
         "SpecError", "StepStateError", "TestbedError", "WriteError",
     ),
-    "gradwire.planner": ("Policy", "Uniform", "Where"),
+    "gradwire.planner": ("AdaptiveBits", "Policy", "Tuned", "Uniform", "Where"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -77,6 +77,7 @@ __all__ = [
     "DGC",
     "FP8",
     "QSGD",
+    "AdaptiveBits",
     "Backward",
     "BlockTopK",
     "Bucket",
@@ -116,6 +117,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "Truncate",
+    "Tuned",
     "TwoBit",
     "Uniform",
     "Where",

@@ -2,26 +2,39 @@
 
 floor           no communication at all: what the step costs when the network is free
 ddp             DistributedDataParallel as torch ships it
+ddp-again       the same once more: what differs between it and ddp is chance
 ddp-2mb         the same with buckets of 2 MB, so that backward and exchange overlap
 ddp-fp16        torch's fp16_compress_hook
 ddp-powersgd    torch's PowerSGD hook at rank 4, in one bucket
-gradwire:SPEC   gradwire with any policy, for example gradwire:qsgd4
+gradwire:SPEC   gradwire with any policy, for example gradwire:qsgd4, or with another schedule, gradwire:qsgd4@pipelined
+gradwire:auto   gradwire decides (gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive decides on bits), and with
+                gradwire:auto@all in all schedules
+wrong-on-purpose:PART:POLICY
+                the same policy with only a PART of each step: reduce-only, gather-only, compute-only, exchange-only
 
 Each has its own model and optimizer from the same seed, and its own process group, so that all of them can live in
 one process and take turns.
 """
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.auto.decision import Decision
+from gradwire.auto.driver import Auto
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.names import GRADWIRE_PREFIX, check_method, parse_policy
+from gradwire.bench.left_out import exchange_alone, keep_only
+from gradwire.bench.names import EXCHANGE_ONLY, GRADWIRE_PREFIX, arguments_of, check_method, part_of_step
+from gradwire.bench.results import Decided
 from gradwire.errors import StepStateError
 
 if TYPE_CHECKING:
@@ -33,6 +46,8 @@ POWERSGD_RANK = 4
 POWERSGD_START = 2
 """The first step PowerSGD may compress: one step after DDP has rebuilt its buckets. The hook asks for 2 or more."""
 CODEC_REPEATS = 10
+ERROR_STEPS = 10
+"""Steps from one measurement of errors to the next, where a run is recorded: a bench is short."""
 
 
 class Method(ABC):
@@ -40,6 +55,9 @@ class Method(ABC):
 
     model: nn.Module
     """What the loss is computed with: the job's model, or DDP's wrapper around it."""
+    forward_us = 0.0
+    """Of the last step, with what the method does or waits for meanwhile. The optimizer's step is neither this nor the next."""
+    backward_us = 0.0
 
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
         self.job = job
@@ -51,8 +69,11 @@ class Method(ABC):
 
     def step(self, batch: Batch) -> float:
         """One training step: forward, backward with the exchange, optimizer step. Returns this rank's loss."""
+        began = time.perf_counter()
         loss = self.job.loss(self.model, batch)
+        computed = time.perf_counter()
         loss.backward()
+        self.forward_us, self.backward_us = (computed - began) * 1e6, (time.perf_counter() - computed) * 1e6
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
@@ -65,6 +86,27 @@ class Method(ABC):
     def codec_seconds(self) -> float | None:
         """CPU seconds a step spends in encoding and decoding, measured alone, or None where it cannot be."""
         return None
+
+    def record(self, folder: Path) -> None:  # noqa: B027
+        """From now on record the training into this folder, if the method can."""
+
+    @property
+    def decided(self) -> list[Decided]:
+        """Everything that the method has decided while it ran, in order."""
+        return []
+
+    @property
+    def deciding(self) -> bool:
+        """Whether it is still to be seen what the method will run."""
+        return False
+
+    @torch.no_grad()
+    def held_out_loss(self, batches: Sequence[Batch]) -> float:
+        """Mean loss of this rank's weights on these batches. Needs no other rank."""
+        self.bare_model.eval()
+        losses = [self.job.loss(self.bare_model, batch).item() for batch in batches]
+        self.bare_model.train()
+        return sum(losses) / len(losses)
 
     def settle(self) -> None:  # noqa: B027
         """Wait for whatever the last step left in flight. Called when another method takes its turn."""
@@ -159,14 +201,20 @@ class DDPPowerSGD(DDP):
 class Gradwire(Method):
     """gradwire, in place."""
 
-    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, policy: str) -> None:
+    def __init__(
+        self, job: Job, seed: int, process_group: dist.ProcessGroup | None, policy: str, drift_check_steps: int = 1000
+    ) -> None:
         super().__init__(job, seed, process_group)
         import gradwire as gw
 
-        plan = parse_policy(policy)
+        arguments = arguments_of(policy)
+        plan = arguments["plan"]
+        self._decides = plan == "auto"
         if isinstance(plan, gw.Policy) and isinstance(plan.default, gw.DGC):
-            plan = gw.Uniform(self._take_momentum(plan.default))
-        self.handle = gw.parallelize(self.bare_model, self.optimizer, plan=plan, process_group=process_group)
+            arguments = {"plan": gw.Uniform(self._take_momentum(plan.default))}
+        arguments = {**arguments, "process_group": process_group, "drift_check_steps": drift_check_steps}
+        self.handle = gw.parallelize(self.bare_model, self.optimizer, **arguments)
+        self._recording = contextlib.ExitStack()
 
     def _take_momentum(self, spec: "gw.DGC") -> "gw.DGC":
         """DGC with the momentum of the job's optimizer, which has none then; of one that keeps more, no momentum at all."""
@@ -178,17 +226,73 @@ class Gradwire(Method):
         return msgspec.structs.replace(spec, momentum=momentum)
 
     @property
-    def bytes_planned(self) -> int:
+    def bytes_planned(self) -> int | None:
         return self.handle.stats().wire_bytes
 
-    def codec_seconds(self) -> float:
+    def codec_seconds(self) -> float | None:
         return self.handle.time_codec(CODEC_REPEATS)
+
+    @property
+    def decided(self) -> list[Decided]:
+        return [
+            Decided(chosen=each.chosen.name, plain=each.chosen == each.plain, step=each.step, cost_us=each.cost_us)
+            for each in self.handle.decisions
+            if isinstance(each, Decision)
+        ]
+
+    @property
+    def deciding(self) -> bool:
+        return self._decides and not self.handle.decisions
+
+    def record(self, folder: Path) -> None:
+        self._recording.enter_context(self.handle.record(folder, error_steps=ERROR_STEPS))
 
     def settle(self) -> None:
         self.handle.flush()
+        if isinstance(self.handle.driver, Auto):  # others' turns would look like slow steps
+            self.handle.driver.pause()
 
     def close(self) -> None:
+        self._recording.close()
         self.handle.detach()
+
+
+class PartOfStep(Gradwire):
+    """gradwire with only a part of each step, `part` of `names.PARTS`. What it trains is wrong on purpose."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, part: str, policy: str) -> None:
+        super().__init__(job, seed, process_group, policy, drift_check_steps=0)  # ranks drift apart, as they must
+        self.part = part
+        self._steps_done = 0
+
+    def step(self, batch: Batch) -> float:
+        """A step without the rest. Of exchange-only the first is a whole one, and the others compute nothing at all."""
+        executor = self.handle._steps.executor  # of the last step: a policy's plan may have been made anew since
+        self._steps_done += 1
+        if self.part != EXCHANGE_ONLY:
+            keep_only(self.part, executor)
+            return super().step(batch)
+        if self._steps_done == 1:
+            return super().step(batch)
+        if self._steps_done == 2:
+            self.settle()
+            self.forward_us = self.backward_us = 0.0
+        exchange_alone(executor, self._steps_done - 2)
+        return 0.0
+
+    @property
+    def bytes_planned(self) -> int | None:
+        return super().bytes_planned if self._usual_exchange() else None
+
+    def codec_seconds(self) -> float | None:
+        return super().codec_seconds() if self._usual_exchange() else None
+
+    def _usual_exchange(self) -> bool:
+        """Whether all of a usual step's exchange ran, and no correction."""
+        return self.part == EXCHANGE_ONLY and self.handle._steps.executor is self.handle._executor
+
+    def record(self, folder: Path) -> None:
+        """Nothing that is wrong on purpose becomes the record of a training run."""
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -204,6 +308,7 @@ def allreduce_bytes(size: int, world_size: int) -> int:
 _BUILDERS: dict[str, Callable[[Job, int, dist.ProcessGroup | None], Method]] = {
     "floor": Floor,
     "ddp": DDP,
+    "ddp-again": DDP,
     "ddp-2mb": lambda job, seed, group: DDP(job, seed, group, bucket_cap_mb=2),
     "ddp-fp16": DDPFloat16,
     "ddp-powersgd": DDPPowerSGD,
@@ -218,4 +323,6 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
     check_method(name)
     if name in _BUILDERS:
         return _BUILDERS[name](job, seed, process_group)
+    if (left := part_of_step(name)) is not None:
+        return PartOfStep(job, seed, process_group, *left)
     return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

@@ -5,29 +5,58 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gradwire.core import QSGD, Cast, ErrorFeedback, Identity, spec_from_dict
+import msgspec
+
+from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
 from gradwire.core.reading import check_plain, parse
 from gradwire.core.specs import Spec, installed_specs, spec_from_text
 from gradwire.errors import FormatError
+from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform
 
 __all__ = [
+    "DECIDING",
+    "EXCHANGE_ONLY",
     "GRADWIRE_PREFIX",
     "JOB_NAMES",
     "PLAIN_METHODS",
     "UNLIMITED",
+    "WRONG_PREFIX",
+    "arguments_of",
     "check_job",
     "check_method",
     "parse_policy",
     "parse_spec",
+    "part_of_step",
     "split_names",
 ]
 
 JOB_NAMES = ("transformer", "mlp", "resnet")
-PLAIN_METHODS = ("floor", "ddp", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
+PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
+WRONG_PREFIX = "wrong-on-purpose:"
+"""Of methods that leave a part of the step out, to see what the rest takes. What they train is wrong, so nothing that a result
+of training has, such as a loss or a speedup, is kept of them."""
+EXCHANGE_ONLY = "exchange-only"
+PARTS = ("reduce-only", "gather-only", "compute-only", EXCHANGE_ONLY)
 UNLIMITED = "unlimited"
+_ALL_SCHEDULES = ("backward", "pipelined", "delayed")
+DECIDING: dict[str, dict[str, Any]] = {
+    "auto": {"plan": "auto", "accuracy": "safe"},
+    "auto-exact": {"plan": "auto", "accuracy": "exact"},
+    "auto-aggressive": {"plan": "auto", "accuracy": "aggressive"},
+    "auto@all": {"plan": "auto", "accuracy": "safe", "schedules": _ALL_SCHEDULES},
+    "auto-exact@all": {"plan": "auto", "accuracy": "exact", "schedules": _ALL_SCHEDULES},
+    "auto-aggressive@all": {"plan": "auto", "accuracy": "aggressive", "schedules": _ALL_SCHEDULES},
+    "adaptive": {"plan": AdaptiveBits()},
+}
+"""Names behind gradwire: of what decides while it runs, and the arguments of `gw.parallelize` that they stand for. Deciding takes
+about 60 steps, with all schedules about 90: give so many as warm-up where only what was decided is to be seen."""
+_SCHEDULED = re.compile(
+    r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
+    re.DOTALL,
+)
 _QUANTISER = re.compile(r"qsgd(?P<bits>[0-9]{1,3})(?P<feedback>-ef)?")
 
 
@@ -46,24 +75,76 @@ def check_method(name: str) -> str:
     """
     if name in PLAIN_METHODS:
         return name
+    if (left := part_of_step(name)) is not None:
+        _check_part(*left)
+        return name
     if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(
             f"there is no method {name!r}. Methods are {', '.join(PLAIN_METHODS)}, and gradwire:POLICY, "
             "for example gradwire:qsgd4."
         )
-    parse_policy(name.removeprefix(GRADWIRE_PREFIX))
+    arguments_of(name.removeprefix(GRADWIRE_PREFIX))
     return name
+
+
+def part_of_step(name: str) -> tuple[str, str] | None:
+    """What is left of the step, and the policy, of a method that is wrong on purpose; None for every other.
+
+    >>> part_of_step("wrong-on-purpose:reduce-only:qsgd4@pipelined")
+    ('reduce-only', 'qsgd4@pipelined')
+    """
+    if not name.startswith(WRONG_PREFIX):
+        return None
+    part, _, policy = name.removeprefix(WRONG_PREFIX).partition(":")
+    return part, policy
+
+
+def _check_part(part: str, policy: str) -> None:
+    if part not in PARTS:
+        raise FormatError(
+            f"{part!r} is no part of a step that can run by itself. Write {WRONG_PREFIX}PART:POLICY, where PART is "
+            f"{' or '.join(PARTS)}."
+        )
+    plan = arguments_of(policy)["plan"]
+    if not isinstance(plan, Policy):
+        raise FormatError(
+            f"{part} of {policy[:300]!r}: its buckets are not known beforehand. Write a policy, such as qsgd4@pipelined."
+        )
+    if part != EXCHANGE_ONLY and isinstance(plan.schedule, Delayed) and plan.schedule.k is not None:
+        raise FormatError(
+            f"{part} of {policy[:300]!r}: what is left out would only be left out of steps that correct nothing. Write "
+            "@delayednone."
+        )
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Arguments of `gw.parallelize` for what stands behind gradwire: a name of DECIDING, or what `parse_policy` reads.
+
+    >>> arguments_of("auto-exact")
+    {'plan': 'auto', 'accuracy': 'exact'}
+    """
+    return DECIDING[text] if text in DECIDING else {"plan": parse_policy(text)}
 
 
 def parse_policy(text: str) -> Policy | str:
     """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, a policy for its JSON
-    text or file, or a plan file's path.
+    text or file, or a plan file's path. Behind a policy, @pipelined, @delayed, @delayed2 (k=2), @delayednone (k=None) or
+    @delayed5+qsgd8 (k=5, corrections in 8 bits) gives it a schedule.
 
     >>> parse_policy("qsgd4")
-    Policy(default=QSGD(bits=4, block=128))
+    Policy(default=QSGD(bits=4, block=128), exempt_vectors=False)
+    >>> parse_policy("identity@delayed2").schedule
+    Delayed(k=2)
 
     Raises `FormatError` for text that is none of these, `SpecError` for a spec with an impossible value.
     """
+    if match := _SCHEDULED.fullmatch(text):
+        policy = parse_policy(match["policy"])
+        if isinstance(policy, str):
+            raise FormatError(f"{text[:300]!r} gives a schedule to a plan file, which has one. Write it without @.")
+        k = None if match["k"] == "none" else int(match["k"] or 0)
+        correction = parse_spec(match["correction"]) if match["correction"] else None
+        return msgspec.structs.replace(policy, schedule=match["word"] or Delayed(k=k, correction=correction))
     if text == "identity":
         return Uniform(Identity())
     if text == "fp16":
@@ -80,9 +161,11 @@ def parse_policy(text: str) -> Policy | str:
     if "(" in text or text in {cls.__name__ for cls in installed_specs().values()}:
         return Uniform(spec_from_text(text))
     raise FormatError(
-        f"{text[:300]!r} is no policy, and no file of that name exists. Write identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
+        f"{text[:300]!r} is no policy, and no file of that name exists. Write auto, auto-exact, "
+        "auto-aggressive, each of them with @all for all schedules, adaptive, identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
         "error feedback), a spec such as ErrorFeedback(TopK(0.01)), as in Python or as JSON, a policy such as "
-        '{"default":{"id":"qsgd","bits":4},"scheme":"allgather"}, or the path of a file that holds a policy or a plan.'
+        '{"default":{"id":"qsgd","bits":4},"scheme":"allgather"}, or the path of a file that holds a policy or a plan. Behind a '
+        "policy @pipelined or @delayed5 gives it a schedule."
     )
 
 

@@ -1,13 +1,12 @@
 """The demo's picture: what is learned over time, and where a step's time goes."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradwire.core.files import write_whole
+from gradwire.report.pictures import save
 
 if TYPE_CHECKING:
     from gradwire.bench.demo import DemoCurve, DemoSummary
@@ -17,7 +16,7 @@ __all__ = ["draw_demo"]
 # Okabe and Ito's palette, which people with any kind of colour vision can tell apart
 BLUE, VERMILION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
 COLOURS = {"ddp": VERMILION, "gradwire": BLUE}
-LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire\n4 bits"}
+LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire"}
 SMOOTHED_STEPS = 10
 
 
@@ -37,7 +36,7 @@ def draw_demo(summary: "DemoSummary", curves: "Mapping[str, DemoCurve]", path: P
         )
         _draw_loss(left, curves, speed)
         _draw_split(right, summary, speed)
-        _save(figure, path)
+        save(figure, path)
         pyplot.close(figure)
 
 
@@ -50,7 +49,7 @@ def _draw_loss(axes: Any, curves: "Mapping[str, DemoCurve]", speed: str) -> None
     axes.set_xlabel(f"seconds of training{speed}")
     axes.set_ylabel("training loss")
     axes.set_xlim(left=0)
-    axes.set_title("Loss of the same steps over time", loc="left", fontsize=12)
+    axes.set_title("Loss over time, with the steps in which gradwire decides", loc="left", fontsize=12)
     axes.legend(frameon=False)
 
 
@@ -83,9 +82,3 @@ def _draw_split(axes: Any, summary: "DemoSummary", speed: str) -> None:
 def _running_mean(values: Sequence[float]) -> list[float]:
     """The mean of each step and up to nine before it."""
     return [float(np.mean(values[max(0, end - SMOOTHED_STEPS) : end])) for end in range(1, len(values) + 1)]
-
-
-def _save(figure: Any, path: Path) -> None:
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=150)
-    write_whole(path, drawn.getvalue())

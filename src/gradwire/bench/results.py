@@ -11,8 +11,19 @@ import msgspec
 
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
+from gradwire.record.run import Interval
 
-__all__ = ["Alone", "BenchRun", "Cell", "Interval", "MethodRecord", "StepTimes", "WorkerOrder", "WorkerRecord"]
+__all__ = [
+    "Alone",
+    "BenchRun",
+    "Cell",
+    "Decided",
+    "Interval",
+    "MethodRecord",
+    "StepTimes",
+    "WorkerOrder",
+    "WorkerRecord",
+]
 
 
 class WorkerOrder(Document, frozen=True, kw_only=True):
@@ -34,6 +45,25 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     """The process id of who gave the order. When it dies, so do the ranks."""
     result: str
     """Where rank 0 writes the `WorkerRecord`."""
+    record: str | None = None
+    """Folder into which rank 0 records gradwire's methods; null for none."""
+    deciding_steps: int = 0
+    """Before its warm-up, a method that decides while it runs takes steps until it has decided, but no more than these."""
+    go_on_to: dict[str, int] = msgspec.field(default_factory=dict)
+    """By method: after the steps that count it goes on until it has made so many in all, and is evaluated now and then."""
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decision of a method that decides while it runs."""
+
+    chosen: str
+    """The plan in words."""
+    plain: bool
+    """Whether that is plain all-reduce."""
+    step: int
+    """When it was decided."""
+    cost_us: float
+    """How much longer the steps until then took than as many under the chosen plan."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,11 +74,18 @@ class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wall_us: list[list[float]]
     cpu_us: list[list[float]]
     """CPU time of the whole process, all threads."""
+    forward_us: list[list[float]] = []
+    backward_us: list[list[float]] = []
     loss: list[list[float]]
     sent_bytes: list[list[int]]
     """What the rank's interface sent during the step, the traffic of all ranks that share the interface."""
     planned_bytes: list[int | None]
     codec_us: list[float | None]
+    counted: tuple[int, int] | None = None
+    """The first step that counts, and the first after those; null: all after the warm-up."""
+    decided: list[Decided] = []
+    held_out: list[tuple[int, float]] = []
+    """Steps made, and rank 0's mean loss then on batches that nobody trains on."""
 
 
 class WorkerRecord(Document, frozen=True, kw_only=True):
@@ -62,6 +99,8 @@ class WorkerRecord(Document, frozen=True, kw_only=True):
     world_size: int
     ranks_per_interface: int
     warmup_steps: int
+    measured_gbps: float | None = None
+    """Payload that a node's link carries. null: not measured."""
     methods: list[MethodRecord]
 
 
@@ -77,14 +116,6 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     steps: int
 
 
-class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A ratio of medians with its 95 % bootstrap interval."""
-
-    ratio: float
-    low: float
-    high: float
-
-
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One method on one job over one link. Where `failure` is set, the rest is null or empty."""
 
@@ -95,6 +126,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     method: str
     failure: str | None = None
     step: StepTimes | None = None
+    wrong_on_purpose: bool = False
+    """A part of each step was left out. Times and bytes are all that such a cell has."""
+    forward_us: float | None = None
+    """Median, with what the method did or waited for meanwhile."""
+    backward_us: float | None = None
+    """The same of backward. The rest of a step is the optimizer's."""
     counted_bytes: float | None = None
     """Per rank and step, from the interface's counter: Ethernet, IP and TCP headers and acknowledgements included."""
     planned_bytes: int | None = None
@@ -112,12 +149,24 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     scaling_factor: float | None = None
     """Throughput over n times that of one rank alone: T_n / (n T_1), from mean step times (notes D53)."""
     scaling_factor_stdev: float | None = None
+    speedup_alone: float | None = None
+    """S: throughput of all ranks over that of one rank alone, n times the scaling factor (notes D40)."""
+    max_speedup: float | None = None
+    """S^max: what S could be at most if the planned bytes, half in each phase, overlapped perfectly with backward and with
+    forward (DeAR, eq. 6, with `measured_gbps`). The delayed schedule, which overlaps both with both, may be above."""
+    measured_gbps: float | None = None
+    """Payload that the link carried when it was measured alone. null: not measured, or shared by ranks of a node."""
     speedup: Interval | None = None
     """Against ddp in the same run; above 1 is faster."""
     step_us: list[float] = []
     """Each step, the mean over ranks, warm-up first."""
     loss: list[float] = []
     """Each step's mean over the ranks, warm-up first. The floor's ranks learn apart from each other."""
+    counted: tuple[int, int] = (0, 0)
+    """The first of those steps that counts, and the first after those; (0, 0): all after the run's warm-up."""
+    decided: list[Decided] = []
+    held_out: list[tuple[int, float]] = []
+    """Steps made, and the mean loss then on batches that nobody trains on."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +176,8 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     parameters: int
     failure: str | None = None
     step: StepTimes | None = None
+    backward_us: float | None = None
+    """The mean. The rest of a step is forward and the optimizer's step."""
 
 
 class BenchRun(Document, frozen=True, kw_only=True):

@@ -5,22 +5,20 @@ A cell group is one job over one link. Its ranks are one set of processes, in wh
 """
 
 import collections
-import datetime
 import importlib.metadata
 import os
-import shlex
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from gradwire.bench.events import StepEvent, parse_event
 from gradwire.bench.loopback import LineCallback, Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
+from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core.made import Made
@@ -48,9 +46,15 @@ class BenchRequest:
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
+    deciding_steps: int = 0
+    """Before its warm-up, a method that decides while it runs takes steps until it has decided, but no more than these."""
+    go_on_to: Mapping[str, int] = field(default_factory=dict)
+    """By method: after the steps that count it goes on until it has made so many in all, and is evaluated now and then."""
     alone_steps: int = 100
     """Steps of one rank alone, for the scaling factor; 0 leaves it out."""
     seed: int = 0
+    record: Path | None = None
+    """Folder for recorded runs of gradwire's methods: JOB-LINK/METHOD/run.json."""
     collective_timeout_s: float = 120.0
     group_timeout_s: float = 3600.0
 
@@ -64,7 +68,15 @@ class BenchRequest:
         for what, names in (("job", self.jobs), ("link", self.links), ("method", self.methods)):
             if not names:
                 raise FormatError(f"there is no {what} to measure: the list of {what}s is empty.")
-        least = {"nodes": 1, "ranks_per_node": 1, "steps": 1, "turn_steps": 1, "alone_steps": 0, "seed": 0}
+        least = {
+            "nodes": 1,
+            "ranks_per_node": 1,
+            "steps": 1,
+            "turn_steps": 1,
+            "alone_steps": 0,
+            "seed": 0,
+            "deciding_steps": 0,
+        }
         for name, low in (least | {"warmup_steps": FEWEST_WARMUP_STEPS}).items():
             if getattr(self, name) < low:
                 raise FormatError(f"{name} is {getattr(self, name)}; it must be at least {low}.")
@@ -170,11 +182,7 @@ class _Runner:
         self.save_to = save_to
         self.alone: list[Alone] = []
         self.cells: list[Cell] = []
-        self.made = Made(
-            host=socket.gethostname(),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=shlex.join(sys.orig_argv),
-        )
+        self.made = Made.now()
 
     def open_network(self) -> Cluster | Loopback:
         """The emulated cluster, or plain loopback where none can be made."""
@@ -196,11 +204,17 @@ class _Runner:
     def measure_group(self, network: Network, job: str, link: str) -> None:
         """All methods on one job over one link."""
         request = self.request
-        outcome = self._run(network.run, f"{job}, {link}", job, request.methods, request.steps, request.warmup_steps)
+        record = None if request.record is None else request.record / f"{job}-{link}"
+        outcome = self._run(
+            network.run, f"{job}, {link}", job, request.methods, request.steps, request.warmup_steps, record
+        )
         gbps = gbps_of(link)
         if isinstance(outcome, WorkerRecord):
             alone = next((alone for alone in self.alone if alone.job == job), None)
-            self.cells += cells_from(outcome, link, gbps, request.ranks_per_node, alone)
+            cells = cells_from(outcome, link, gbps, request.ranks_per_node, alone)
+            self.cells += cells
+            if record is not None:
+                complete_runs(record, cells, request.warmup_steps, request.turn_steps, self.made)
         else:
             self.cells += [
                 Cell(job=job, link=link, gbps=gbps, method=method, failure=outcome) for method in request.methods
@@ -231,7 +245,14 @@ class _Runner:
             self.result().save(self.save_to)
 
     def _run(
-        self, run: Callable[..., int], title: str, job: str, methods: Sequence[str], steps: int, warmup_steps: int
+        self,
+        run: Callable[..., int],
+        title: str,
+        job: str,
+        methods: Sequence[str],
+        steps: int,
+        warmup_steps: int,
+        record: Path | None = None,
     ) -> WorkerRecord | str:
         """What the ranks recorded, or why they recorded nothing."""
         said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
@@ -255,9 +276,12 @@ class _Runner:
                 steps=steps,
                 warmup_steps=warmup_steps,
                 turn_steps=self.request.turn_steps,
+                deciding_steps=self.request.deciding_steps,
+                go_on_to={name: goal for name, goal in self.request.go_on_to.items() if name in methods},
                 collective_timeout_s=self.request.collective_timeout_s,
                 runner=os.getpid(),
                 result=str(result),
+                record=None if record is None else str(record.resolve()),
             )
             order.save(Path(folder, "order.json"))
             argv = [sys.executable, "-u", "-m", "gradwire.bench.worker", str(Path(folder, "order.json"))]

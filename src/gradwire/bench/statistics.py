@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.bench.names import UNLIMITED
+from gradwire.bench.names import UNLIMITED, part_of_step
 from gradwire.bench.results import Alone, Cell, Interval, MethodRecord, StepTimes, WorkerRecord
+from gradwire.sim.closed_forms import max_speedup
 
-__all__ = ["alone_from", "cells_from", "median_ratio", "step_times", "wire_us"]
+__all__ = ["alone_from", "cells_from", "max_speedup_of", "median_ratio", "paired_ratio", "step_times", "wire_us"]
 
 FRAME_BYTES = 1514
 FRAME_PAYLOAD_BYTES = 1448
@@ -53,11 +54,25 @@ def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: 
     return Interval(ratio=float(np.median(baseline_us) / np.median(times_us)), low=float(low), high=float(high))
 
 
+def paired_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
+    """How many times faster than the baseline, by pairs measured next to each other: the median of their ratios, with a 95 %
+    percentile bootstrap interval over pairs. A drift of the machine is the same for both of a pair."""
+    ratios = np.asarray(baseline_us, dtype=np.float64) / np.asarray(times_us, dtype=np.float64)
+    chosen = np.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])
+    return Interval(ratio=float(np.median(ratios)), low=float(low), high=float(high))
+
+
 def alone_from(record: WorkerRecord) -> Alone:
     """T_1, from a record of the floor with one rank."""
     method = record.methods[0]
     times = step_times(_over_ranks(method)[record.warmup_steps :]) if method.failure is None else None
-    return Alone(job=record.job, parameters=record.parameters, failure=method.failure, step=times)
+    backward_us = None
+    if times is not None and method.backward_us:
+        backward_us = float(np.mean([row[record.warmup_steps :] for row in method.backward_us]))
+    return Alone(
+        job=record.job, parameters=record.parameters, failure=method.failure, step=times, backward_us=backward_us
+    )
 
 
 def cells_from(
@@ -65,7 +80,8 @@ def cells_from(
 ) -> list[Cell]:
     """The cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
-    counted = {name: _over_ranks(method)[record.warmup_steps :] for name, method in good.items()}
+    ranges = {name: _counted(record, method) for name, method in good.items()}
+    counted = {name: _over_ranks(method)[slice(*ranges[name])] for name, method in good.items()}
     compute_us = float(np.median(counted["floor"])) if "floor" in counted else None
     cells = []
     for method in record.methods:
@@ -74,12 +90,14 @@ def cells_from(
             continue
         times = step_times(counted[method.method])
         planned = method.planned_bytes[0]
-        sent = _mean_of_counted(method.sent_bytes, record.warmup_steps) / record.ranks_per_interface
+        sent = _mean_of_counted(method.sent_bytes, ranges[method.method]) / record.ranks_per_interface
         codec = None if None in method.codec_us else float(np.mean([us for us in method.codec_us if us is not None]))
         wire = wire_us(planned, gbps) if planned is not None and (ranks_per_node == 1 or link == UNLIMITED) else None
         ideal = max(compute_us, wire) if compute_us is not None and wire is not None else None
         reachable = compute_us is not None and wire is not None and codec is not None
-        scaling, scaling_stdev = _scaling(alone, times)
+        wrong = part_of_step(method.method) is not None
+        scaling, scaling_stdev = _scaling(None if wrong else alone, times)
+        gbps_alone = record.measured_gbps if ranks_per_node == 1 or link == UNLIMITED else None
         cells.append(
             Cell(
                 job=record.job,
@@ -87,28 +105,53 @@ def cells_from(
                 gbps=gbps,
                 method=method.method,
                 step=times,
+                wrong_on_purpose=wrong,
+                forward_us=_median_of_counted(method.forward_us, ranges[method.method]),
+                backward_us=_median_of_counted(method.backward_us, ranges[method.method]),
                 counted_bytes=sent,
                 planned_bytes=planned,
                 counted_over_planned=sent / planned if planned else None,
-                cpu_us=float(np.mean([np.median(row[record.warmup_steps :]) for row in method.cpu_us])),
+                cpu_us=float(np.mean([np.median(row[slice(*ranges[method.method])]) for row in method.cpu_us])),
                 codec_us=codec,
                 exposed_us=times.median_us - compute_us if compute_us is not None else None,
                 ideal_us=ideal,
                 attainable_us=max((compute_us or 0) + (codec or 0), wire or 0) if reachable else None,
                 scaling_factor=scaling,
                 scaling_factor_stdev=scaling_stdev,
-                speedup=_against_ddp(counted, method.method),
+                speedup_alone=None if scaling is None else record.world_size * scaling,
+                max_speedup=None if wrong else max_speedup_of(alone, record.world_size, planned, gbps_alone),
+                measured_gbps=gbps_alone,
+                speedup=None if wrong else _against_ddp(counted, method.method),
                 step_us=_over_ranks(method),
-                loss=[float(loss) for loss in np.mean(method.loss, axis=0)],
+                loss=[] if wrong else [float(loss) for loss in np.mean(method.loss, axis=0)],
+                counted=ranges[method.method],
+                decided=method.decided,
+                held_out=method.held_out,
             )
         )
     return cells
+
+
+def max_speedup_of(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:
+    """S^max, DeAR's eq. 6, of a method that sends these bytes per rank and step over a link of this rate; None where a part
+    of it was not measured. Compute is that of one rank alone; what is not backward counts as forward, since the optimizer
+    can step one bucket while the next is gathered. Where all gradients are sent as they are, a phase is (n-1)/n of their
+    bytes: the paper's m/B is that of many ranks.
+    """
+    if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
+        return None
+    phase_us = planned_bytes / 2 * 8 / (gbps * 1e3)
+    return max_speedup(world_size, alone.step.mean_us - alone.backward_us, alone.backward_us, phase_us, phase_us)
 
 
 def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interval | None:
     if method == "ddp":
         return Interval(ratio=1.0, low=1.0, high=1.0)
     return median_ratio(counted["ddp"], counted[method]) if "ddp" in counted else None
+
+
+def _counted(record: WorkerRecord, method: MethodRecord) -> tuple[int, int]:
+    return method.counted or (record.warmup_steps, len(method.wall_us[0]))
 
 
 def _over_ranks(method: MethodRecord) -> list[float]:
@@ -118,9 +161,14 @@ def _over_ranks(method: MethodRecord) -> list[float]:
     return [float(us) for us in np.mean(method.wall_us, axis=0)]
 
 
-def _mean_of_counted(by_rank: list[list[int]], warmup_steps: int) -> float:
+def _median_of_counted(by_rank: list[list[float]], counted: tuple[int, int]) -> float | None:
+    """The median over steps, the mean over ranks; None where nobody measured it."""
+    return float(np.mean([np.median(row[slice(*counted)]) for row in by_rank])) if by_rank else None
+
+
+def _mean_of_counted(by_rank: list[list[int]], counted: tuple[int, int]) -> float:
     """The mean and not the median: bytes move from one step to the next with the moment of reading."""
-    return float(np.mean([row[warmup_steps:] for row in by_rank]))
+    return float(np.mean([row[slice(*counted)] for row in by_rank]))
 
 
 def _scaling(alone: Alone | None, times: StepTimes) -> tuple[float | None, float | None]:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from gradwire.bench.results import BenchRun, Cell, Interval
 
-__all__ = ["FULL_WIDTH", "milliseconds", "tables"]
+__all__ = ["FULL_WIDTH", "NOTHING", "milliseconds", "speedup_of_most", "tables"]
 
 NOTHING = "-"
 COLUMNS = {
@@ -24,12 +24,13 @@ COLUMNS = {
     "/planned": 8,
     "CPU ms": 6,
     "scaling": 7,
+    "S of S^max": 18,
     "loss": 5,
 }
 """Columns and about how wide they are."""
-LEFT_OUT_FIRST = ("CPU ms", "min", "p10-p90", "/planned", "scaling", "attain.", "ideal", "exposed")
+LEFT_OUT_FIRST = ("S of S^max", "CPU ms", "min", "p10-p90", "/planned", "scaling", "attain.", "ideal", "exposed")
 """What a narrow terminal does without, in this order; all of it is in the JSON."""
-FULL_WIDTH = 170
+FULL_WIDTH = 190
 
 
 def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
@@ -60,6 +61,14 @@ def milliseconds(microseconds: float | None) -> str:
         return NOTHING
     value = microseconds / 1e3
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def speedup_of_most(cell: Cell) -> str:
+    """S, S^max and their ratio (notes D40)."""
+    if cell.speedup_alone is None or cell.max_speedup is None:
+        return NOTHING
+    share = cell.speedup_alone / cell.max_speedup
+    return f"{cell.speedup_alone:.2f} of {cell.max_speedup:.2f}, {share:.0%}"
 
 
 def _ratio(interval: Interval | None) -> str:
@@ -99,7 +108,8 @@ def _texts(cell: Cell) -> dict[str, str]:
         "ideal": milliseconds(cell.ideal_us),
         "attain.": milliseconds(cell.attainable_us),
         "CPU ms": milliseconds(cell.cpu_us),
-        "loss": f"{cell.loss[-1]:.2f}",
+        "S of S^max": speedup_of_most(cell),
+        "loss": f"{cell.loss[-1]:.2f}" if cell.loss else NOTHING,
     }
     numbers = {
         "MB sent": None if cell.counted_bytes is None else cell.counted_bytes / 1e6,

@@ -3,11 +3,14 @@
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
 1. Every method is built, on all ranks in the same order, each with a process group of its own.
-2. Every method takes its warm-up steps.
+2. A method that decides while it runs takes steps until it has decided, if so ordered. Then every method takes its
+   warm-up steps.
 3. Rounds: each method in turn takes a few steps; the order rotates from round to round, so that a drift of the
    machine hits all alike. Ranks meet between turns, outside of the time; inside a turn nothing makes them meet
    but the method itself.
-4. Kernels are measured alone, methods are checked and closed, and rank 0 writes what all ranks recorded.
+4. Methods that are ordered to go on to more steps do so, still in turns, and are evaluated on batches of nobody's share.
+5. Kernels are measured alone, methods are checked and closed, the link is measured alone, and rank 0 writes what all ranks
+   recorded.
 
 A method that fails on any rank is left out from then on, and its message is the result.
 """
@@ -18,6 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -26,9 +30,21 @@ from gradwire.bench.events import StepEvent, print_event
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.methods import Method, build
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
-from gradwire.bench.results import MethodRecord, WorkerOrder, WorkerRecord
+from gradwire.bench.recorded import method_folder
+from gradwire.bench.results import Decided, MethodRecord, WorkerOrder, WorkerRecord
+from gradwire.collectives import Grid, Group, Link, LinkError
+from gradwire.errors import GradwireError
+from gradwire.profiler.links import measure_links, measured_links
 
 __all__ = ["main"]
+
+LINK_SECONDS = 0.25
+DECIDING_TURN_STEPS = 5
+GO_ON_TURN_STEPS = 25
+HELD_OUT = 8
+"""Batches that nobody trains on."""
+HELD_OUT_FROM = 900_000
+"""Their first step: no run takes so many."""
 
 
 class Contestant(msgspec.Struct):
@@ -39,10 +55,15 @@ class Contestant(msgspec.Struct):
     failure: str | None = None
     wall_us: list[float] = []
     cpu_us: list[float] = []
+    forward_us: list[float] = []
+    backward_us: list[float] = []
     loss: list[float] = []
+    counted: tuple[int, int] | None = None
+    held_out: list[tuple[int, float]] = []
     sent_bytes: list[int] = []
     planned_bytes: int | None = None
     codec_us: float | None = None
+    decided: list[Decided] = []
 
 
 class Contest:
@@ -55,11 +76,22 @@ class Contest:
         self.contestants = [Contestant(name) for name in order.methods]
 
     def run(self) -> None:
-        """Build, warm up, take turns, finish."""
+        """Build, warm up, take turns, go on, finish."""
         for contestant in self.contestants:
             self._guarded(contestant, self._build)
         for contestant in self.contestants:
+            self._let_decide(contestant)
+        for contestant in self.contestants:
             self._take_turn(contestant, self.order.warmup_steps)
+        before = [len(contestant.loss) for contestant in self.contestants]
+        self._take_turns()
+        for contestant, first in zip(self.contestants, before, strict=True):
+            contestant.counted = (first, len(contestant.loss))
+        self._go_on()
+        for contestant in self.contestants:
+            self._guarded(contestant, self._finish)
+
+    def _take_turns(self) -> None:
         left = self.order.steps
         turn = 0
         while left > 0:
@@ -68,8 +100,25 @@ class Contest:
                 self._take_turn(contestant, min(left, self.order.turn_steps))
             left -= self.order.turn_steps
             turn += 1
-        for contestant in self.contestants:
-            self._guarded(contestant, self._finish)
+
+    def _let_decide(self, contestant: Contestant) -> None:
+        """All ranks decide in the same step, so all leave the loop together."""
+        most = self.order.deciding_steps
+        while (
+            contestant.failure is None
+            and contestant.method is not None
+            and contestant.method.deciding
+            and len(contestant.loss) < most
+        ):
+            self._take_turn(contestant, min(DECIDING_TURN_STEPS, most - len(contestant.loss)))
+
+    def _go_on(self) -> None:
+        goals = self.order.go_on_to
+        going = [contestant for contestant in self.contestants if contestant.name in goals]
+        while going := [each for each in going if each.failure is None and len(each.loss) < goals[each.name]]:
+            for contestant in going:
+                self._take_turn(contestant, min(GO_ON_TURN_STEPS, goals[contestant.name] - len(contestant.loss)))
+                self._guarded(contestant, self._evaluate)
 
     def _guarded(self, contestant: Contestant, action: Callable[[Contestant], None]) -> None:
         """Do it on all ranks, and note the failure on all if one has failed."""
@@ -87,6 +136,8 @@ class Contest:
 
     def _build(self, contestant: Contestant) -> None:
         contestant.method = build(contestant.name, self.job, self.order.seed, self.ranks.new_group())
+        if self.order.record is not None:
+            contestant.method.record(method_folder(Path(self.order.record), contestant.name))
 
     def _take_turn(self, contestant: Contestant, steps: int) -> None:
         if steps > 0 and contestant.failure is None:
@@ -107,6 +158,8 @@ class Contest:
                 method.settle()
             contestant.wall_us.append((time.perf_counter() - wall) * 1e6)
             contestant.cpu_us.append((time.process_time() - cpu) * 1e6)
+            contestant.forward_us.append(method.forward_us)
+            contestant.backward_us.append(method.backward_us)
             contestant.loss.append(loss)
             if index == steps - 1:
                 self.ranks.meet()  # the others may still be taking what this rank sent
@@ -120,11 +173,20 @@ class Contest:
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {step} is {loss}: training diverged, its times say nothing")
 
+    def _evaluate(self, contestant: Contestant) -> None:
+        """On rank 0. The others wait: on few cores they would only be in its way."""
+        assert contestant.method is not None
+        if self.ranks.rank == 0:
+            world_size = self.ranks.world_size
+            batches = [self.job.batch(at % world_size, world_size, HELD_OUT_FROM + at) for at in range(HELD_OUT)]
+            contestant.held_out.append((len(contestant.loss), contestant.method.held_out_loss(batches)))
+
     def _finish(self, contestant: Contestant) -> None:
         method = contestant.method
         assert method is not None
         method.check()
         contestant.planned_bytes = method.bytes_planned
+        contestant.decided = method.decided
         self.ranks.meet()
         seconds = method.codec_seconds()
         contestant.codec_us = None if seconds is None else seconds * 1e6
@@ -136,11 +198,35 @@ class Contest:
         for mine in self.contestants:
             if mine.failure is not None:
                 mine.loss = []  # it may hold what is no number
-            fields = ("wall_us", "cpu_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
+            lists = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes")
+            fields = (*lists, "planned_bytes", "codec_us")
             by_rank = self.ranks.gather({field: getattr(mine, field) for field in fields})
             gathered = {field: [rank[field] for rank in by_rank] for field in fields}
-            records.append(MethodRecord(method=mine.name, failure=mine.failure, **gathered))
+            records.append(
+                MethodRecord(
+                    method=mine.name,
+                    failure=mine.failure,
+                    counted=mine.counted,
+                    decided=mine.decided,
+                    held_out=mine.held_out,
+                    **gathered,
+                )
+            )
         return records
+
+
+def link_rate(ranks: Ranks) -> float | None:
+    """Gigabits per second of payload that a node's link carries, measured with nothing else on it; None where it cannot be."""
+    group, device = Group.of(ranks.new_group()), torch.device("cpu")
+    grid = Grid.even(ranks.world_size // ranks.local_world_size, ranks.local_world_size, ranks.rank)
+    link = Link(group, f"{group.agree_on_name()}/rate", device, group.timeout)
+    try:
+        cluster = measured_links(measure_links(link, grid, device, LINK_SECONDS), grid).cluster
+        return (cluster.inter if cluster.nodes > 1 else cluster.intra).gbps
+    except (GradwireError, LinkError):
+        return None
+    finally:
+        link.close()
 
 
 def main(order_path: str) -> None:
@@ -152,12 +238,14 @@ def main(order_path: str) -> None:
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
     contest = Contest(order, job, ranks)
     contest.run()
+    measured_gbps = link_rate(ranks) if ranks.world_size > 1 else None
     record = WorkerRecord(
         job=job.name,
         parameters=sum(parameter.numel() for parameter in job.make_model(order.seed).parameters()),
         world_size=ranks.world_size,
         ranks_per_interface=ranks.local_world_size,
         warmup_steps=order.warmup_steps,
+        measured_gbps=measured_gbps,
         methods=contest.records(),
     )
     if ranks.rank == 0:

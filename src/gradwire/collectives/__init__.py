@@ -9,6 +9,7 @@ from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece, Program, Runs
 from gradwire.collectives.route import Route
 from gradwire.collectives.schemes import AllGather, AllReduce, Scheme, Summing, TwoPhase
+from gradwire.collectives.sharded import ShardedSum
 
 __all__ = [
     "AllGather",
@@ -26,6 +27,7 @@ __all__ = [
     "Route",
     "Runs",
     "Scheme",
+    "ShardedSum",
     "SilentLink",
     "Summing",
     "Tree",

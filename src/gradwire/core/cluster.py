@@ -35,13 +35,19 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "cluster"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
+    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "made")
 
     version: int = 1
     nodes: int
     ranks_per_node: int
     intra: Link
     inter: Link
+    allreduce: Link | None = None
+    """What all-reduce reaches between nodes, or inside the only one: the backend performs it by itself, and may be faster or
+    slower at it than the link is for exchanges. None: the same."""
+    launch_us: float | None = None
+    """Microseconds of the processor that a rank with lanes spends on each exchange beside its codecs: threads that wake up,
+    calls of the backend, copies. None counts as 0."""
     made: Made | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +58,18 @@ class Cluster(Document, frozen=True, kw_only=True):
             link = getattr(self, field)
             if not isinstance(link, Link):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link.")
+
+        if not isinstance(self.allreduce, (Link, type(None))):
+            raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
+
+        if self.launch_us is not None:
+            number("launch_us", self.launch_us, "a time in microseconds")
+
+    def links_for(self, task: str) -> tuple[Link, Link]:
+        """The intra and the inter link as a collective, such as `allreduce:inter`, sees them."""
+        if self.allreduce is None or task != "allreduce:inter":
+            return self.intra, self.inter
+        return (self.allreduce, self.inter) if self.nodes == 1 else (self.intra, self.allreduce)
 
     @property
     def world_size(self) -> int:

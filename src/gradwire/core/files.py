@@ -25,9 +25,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         else:
             _replace(target, data)
     except OSError as error:
+        name = printable(os.fspath(path), longest=1024)
         raise WriteError(
-            f"{printable(os.fspath(path))}: cannot be written: {error.strerror or error}. What it held before is as it "
-            "was. Make room, or choose another folder."
+            f"{name}: cannot be written: {error.strerror or error}. What it held before is as it was. Make room, or choose "
+            "another folder."
         ) from error
 
 

@@ -1,5 +1,11 @@
 """Where the numbers of a file came from."""
 
+import datetime
+import shlex
+import socket
+import sys
+from pathlib import Path
+
 import msgspec
 
 __all__ = ["Made"]
@@ -11,3 +17,10 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: str
     date: str
     command: str
+
+    @staticmethod
+    def now() -> "Made":
+        """Here, now, by the command that runs this process, with absolute paths cut to their last part."""
+        words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Made(host=socket.gethostname(), date=date, command=shlex.join(words))

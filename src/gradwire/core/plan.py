@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -104,6 +105,12 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tasks = (task.partition(":")[0] for task in self.option)
         return tuple(task for task in tasks if task in LINK_TASKS)
 
+    @property
+    def gathers(self) -> int:
+        """How many of the link tasks, the last ones, are the gather phase. 0: the option is indivisible."""
+        gathering = list(takewhile(lambda task: task in ("allgather", "broadcast"), reversed(self.link_tasks)))
+        return len(gathering) if len(gathering) < len(self.link_tasks) else 0
+
     def spec_of(self, tensor: str) -> Spec:
         """The spec of one of the bucket's tensors."""
         return self.spec if isinstance(self.spec, Spec) else self.spec[tensor]
@@ -168,6 +175,24 @@ class Plan(Document, frozen=True, kw_only=True):
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors, bucket by bucket."""
         return tuple(name for bucket in self.buckets for name in bucket.tensors)
+
+    @property
+    def gate(self) -> int:
+        """The position in `launch` from which on tasks run beside the next forward: in the pipelined schedule its longest
+        end of gather phases alone, in the others nothing."""
+        position = len(self.launch)
+        if not isinstance(self.schedule, Pipelined):
+            return position
+        left = [bucket.gathers for bucket in self.buckets]
+        while position and left[self.launch[position - 1][0]]:
+            position -= 1
+            left[self.launch[position][0]] -= 1
+        return position
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank steps only its shard of every bucket, and parameters are gathered in place of gradients."""
+        return isinstance(self.schedule, Pipelined) and self.schedule.shard_optimizer
 
     def digest(self) -> str:
         """64 hex digits, equal for plans that do the same: SHA-256 of the canonical JSON without `prediction`.

@@ -17,7 +17,7 @@ __all__ = ["Made", "Profile", "TensorProfile"]
 class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a profile."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us",)
+    omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us", "backward_iqr_us", "forward_iqr_us")
 
     name: str
     shape: tuple[int, ...]
@@ -26,6 +26,10 @@ class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Microseconds from the previous gradient-ready event to this one."""
     forward_us: float | None = None
     """Microseconds of the forward that uses it; without it the pipelined schedule cannot be planned."""
+    backward_iqr_us: float | None = None
+    """Interquartile range of backward_us over the steps measured; None where nobody kept it."""
+    forward_iqr_us: float | None = None
+    """The same of forward_us."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name")
@@ -34,8 +38,9 @@ class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             whole(f"shape[{index}]", extent, "an extent")
         word("dtype", self.dtype, tuple(DTYPE_BYTES))
         number("backward_us", self.backward_us, "a time in microseconds")
-        if self.forward_us is not None:
-            number("forward_us", self.forward_us, "a time in microseconds")
+        for field in ("forward_us", "backward_iqr_us", "forward_iqr_us"):
+            if getattr(self, field) is not None:
+                number(field, getattr(self, field), "a time in microseconds")
 
     @property
     def numel(self) -> int:
@@ -59,7 +64,7 @@ class Profile(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "profile"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Profile."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
+    omit_at_default: ClassVar[tuple[str, ...]] = ("steps", "optimizer_us", "loaded_backward_us", "made")
 
     version: int = 1
     model: str
@@ -67,6 +72,14 @@ class Profile(Document, frozen=True, kw_only=True):
     """Samples per rank and step."""
     device: str
     """What computed, such as V100."""
+    steps: int | None = None
+    """How many steps the times are medians of; None where nobody kept it."""
+    optimizer_us: float | None = None
+    """Microseconds from the end of a step's exchange to the next forward: the optimizer, and what else the loop does there.
+    None counts as 0."""
+    loaded_backward_us: float | None = None
+    """Microseconds of the whole backward with exchanges under way, where backward_us is without any: the difference is what
+    codecs and messages take from computation. Kept to be seen; no prediction uses it."""
     made: Made | None = None
     tensors: tuple[TensorProfile, ...]
 
@@ -75,6 +88,11 @@ class Profile(Document, frozen=True, kw_only=True):
         text("model", self.model, "the model's name")
         text("device", self.device, "the name of what computed")
         whole("batch", self.batch, "samples per rank and step", low=1)
+        if self.steps is not None:
+            whole("steps", self.steps, "steps measured", low=1)
+        for field in ("optimizer_us", "loaded_backward_us"):
+            if getattr(self, field) is not None:
+                number(field, getattr(self, field), "a time in microseconds")
         freeze(self, "tensors")
         each("tensors", self.tensors, TensorProfile)
         if not self.tensors:

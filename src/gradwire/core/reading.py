@@ -4,13 +4,14 @@ What is refused here would be an exception of Python's, or much memory for a sma
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 
 from gradwire.core.checks import join, printable, show
 from gradwire.errors import FormatError
 
-__all__ = ["check_plain", "parse"]
+__all__ = ["check_finite", "check_plain", "parse"]
 
 DEEPEST = 32
 """Lists and objects inside each other. A plan has 6: buckets, bucket, map of specs, spec, inner spec, fields."""
@@ -69,6 +70,15 @@ def check_plain(data: object) -> None:
             levels.pop()
             if path:
                 path.pop()
+
+
+def check_finite(data: object, *path: str) -> None:
+    """Raise FormatError, with the path, for an infinite number or NaN, which no file of ours can hold."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise FormatError(f"{join(*path) or 'the document'} is {data}, which is no finite number. Correct it.")
+    if isinstance(data, (Mapping, list, tuple)):
+        for part, value in _members(data, list(path)):
+            check_finite(value, *path, part)
 
 
 def _members(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
-from gradwire.core.checks import near, show, under, whole
+from gradwire.core.checks import near, number, show, under, whole
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError
@@ -22,8 +22,29 @@ class Backward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
 
 
-class Pipelined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pipelined"):
-    """The reduce phase in backward, the gather phase in the next forward (DeAR)."""
+class Pipelined(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="kind",
+    tag="pipelined",
+    repr_omit_defaults=True,
+):
+    """The reduce phase in backward, the gather phase in the next forward (DeAR).
+
+    >>> Pipelined(), Pipelined(shard_optimizer=True)
+    (Pipelined(), Pipelined(shard_optimizer=True))
+    """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("shard_optimizer",)
+
+    shard_optimizer: bool = False
+    """Whether each rank steps only its shard of every bucket, keeps the optimizer's state of that shard alone, and the gather
+    phase brings parameters in place of gradients (ZeRO stage 1; Rajbhandari et al. 2020, section 5). True: 1/ranks of the
+    optimizer's state, as many bytes on the wire, no rank holds the whole mean gradient."""
+
+    def __post_init__(self) -> None:
+        _true_or_false(self, "shard_optimizer")
 
 
 class Delayed(
@@ -34,20 +55,63 @@ class Delayed(
     tag="delayed",
     repr_omit_defaults=True,
 ):
-    """A local update now, the global update one step later (CD-SGD)."""
+    """A local update now, the global update one step later (OD-SGD, CD-SGD; Yu et al., sections 2.2 and 3.2).
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("correction",)
+    With W(i) the global weights, which hold the updates through step i-1, and L(i) a rank's own, on which step i computes its
+    gradient g(i):
+
+        L(i+1) = W(i) - local_lr * g(i)
+        W(i+1) = W(i) - update(mean over ranks of g(i) as it was sent)
+
+    The exchange of step i runs while step i+1 computes. Steps are counted from 0 after the warm-up, and those whose count is
+    a multiple of k are corrections: they send the gradient as it is, or with the `correction` spec. `k=1` is OD-SGD;
+    `Delayed(k=None, local_update=False)` is BIT-SGD.
+
+    >>> Delayed(k=2, correction={"id": "qsgd", "bits": 8})
+    Delayed(k=2, correction=QSGD(bits=8, block=128))
+    """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("correction", "flush", "warmup_steps", "local_lr", "local_update")
 
     k: int | None = 5
     """Every k-th step is a correction. Smaller: closer to plain SGD, more bytes; None: never corrects."""
     correction: OptionalSpec = None
     """What travels in a correction step; None is the uncompressed gradient. Fewer bits: fewer bytes, more error."""
+    flush: bool = False
+    """Whether a correction also sends what error feedback has kept back so far. True: less lag, a larger jump at corrections;
+    False: it waits for the next compressed step, as in the paper."""
+    warmup_steps: int = 0
+    """Steps at the start that are synchronous and send what corrections send. More: closer to plain SGD, no overlap."""
+    local_lr: float | None = None
+    """Learning rate of the local update, a plain step along the rank's own gradient; None is the param_group's current one. 0:
+    the next step computes on the global weights as they are, one update behind."""
+    local_update: bool = True
+    """Whether there is a local update at all. False: the next step waits for the exchange, and nothing is hidden behind it."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
             whole("k", self.k, "the steps from one correction to the next, or null", low=1)
         if self.correction is not None:
             msgspec.structs.force_setattr(self, "correction", as_spec("correction", self.correction))
+        for field in ("flush", "local_update"):
+            _true_or_false(self, field)
+        whole("warmup_steps", self.warmup_steps, "synchronous steps at the start")
+        if self.local_lr is not None:
+            number("local_lr", self.local_lr, "the learning rate of the local update, or null")
+        if self.flush and self.k is None:
+            raise FormatError(
+                "flush is true and k is null: residuals are sent in corrections, and there are none. Give k."
+            )
+        if self.local_lr is not None and not self.local_update:
+            raise FormatError(
+                f"local_lr is {show(self.local_lr)} and local_update is false: without the update its rate does nothing. Leave "
+                "local_lr out."
+            )
+
+
+def _true_or_false(schedule: msgspec.Struct, field: str) -> None:
+    if not isinstance(getattr(schedule, field), bool):
+        raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")
 
 
 Schedule: TypeAlias = Backward | Pipelined | Delayed

@@ -12,7 +12,7 @@ import msgspec
 
 from gradwire.core.checks import changed, join, near, printable, show
 from gradwire.core.files import write_whole
-from gradwire.core.reading import check_plain, parse
+from gradwire.core.reading import check_finite, check_plain, parse
 from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
@@ -84,7 +84,9 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             check_plain(data)
             if isinstance(data, Mapping) and "version" in cls.__struct_fields__:
                 _check_version(data, cls)
-            return convert(data, cls)
+            document = convert(data, cls)
+            check_finite(data)  # what no field has refused in words of its own
+            return document
         except GradwireError as error:
             raise type(error)(f"{source}: {error}") from error
 

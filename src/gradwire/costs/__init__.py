@@ -3,6 +3,7 @@
 from gradwire.costs.codecs import CodecTimes
 from gradwire.costs.fit import Fit, fit_line, fit_link
 from gradwire.costs.fold import Affine, AffineCosts, fold
+from gradwire.costs.points import fit_points
 from gradwire.costs.prices import Price, PricedBucket, Prices
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Prices",
     "fit_line",
     "fit_link",
+    "fit_points",
     "fold",
 ]

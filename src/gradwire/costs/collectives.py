@@ -9,7 +9,7 @@ therefore carries the sum of their flows. Times follow from the alpha-beta model
 | reducescatter, alltoall | n-1 | (n-1)/n x |
 | allgather, gather (received by the root) | n-1 | (n-1) x |
 | reduce, broadcast as a pipelined chain | n-1 | x |
-| reduce, broadcast as a binomial tree | ceil(log2 n) | ceil(log2 n) x |
+| reduce, broadcast, each rank and the root | n-1 | (n-1) x |
 """
 
 from typing import NamedTuple
@@ -21,8 +21,9 @@ __all__ = ["ROUTINGS", "Load", "Traffic", "flat_traffic", "group_traffic", "us_p
 
 ROUTINGS = ("ring", "direct")
 """How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
-messages. direct: every pair of ranks by itself, and rooted ones along a binomial tree, as gradwire's own exchanges on CPUs
-do (decision 1). Only all-reduce goes around a ring in both. It matters where several ranks share a node's inter link."""
+messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own
+exchanges on CPUs do (decisions 1 and 13). Only all-reduce goes around a ring in both. It matters where several ranks share a
+node's inter link."""
 
 
 class Load(NamedTuple):
@@ -92,9 +93,9 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
         return group_traffic(word, world, "inter", routing)
     messages, factor, sent = _on_one_link(word, world, routing)
     abroad = world - local
-    if word in ("alltoall", "gather") or (routing == "direct" and word in ("reducescatter", "allgather")):
+    if word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce"):
         each = factor / (world - 1)  # to or from every other rank
-        senders = 1 if word == "gather" else local
+        senders = 1 if word in ("gather", "reduce", "broadcast") else local
         return Traffic(Load(local - 1, (local - 1) * each), Load(abroad, senders * abroad * each), sent)
     load = Load(messages, factor)
     return Traffic(load, load, sent)
@@ -114,7 +115,7 @@ def _on_one_link(word: str, ranks: int, routing: str) -> tuple[float, float, flo
     if word == "gather":
         return others, float(others), 1.0
     if word in ("reduce", "broadcast"):
-        hops = others.bit_length()  # ceil(log2 ranks)
-        most = hops if word == "broadcast" else 1
-        return (hops, float(hops), float(most)) if routing == "direct" else (others, 1.0, 1.0)
+        if routing == "ring":
+            return others, 1.0, 1.0
+        return others, float(others), float(others) if word == "broadcast" else 1.0
     raise PlanError(f"{word!r} is no collective of this table. Use one of gradwire.core.plan.LINK_TASKS.")

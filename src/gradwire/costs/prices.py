@@ -27,7 +27,7 @@ class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
     task: str
-    """word:where, as in the option."""
+    """word:where, as in the option; `launch:cpu` for what an exchange takes of the processor."""
     us: float
     gathers: bool
     """Whether it belongs to the gather phase."""
@@ -52,7 +52,7 @@ class Prices:
 
     tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. An exchange is cut evenly: what the
     engine rounds to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp is
-    one call of its codec.
+    one call of its codec. launch_us: as in `Cluster`, a task before each exchange; 0 for none.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -69,7 +69,9 @@ class Prices:
         costs: Costs,
         routing: str = "ring",
         decode_calls: str = "each",
+        launch_us: float = 0.0,
     ) -> None:
+        self.launch_us = launch_us
         self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
         self.codecs = CodecTimes(costs)
         self._sizes = {tensor.name: (tensor.numel, tensor.nbytes, tensor.shape) for tensor in tensors}
@@ -100,6 +102,8 @@ class Prices:
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
                 tasks.append(Price(step.task, self._codec_us(step, shares, nbytes / pieces) / cuts, step.gathers))
             else:
+                if self.launch_us:
+                    tasks.append(Price("launch:cpu", self.launch_us, step.gathers))
                 tasks.append(self._exchange(step, payloads[step.payload] / pieces))
         return PricedBucket(tuple(tasks), pieces)
 
@@ -142,7 +146,7 @@ class Prices:
         held = nbytes * step.share * step.parts
         return Price(
             step.task,
-            traffic.time_us(held, cluster.intra, cluster.inter),
+            traffic.time_us(held, *cluster.links_for(step.task)),
             step.gathers,
             traffic.sent * held,
             traffic.intra.factor * held,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gradwire.core.plan import LINK_TASKS
-from gradwire.costs.collectives import Traffic, flat_traffic, group_traffic
+from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
 from gradwire.errors import PlanError
 
 __all__ = ["Step", "steps_of"]
@@ -48,6 +48,9 @@ def steps_of(
     >>> [(step.task, step.share, step.parts) for step in steps]
     [('comp:gpu', 1.0, 1), ('allgather:inter', 1.0, 1), ('decomp:gpu', 1.0, 4)]
     """
+    words = tuple(task.partition(":")[0] for task in option)
+    if words in _HOPS:
+        return _hopping(option, nodes, ranks_per_node, binomial=words == _HOPS[1])
     walk = _Walk(option, nodes, ranks_per_node, rounds, routing)
     steps = tuple(walk.step(index) for index in range(len(option)))
     if walk.coded or walk.opened:
@@ -56,6 +59,39 @@ def steps_of(
 
 
 _CURE = "`gradwire options` lists the options there are."
+
+
+_HOPS = (("comp", "reducescatter", "allgather", "decomp"), ("comp", "reduce", "broadcast", "decomp"))
+"""CGX's ring and tree, which add payloads by decoding and encoding again at every hop (notes D33)."""
+
+
+def _hopping(option: tuple[str, ...], nodes: int, local: int, binomial: bool) -> tuple[Step, ...]:
+    """Hops follow each other, so all encodes of the busiest rank count at the first task and all decodes at the last.
+
+    Ring: of each shard one encode, one decode on its way up and one on its way down, but for the own shard's. Tree: the root's
+    sum has passed one encode and one decode a hop, and is encoded and decoded once more.
+    """
+    comp, up, down, decomp = option
+    ranks = nodes * local
+    if binomial:
+        inside, hops = (local - 1).bit_length(), (ranks - 1).bit_length()
+        traffic = Traffic(Load(inside, float(inside)), Load(hops - inside, float(hops - inside)), float(hops))
+        if nodes == 1:
+            traffic = Traffic(Load(hops, float(hops)), Load(0, 0.0), float(hops))
+        exchange = Step(up, 1.0, 1, 1, traffic, False)
+        return (
+            Step(comp, 1.0, hops + 1, 0, None, False),
+            exchange,
+            exchange._replace(task=down, gathers=True),
+            Step(decomp, 1.0, hops + 1, 0, None, True),
+        )
+    first, second = (flat_traffic(word, nodes, local, "ring") for word in ("reducescatter", "allgather"))
+    return (
+        Step(comp, 1.0, 1, 0, None, False),
+        Step(up, 1.0, 1, 1, first, False),
+        Step(down, 1 / ranks, 1, 1, second, True),
+        Step(decomp, (ranks - 1) / ranks, 2, 0, None, True),
+    )
 
 
 class _Walk:

@@ -1,5 +1,6 @@
 """A plan in memory, ready to run: buckets, the executor that works on them, what compressors remember, and random streams."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,9 +38,15 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, lanes: list[Lane], step: int
+    plan: Plan,
+    parameters: dict[str, torch.nn.Parameter],
+    group: Group,
+    lanes: list[Lane],
+    step: int,
+    flats: Sequence[torch.Tensor] | None = None,
 ) -> Assembly:
-    """Buckets that run a plan from this step on. Raises PlanError for what this version cannot run, naming it."""
+    """Buckets that run a plan from this step on, in these flat buffers if given. Raises PlanError for what this version
+    cannot run, naming it."""
     device = next(iter(parameters.values())).device
     random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
@@ -48,7 +55,7 @@ def assemble(
     random[:, :, 3] = group.rank
     specs = {spec for bucket in plan.buckets for spec in bucket.specs}
     changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
-    buckets = build_buckets(plan, parameters, group, random, step)
+    buckets = build_buckets(plan, parameters, group, random, step, flats)
     executor = Executor(plan, buckets, lanes)
     for tasks in executor.tasks:
         pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]

@@ -8,7 +8,7 @@ import torch
 from gradwire.collectives import Link, transfer
 from gradwire.engine.agreement import bytes_of, copy_from
 
-__all__ = ["ModelBuffers"]
+__all__ = ["BufferCopy", "ModelBuffers"]
 
 
 class ModelBuffers:
@@ -31,6 +31,36 @@ class ModelBuffers:
         return partial(
             _broadcast, tensors=list(model.buffers()) if model else [], nbytes=self._nbytes, device=self._device
         )
+
+    def copy(self, model: torch.nn.Module | None) -> "BufferCopy | None":
+        """As they are now, to be broadcast while the model goes on; None when there is nothing to send. No model as above."""
+        return BufferCopy(_packed(model, self._nbytes, self._device), model is not None) if self._nbytes else None
+
+
+class BufferCopy:
+    """Buffers of a moment: this rank's, and once `broadcast` has run rank 0's."""
+
+    def __init__(self, packed: torch.Tensor, usable: bool) -> None:
+        self._packed, self._usable = packed, usable
+
+    def broadcast(self, link: Link) -> None:
+        """Rank 0's for all ranks. Collective."""
+        with transfer():
+            link.broadcast(self._packed).wait()
+
+    def put_into(self, model: torch.nn.Module) -> None:
+        """Give the model what was broadcast, if rank 0 had any."""
+        if self._usable and bool(self._packed[0]):
+            with torch.no_grad():
+                copy_from(self._packed[1:], list(model.buffers()))
+
+
+def _packed(model: torch.nn.Module | None, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A byte that tells whether there is a model, and its buffers or zeros."""
+    with torch.no_grad():
+        if model is None:
+            return torch.zeros(1 + nbytes, dtype=torch.uint8, device=device)
+        return torch.cat([torch.ones(1, dtype=torch.uint8, device=device), *(bytes_of(t) for t in model.buffers())])
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -12,7 +12,7 @@ from gradwire.collectives import Link, LinkError
 
 __all__ = ["Report", "State", "exchange_bytes", "exchange_reports", "why_void"]
 
-_HEADER = struct.Struct("<qqQq?Q")
+_HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
 
 
@@ -41,6 +41,8 @@ class Report(NamedTuple):
     """Whether the rank is inside `handle.join()`."""
     weights: int
     """A checksum of the weights, in the steps that compare them; 0 in others."""
+    stepped: bool
+    """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
@@ -50,9 +52,9 @@ def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
     for raw in exchange_bytes(packed, link):
-        step, state, plan, came, joining, weights = _HEADER.unpack_from(raw)
+        step, state, plan, came, joining, weights, stepped = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(Report(step, State(state), plan, came, joining, weights, used))
+        reports.append(Report(step, State(state), plan, came, joining, weights, stepped, used))
     return reports
 
 
@@ -104,6 +106,15 @@ def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -
             f"step {step} is void on all ranks: trainable parameters of rank {changed[0]}'s model were added, thawed, "
             f"converted or replaced, and those of rank {others[0]}'s were not. Change the model on all ranks before the same "
             "step; after an exception that was caught here, handle.reset() on all ranks goes on."
+        )
+    skipped = [rank for rank, report in zip(ranks, reports, strict=True) if not report.stepped]
+    if skipped and len(skipped) < len(ranks):
+        others = [rank for rank in ranks if rank not in skipped]
+        return (
+            f"step {step} is void on all ranks: rank {skipped[0]} left out optimizer.step() before it, and rank {others[0]} did "
+            "not. With shard_optimizer each rank steps a shard of the weights, so those of the ranks that left it out miss an "
+            "update. Step on all ranks or on none, and restart from a checkpoint; handle.reset() goes on with the weights as "
+            "they are, which are the same on all ranks."
         )
     out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
     outside = [rank for rank, report in zip(ranks, reports, strict=True) if not report.joining]

@@ -8,6 +8,7 @@ loads where gradwire is not installed.
 import copyreg
 import dataclasses
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["GradientHooks", "ModelHook", "leave_hooks_behind", "tensors_in"]
+__all__ = ["Act", "GradientHooks", "ModelHook", "Patch", "leave_hooks_behind", "tensors_in"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -34,6 +35,14 @@ class ModelHook:
             self._act(owner, *arguments)
 
 
+class Patch(ABC):
+    """What stands in an instance's `__dict__` for one of its methods."""
+
+    @abstractmethod
+    def before_copy(self) -> None:
+        """Called when the instance is about to be copied or pickled, which leaves this out."""
+
+
 Act = Callable[[Any, int, torch.nn.Parameter], None]
 
 
@@ -45,15 +54,23 @@ class GradientHooks:
     keep its own, and gets another when its memory is replaced: then only the first is called, until `renew`.
     """
 
-    def __init__(self, owner: Any, coming: Act, ready: Act, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._owner, self._ready = weakref.ref(owner), ready
+    def __init__(
+        self,
+        owner: Any,
+        coming: Act | None,
+        ready: Act | None,
+        parameters: Iterable[torch.nn.Parameter] = (),
+        before: Act | None = None,
+    ) -> None:
+        """`before` is called before the gradient is accumulated. What is None is not called."""
+        self._owner, self._ready, self._before = weakref.ref(owner), ready, before
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
         self._of_tensors = []
         for index, reference in enumerate(self._parameters):
-            act = partial(_act, self._owner, coming, index, reference)
-            if (parameter := reference()) is not None:
+            if coming is not None and (parameter := reference()) is not None:
+                act = partial(_act, self._owner, coming, index, reference)
                 self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
         self.renew()
 
@@ -67,9 +84,13 @@ class GradientHooks:
                 with torch.enable_grad():
                     graph: Any = parameter.expand_as(parameter).grad_fn
                 node = graph.next_functions[0][0]
-                act = partial(_act, self._owner, self._ready, index, reference)
                 self._nodes.append(node)
-                self._handles.append(node.register_hook(act))
+                if self._ready is not None:
+                    self._handles.append(node.register_hook(partial(_act, self._owner, self._ready, index, reference)))
+                if self._before is not None:
+                    self._handles.append(
+                        node.register_prehook(partial(_act, self._owner, self._before, index, reference))
+                    )
 
     def remove(self) -> None:
         for handle in [*self._handles, *self._of_tensors]:
@@ -86,7 +107,7 @@ def _act(
 
 
 def leave_hooks_behind(model: torch.nn.Module) -> None:
-    """From now on copies and pickles of modules of this class are without ModelHooks."""
+    """From now on copies and pickles of modules of this class are without ModelHooks and Patches."""
     if is_parametrized(model):
         return  # its class is its own and would be kept with it; torch refuses to pickle it, and in copies hooks do nothing
     reduce = copyreg.dispatch_table.get(type(model))
@@ -101,9 +122,11 @@ class _Reducer:
         self._before = before
 
     def __call__(self, model: torch.nn.Module) -> Any:
+        for patch in [value for value in vars(model).values() if isinstance(value, Patch)]:
+            patch.before_copy()
         reduced = self._before(model) if self._before else model.__reduce_ex__(2)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-            state = dict(reduced[2])
+            state = {name: value for name, value in reduced[2].items() if not isinstance(value, Patch)}
             for name in _HOOKS:
                 if name in state:
                     state[name] = OrderedDict(

@@ -40,13 +40,27 @@ class Slot:
     """The memory of the bucket."""
     handed: torch.Tensor | None = None
     """The `grad` of the last step, whose memory is the place."""
+    stand_in: torch.Tensor | None = None
+    """What scripts get as `grad` where no rank holds the whole sum."""
+    owed: torch.Tensor | None = None
+    """What another plan has not sent of this tensor, flat, and this plan's encodes do not remember: added to each gradient
+    until one counts."""
 
     def fits(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the parameter is still of the place's kind."""
         return parameter.dtype is self.view.dtype and parameter.shape == self.view.shape
 
+    def add_owed(self) -> None:
+        """To the gradient, which is there."""
+        if self.owed is not None:
+            memory = self.view.as_strided((self.view.numel(),), (1,))
+            memory.add_(self.owed.to(memory.dtype))
+
     def hand_out(self) -> torch.Tensor:
-        """A `grad` in the place. A tensor of its own and no view: scripts may give it other memory, or detach it."""
+        """What becomes the parameter's `grad`: the stand-in, or else one in the place. That is a tensor of its own and no view:
+        scripts may give it other memory, or detach it."""
+        if self.stand_in is not None:
+            return self.stand_in
         if self.handed is None or self.handed.data_ptr() != self.view.data_ptr():
             if self.handed is not None:
                 self.place.take_back(self.handed)
@@ -77,6 +91,10 @@ class _Holder:
 _ALONE = _references(_Holder())
 """What is counted when nobody else refers to it; versions of Python differ."""
 
+_STEPPED_TOGETHER = 128
+"""Shards that ranks step begin at multiples of so many elements from a tensor's start: then a fused optimizer's kernel, which
+steps whole vectors and the rest in another way, rounds each element as it does in the whole tensor."""
+
 
 @dataclass
 class BucketBuffers:
@@ -99,18 +117,37 @@ class BucketBuffers:
 
 
 def build_buckets(
-    plan: Plan, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
+    plan: Plan,
+    parameters: dict[str, torch.nn.Parameter],
+    group: Group,
+    random: torch.Tensor,
+    step: int,
+    flats: Sequence[torch.Tensor] | None = None,
 ) -> list[BucketBuffers]:
     """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 2 * encodes, 4), on the parameters'
-    device: of each bucket the keys of its encodes, then those of what these store.
+    device: of each bucket the keys of its encodes, then those of what these store. `flats` are the flat buffers of buckets
+    with the same tensors that are never at work at the same time; new ones if not given.
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
-    return [_build(i, bucket, parameters, group, random[i], step) for i, bucket in enumerate(plan.buckets)]
+    return [
+        _build(
+            *(index, bucket, plan.shards_optimizer, parameters, group, random[index], step),
+            flats[index] if flats is not None else None,
+        )
+        for index, bucket in enumerate(plan.buckets)
+    ]
 
 
 def _build(
-    index: int, bucket: Bucket, parameters: dict[str, torch.nn.Parameter], group: Group, random: torch.Tensor, step: int
+    index: int,
+    bucket: Bucket,
+    sharded: bool,
+    parameters: dict[str, torch.nn.Parameter],
+    group: Group,
+    random: torch.Tensor,
+    step: int,
+    given: torch.Tensor | None,
 ) -> BucketBuffers:
     members = [parameters[name] for name in bucket.tensors]
     first = members[0]
@@ -121,21 +158,21 @@ def _build(
                 f"({member.dtype} on {member.device}). A bucket holds one class: put them in buckets of their own."
             )
     numels = [member.numel() for member in members]
-    flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
+    flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device) if given is None else given
     slots, at, place = [], 0, Place(flat)
     for name, member in zip(bucket.tensors, members, strict=True):
         slots.append(Slot(name, index, at, _view(flat, at, member), place))
         at += member.numel()
     codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
     codec.ranks = group.world_size
-    make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu")
+    make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)
     _check(index, bucket, first, codec, all_reduce=make is None)
     if make is None:
         place.settle([slot.view for slot in slots])
         whole = AllReduce(flat, group.rank, group.world_size)
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
-    granularity = codec.spec.granularity or max(numels)
+    granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(numels)
     bounds = cut(numels, granularity, 0, flat.numel(), count)
     rows = _Rows(bucket, members, granularity)
     contexts = [Context(row) for row in random.unbind()]

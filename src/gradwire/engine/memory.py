@@ -7,6 +7,9 @@ encode of this rank took over from another plan; it goes into the next gradient.
 alike, because they encode the very same sum, one on each node: it is lost once, so all but the lowest rank's are copies, which a
 resumed run needs and a sum over ranks leaves out.
 
+Where a plan remembers no residual of a tensor at all, as under plain all-reduce, what another one left is owed by the tensor's
+slot, and saved as 'left' too.
+
 What is shared (PowerSGD's factors) is the same on all ranks, and of another size than the tensor.
 """
 
@@ -20,7 +23,7 @@ import torch
 
 from gradwire.collectives import Memory
 from gradwire.core.checks import printable
-from gradwire.engine.layout import BucketBuffers
+from gradwire.engine.layout import BucketBuffers, Slot
 
 __all__ = ["Remembered", "added_up"]
 
@@ -71,6 +74,10 @@ class Remembered:
                 }
         return sizes
 
+    def _taken_sizes(self) -> dict[str, int]:
+        """The same, and what slots can owe."""
+        return self._carried_sizes() | {_carried(key): slot.view.numel() for key, slot in self._owing()}
+
     def state(self) -> dict[str, torch.Tensor]:
         """`{what}/{encode}/{tensor}`: one-dimensional float32, zero where nothing is kept."""
         state: dict[str, torch.Tensor] = {}
@@ -78,12 +85,19 @@ class Remembered:
             if run.key not in state:
                 state[run.key] = torch.zeros(run.numel, dtype=run.part.dtype, device=run.part.device)
             state[run.key][run.first : run.first + run.part.numel()] = run.part
-        return state
+        return state | {key: slot.owed.clone() for key, slot in self._owing() if slot.owed is not None}
+
+    def _owing(self) -> Iterator[tuple[str, Slot]]:
+        """The slots of which no residual is remembered, with their keys."""
+        for buffers in self._buckets:
+            if not any("residual" in chunk.remembers for chunk in buffers.chunks):
+                yield from ((f"residual/{LEFT}/{slot.name}", slot) for slot in buffers.slots)
 
     def check(self, state: State) -> None:
         """Raises ValueError unless `state` has exactly what `load` takes."""
         expected = {run.key: run.numel for run in self._runs() if not _is_left(run.key)}
-        left = {key: numel for key in state if _is_left(key) and (numel := self._carried_sizes().get(_carried(key)))}
+        sizes = self._taken_sizes()
+        left = {key: numel for key in state if _is_left(key) and (numel := sizes.get(_carried(key)))}
         for key in sorted(expected.keys() ^ (state.keys() - left.keys())):
             where = "the state has no" if key in expected else "this plan keeps no"
             raise ValueError(
@@ -122,7 +136,7 @@ class Remembered:
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
         """What `take_over` can take of it."""
-        expected = self._carried_sizes()
+        expected = self._taken_sizes()
         return {key: value for key, value in carried.items() if expected.get(key) == value.numel()}
 
     def take_over(self, carried: State) -> None:
@@ -137,7 +151,10 @@ class Remembered:
         self._give(carried)
 
     def _give(self, carried: State) -> None:
-        """Hand to each scheme what is carried of its elements, all at once: what is stored narrow is rounded once then."""
+        """Hand to each scheme what is carried of its elements, all at once: what is stored narrow is rounded once then. What
+        no scheme takes, the slots owe."""
+        for key, slot in self._owing():
+            slot.owed = carried.get(_carried(key))
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:

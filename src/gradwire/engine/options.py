@@ -4,14 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from gradwire.collectives import AllGather, Group, Piece, Ring, Route, Scheme, Summing, Tree, TwoPhase
+from gradwire.collectives import AllGather, Group, Piece, Ring, Route, Scheme, ShardedSum, Summing, Tree, TwoPhase
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity
 from gradwire.engine.host_codec import HostCodec
 from gradwire.errors import PlanError
 from gradwire.planner.options import option_of
 
-__all__ = ["Make", "scheme_of"]
+__all__ = ["Make", "check_sharded", "scheme_of"]
 
 Make = Callable[[Any, Piece, Group, int], Scheme]
 """Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
@@ -20,11 +20,13 @@ ALL_REDUCE = ("allreduce:inter",)
 GATHERED = ("comp", "allgather:inter", "decomp")
 RING = ("comp", "reducescatter:inter", "allgather:inter", "decomp")
 TREE = ("comp", "reduce:inter", "broadcast:inter", "decomp")
+PLAIN_TWO_PHASE = ("alltoall:inter", "allgather:inter")
 TWO_PHASE = ("comp", "alltoall:inter", "decomp", "comp", "allgather:inter", "decomp")
 
 
-def scheme_of(index: int, bucket: Bucket, device: str) -> Make | None:
-    """What runs the bucket's option on tensors of a device, 'cpu' or 'gpu'; None is all-reduce, which codes nothing.
+def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Make | None:
+    """What runs the bucket's option on tensors of a device, 'cpu' or 'gpu'; None is all-reduce, which codes nothing. `sharded`:
+    between the phases each rank steps its shard.
 
     Raises PlanError for an option that does not exist or that the spec cannot travel by.
     """
@@ -37,15 +39,16 @@ def scheme_of(index: int, bucket: Bucket, device: str) -> Make | None:
     spec = bucket.spec_of(bucket.tensors[0])
     plain = isinstance(spec, Identity)
     tasks = tuple(task.removesuffix(f":{device}") for task in bucket.option)
+    if sharded:
+        check_sharded(index, bucket)
+        return _sharded
     if plain and tasks == ALL_REDUCE:
         return None
     if spec.rounds and tasks == ("comp", "allreduce:inter") * spec.rounds + ("decomp",):
         return _of_ranks(Summing)
     if "allgather" in spec.schemes and (tasks == GATHERED or (plain and tasks == ("allgather:inter",))):
         return _of_ranks(AllGather)
-    if "alltoall" in spec.schemes and (
-        tasks == TWO_PHASE or (plain and tasks == ("alltoall:inter", "allgather:inter"))
-    ):
+    if "alltoall" in spec.schemes and (tasks == TWO_PHASE or (plain and tasks == PLAIN_TWO_PHASE)):
         return _of_ranks(TwoPhase)
     if tasks in (RING, TREE):
         _check(index, bucket, compresses=True, all_alike=True)
@@ -53,6 +56,20 @@ def scheme_of(index: int, bucket: Bucket, device: str) -> Make | None:
     option = option_of(bucket.option)
     _check(index, bucket, option.compresses, all_alike=not bucket.option[0].startswith("comp"))
     return partial(_routed, option.tasks, device)
+
+
+def check_sharded(index: int, bucket: Bucket) -> None:
+    """Raises PlanError unless ranks can step a shard each between the two phases of this bucket."""
+    has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, and the schedule has shard_optimizer"
+    if not all(isinstance(spec, Identity) for spec in bucket.specs):
+        raise PlanError(
+            f"{has}: then parameters are gathered, which must be exact and the same on all ranks. Use gw.Identity(), or "
+            "gw.Pipelined() without shard_optimizer."
+        )
+    if bucket.option != PLAIN_TWO_PHASE:
+        raise PlanError(
+            f"{has}: then each rank must own one shard between the two phases. Use scheme='alltoall', or leave it out."
+        )
 
 
 def _check(index: int, bucket: Bucket, compresses: bool, all_alike: bool) -> None:
@@ -71,6 +88,10 @@ def _check(index: int, bucket: Bucket, compresses: bool, all_alike: bool) -> Non
             f"{has}. The spec keeps {', '.join(spec.state)} of each rank's own gradient, and this option encodes sums of "
             "several. Choose one whose first encode comes before any sum, as alltoall, or another spec."
         )
+
+
+def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+    return ShardedSum(piece, group.rank, group.world_size)
 
 
 def _of_ranks(scheme: Any) -> Make:

@@ -2,7 +2,10 @@
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
-`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.engine.memory`.
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.engine.memory`. Of the `delayed` schedule also the rank's
+own weights, `local/0/{tensor}`, `weights`, checksums of the global ones that they belong to, and what compressors of
+corrections remember, `correction_{what}/..`. Where gradwire chose the plan itself also `decided`, its JSON in
+bytes, and `searching` where it was only being tried.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -18,8 +21,13 @@ import torch
 
 from gradwire.collectives import Group
 from gradwire.core.checks import printable
+from gradwire.core.plan import Plan
+from gradwire.errors import GradwireError
 
-__all__ = ["Saved", "read_state", "warn_of_lost", "write_state"]
+__all__ = ["CORRECTION", "LOCAL", "Saveable", "Saved", "divided", "read_state", "split", "warn_of_lost", "write_state"]
+
+CORRECTION, LOCAL = "correction_", "local/"
+"""How keys of the `delayed` schedule begin: what compressors of its corrections remember, and a rank's own weights."""
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
@@ -41,6 +49,44 @@ class Saved(NamedTuple):
     """`{what}/{encode}/{tensor}` of each rank from which something is taken."""
     missing: list[int]
     """Ranks that should be among those but are not in the state."""
+    weights: list[int]
+    """Of a `delayed` schedule, if memory is this rank's own: a checksum of each global weight, below 2**64."""
+    decided: Plan | None
+    """The plan itself, where gradwire chose it."""
+    searching: bool
+    """Whether it was only being tried."""
+
+
+class Saveable:
+    """What a schedule saves beside what compressors remember: nothing, as long as it leaves nothing for the next step."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Fields as in this module's docstring."""
+        return {}
+
+    def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError unless `state` is what `load` takes."""
+        if state:
+            raise ValueError(
+                f"the state has {printable(next(iter(state)))}, which this handle's schedule does not keep: it was saved under "
+                "another one. Use the schedule it was saved with."
+            )
+
+    def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what `state` returned, when `check` finds nothing wrong with it."""
+
+
+def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What compressors remember, and what is the schedule's."""
+    own = {key: value for key, value in memory.items() if key.startswith((CORRECTION, LOCAL))}
+    return {key: value for key, value in memory.items() if key not in own}, own
+
+
+def divided(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What compressors of corrections remember, and local weights by tensor."""
+    corrections = {key.removeprefix(CORRECTION): value for key, value in state.items() if key.startswith(CORRECTION)}
+    local = {key.split("/", 2)[2]: value for key, value in state.items() if key.startswith(LOCAL)}
+    return corrections, local
 
 
 def write_state(
@@ -73,7 +119,17 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     if rank in by_rank:
         saved = _Fields(rank, by_rank[rank])
         if saved.ranks == group.global_ranks:
-            return Saved(saved.step, saved.order, saved.plan, True, [saved.memory], [])
+            return Saved(
+                saved.step,
+                saved.order,
+                saved.plan,
+                True,
+                [saved.memory],
+                [],
+                saved.weights,
+                saved.decided,
+                saved.searching,
+            )
     entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
     first = next(iter(entries.values()))
     for other in entries.values():
@@ -89,7 +145,9 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     memory = [entries[each].memory for each in taken if each in entries]
     shared = {key: value for key, value in first.memory.items() if key.startswith("shared/")}
     missing = [each for each in taken if each not in entries]
-    return Saved(first.step, first.order, first.plan, False, [*memory, shared], missing)
+    return Saved(
+        first.step, first.order, first.plan, False, [*memory, shared], missing, [], first.decided, first.searching
+    )
 
 
 def warn_of_lost(ranks: list[int], names: list[str]) -> None:
@@ -124,16 +182,25 @@ class _Fields:
         if len(digest) != _DIGEST_BYTES:
             raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
         self.plan = bytes(digest).hex()
+        self.decided = self._read_plan() if "decided" in fields else None
+        self.searching = "searching" in fields and bool(self._number("searching"))
+        self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
-        known = {"version", "step", "order", "plan", "ranks", *self.memory}
+        known = {"version", "step", "order", "plan", "ranks", "weights", "decided", "searching", *self.memory}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
         for field, value in self.memory.items():
-            if not _is_whole(value, torch.float32):
+            if not _is_whole(value, torch.float32) and not (field.startswith(LOCAL) and _is_of_weights(value)):
                 raise ValueError(
                     f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
                 )
             self.memory[field] = value.detach()
+
+    def _read_plan(self) -> Plan:
+        try:
+            return Plan.from_json(bytes(self._numbers("decided", torch.uint8)))
+        except GradwireError as error:
+            raise ValueError(f"rank{self.rank}/decided is no plan: {error} {_CURE}") from error
 
     def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
         key = f"rank{self.rank}/{field}"
@@ -158,6 +225,10 @@ def _is_whole(value: Any, dtype: torch.dtype) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _is_of_weights(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and _is_whole(value, value.dtype)
 
 
 def _kind(value: Any) -> str:

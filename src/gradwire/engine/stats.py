@@ -1,9 +1,11 @@
 """What a handle tells of its work."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.collectives import Grid, Meter
 from gradwire.engine.layout import BucketBuffers
+from gradwire.record.run import MemoryRecord
 
 __all__ = ["BucketStats", "Stats", "StepReport"]
 
@@ -15,6 +17,8 @@ class BucketStats:
     tensors: tuple[str, ...]
     numel: int
     chunks: int
+    gradient_bytes: int
+    """Of the gradients themselves."""
     wire_bytes: int
     """Bytes this rank sends for the bucket in a step."""
     intra_bytes: int
@@ -28,18 +32,19 @@ class BucketStats:
         links = [grid.split(chunk.bytes_to) for chunk in buffers.chunks]
         intra, inter = sum(inside for inside, _ in links), sum(outside for _, outside in links)
         tensors, numel = buffers.bucket.tensors, buffers.flat.numel()
-        return BucketStats(tensors, numel, len(buffers.chunks), intra + inter, intra, inter)
+        nbytes = numel * buffers.flat.element_size()
+        return BucketStats(tensors, numel, len(buffers.chunks), nbytes, intra + inter, intra, inter)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a handle did, for this rank."""
+    """What a handle did, for this rank. A recording's `run()` has the rest: steps, losses, bits and errors by tensor."""
 
     steps: int
     """Synchronised steps so far."""
     wire_bytes: int
     """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange, of a
-    bit a parameter and 45 bytes for each rank, come on top."""
+    bit a parameter and 46 bytes for each rank, come on top."""
     intra_bytes: int
     """Those of them that go to ranks of its own node. A sum on the wire counts as one around a ring, in rank order."""
     inter_bytes: int
@@ -53,7 +58,11 @@ class Stats:
     the first 20 steps; near 1 where the model is compiled as a whole."""
     codec_us: float
     """Median of the CPU time of encodes and decodes in a step, lanes added up."""
+    memory: MemoryRecord
+    """What gradwire holds beside the training itself."""
     buckets: tuple[BucketStats, ...]
+    decisions: tuple[Any, ...] = ()
+    """What gradwire decided by itself, with what it predicted and measured; the last one is in force."""
 
 
 class StepReport:
@@ -65,3 +74,8 @@ class StepReport:
     @property
     def codec_s(self) -> float:
         return sum(meter.codec_seconds for meter in self.meters)
+
+    @property
+    def link_s(self) -> float:
+        """Time that lanes spent on tasks but for their codec work: with links, and waiting for the other ranks."""
+        return sum(max(0.0, meter.task_seconds - meter.codec_seconds) for meter in self.meters)

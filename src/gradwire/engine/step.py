@@ -1,4 +1,4 @@
-"""One backward pass: from gradient-ready events to averaged gradients.
+"""The steps of one handle: from gradient-ready events to what its schedule makes of averaged gradients.
 
 The states of a step:
 1. idle. The first gradient-ready event of a synchronised backward begins a step: the lanes start and a callback is
@@ -6,8 +6,8 @@ The states of a step:
 2. running. After each event and the script's own hooks the gradient is copied, divided by the world size, into its slot,
    which becomes the parameter's grad. A bucket's last one hands the bucket to the lanes.
 3. closing (the callback). Gradients that never came are filled in (zeros, or what earlier backwards without
-   synchronisation left); one small exchange tells how each rank's backward went and which parameters it used; the lanes
-   are awaited. Parameters no rank used keep the grad they had, as under DDP. Then idle.
+   synchronisation left); one small exchange tells how each rank's backward went and which parameters it used; what else
+   is awaited is the schedule's. Parameters no rank used keep the grad they had, as under DDP. Then idle.
 4. failed. A backward that was left in the middle (an exception that the script caught) is ended in order: what is
    missing travels as zeros and the control exchange says so, so that all ranks raise in the same step and `reset` makes
    all idle again. After a collective failed it is for good.
@@ -20,49 +20,54 @@ gradients are only collected and everything is sent when the outermost backward 
 import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch.autograd import Variable
 
-from gradwire.collectives import Group, Lane, LinkError, Meter
+from gradwire.collectives import Group, Lane, LinkError
 from gradwire.engine import reentrant
 from gradwire.engine.control import Report, State, exchange_reports, why_void
 from gradwire.engine.drift import DriftWatch
-from gradwire.engine.executor import Executor, TaskFailed
-from gradwire.engine.failure import RollCall, communication_error, in_words, local_error
+from gradwire.engine.executor import Executor
+from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import GradientHooks
 from gradwire.engine.layout import Slot
+from gradwire.engine.states import Saveable
 from gradwire.engine.stats import StepReport
+from gradwire.engine.traits import Traits
+from gradwire.engine.usable import Usable
 from gradwire.errors import DisagreementError, GradwireError, StepStateError
 
-__all__ = ["Backward"]
+__all__ = ["Steps"]
 
 
-class Backward:
-    """The `backward` schedule of one handle."""
+class Steps(Usable, Saveable, Traits):
+    """What all schedules have in common. Each is a class of its own, made by `gradwire.engine.schedules`."""
 
     def __init__(self, group: Group, control: Lane, roll_call: RollCall, drift_check_steps: int) -> None:
-        self.group, self.control, self.roll_call = group, control, roll_call
-        self.synchronise = True
-        self.joining = False
+        super().__init__(group, roll_call)
+        self.control = control
+        self.synchronise, self.joining = True, False
         self.drift = DriftWatch(drift_check_steps)
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
-        self.step, self.deferred = 0, False
-        self.failure: GradwireError | None = None
+        self.deferred = False
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
-        self.on_finished: Callable[[StepReport], None] = lambda report: None
-        self._used = 0
-        self._can_reset = self._running = False
+        self.on_finished: Callable[[float], None] = lambda exposed_s: None
+        """Called at the end of each backward that counted, with the seconds that it waited there."""
+        self.on_measured: Callable[[StepReport], None] = lambda report: None
+        """Called when the lanes are done with a step."""
+        self._used, self._running = 0, False
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
         self._outer_task = -1
-        self._release: weakref.finalize[..., Backward] | None = None
-        self._hooks = GradientHooks(self, Backward.gradient_coming, Backward.gradient_ready, ())
+        self._release: weakref.finalize[..., Steps] | None = None
+        self._hooks = GradientHooks(self, Steps.gradient_coming, Steps.gradient_ready)
 
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
@@ -70,7 +75,9 @@ class Backward:
         self.names = list(parameters)
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._used, self._seen = 0, False
-        self._hooks = GradientHooks(self, Backward.gradient_coming, Backward.gradient_ready, parameters.values())
+        before = type(self).before_gradient if self.acts_before_gradients else None
+        acts = (Steps.gradient_coming, Steps.gradient_ready)
+        self._hooks = GradientHooks(self, *acts, parameters.values(), before)
 
     def attach(self, executor: Executor, random: torch.Tensor) -> None:
         """Use these buckets from the next step on. `random` keys their random streams: column 1 is the step."""
@@ -103,6 +110,9 @@ class Backward:
             self._begin()
 
     # ---- running
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient is about to be accumulated into parameter.grad."""
 
     def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
@@ -186,7 +196,7 @@ class Backward:
                 slot.view.zero_()
                 self._count(slot)
         with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
-            self.executor.finish(self._told(State.LEFT))
+            self.executor.finish(self._tell(State.LEFT))
             self._can_reset = True
         self._give_back()
         return self._fail(StepStateError(words))
@@ -220,17 +230,18 @@ class Backward:
         torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
 
     def _count(self, slot: Slot) -> None:
+        slot.add_owed()
         self._left[slot.bucket] -= 1
         if not self._left[slot.bucket]:
             self.executor.ready(slot.bucket)
 
     # ---- closing
 
-    def _told(self, state: State) -> "Future[list[Report]]":
+    def _tell(self, state: State) -> "Future[list[Report]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         came = len(self._filled)
         weights = self.drift.digest(self._parameters) if self.drift.due(self.step) else 0
-        own = Report(self.step, state, self._plan_word, came, self.joining, weights, self._used)
+        own = Report(self.step, state, self._plan_word, came, self.joining, weights, self.stepped, self._used)
         return self.control.submit(partial(exchange_reports, own, len(self.names)))
 
     @torch.no_grad()
@@ -255,46 +266,58 @@ class Backward:
             if index not in self._filled:
                 kept[index] = self._fill_missing(index, None if state is State.OUT else reference())
         start = time.perf_counter()
-        meters, reports = self._exchange(state)
+        reports = self._exchange(state)
         exposed = time.perf_counter() - start
-        if self.drift.found(reports):
-            try:
-                words = self.drift.difference(self.control, reports, self.group.global_ranks, self.names, self.step)
-            except LinkError as error:
-                raise self.broken("checksums of all weights", error) from error
-            raise self._fail(DisagreementError(words))
-        used = 0
-        for report in reports:
-            used |= report.used
+        self._check_drift(reports)
+        used = reduce(or_, (report.used for report in reports))
+        for index, slot in enumerate(self.slots):
+            slot.owed = None if used >> index & 1 else slot.owed
         for index, own in kept.items():
             self._settle(index, own, used_anywhere=bool(used >> index & 1))
         self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
         self._used = 0
         self._running, self._seen = False, self._seen or state is State.DONE
         self.step += 1
-        self.on_finished(StepReport(meters, exposed))
+        self._closed(exposed)
+        self.on_finished(exposed)
 
-    def _exchange(self, state: State) -> tuple[list[Meter], list[Report]]:
-        """Wait for the lanes, and for what all ranks tell of the step. Raises on all of them when it is void."""
-        told = self._told(state)
+    def _closed(self, exposed_s: float) -> None:
+        """The step counts: what the schedule does at the end of backward."""
+
+    def _check_drift(self, reports: Sequence[Report]) -> None:
+        """Raises if ranks told different checksums of their weights. Collective then."""
+        if not self.drift.found(reports):
+            return
         try:
-            meters = self.executor.finish(told)
-        except TaskFailed as error:
-            raise self._lane_failed(error) from error.cause
+            words = self.drift.difference(self.control, reports, self.group.global_ranks, self.names, self.step)
         except LinkError as error:
-            raise self.broken(self._waited_for(), error) from error
+            raise self.broken("checksums of all weights", error) from error
+        raise self._fail(DisagreementError(words))
+
+    def _exchange(self, state: State) -> list[Report]:
+        """Tell what became of this rank's backward, and `_hear`."""
+        return self._hear(self._tell(state))
+
+    def _hear(self, told: "Future[list[Report]]") -> list[Report]:
+        """Wait for what all ranks tell of the step, and for what else the schedule does. Raises on all of them when the step
+        is void; nothing is under way then."""
+        with self._failures_told():
+            self._wait(told)
         reports = told.result()
-        if problem := why_void(reports, self.group.global_ranks, len(self.names)):
+        if problem := self._why_void(reports):
+            with self._failures_told():
+                self.executor.finish()
             self._can_reset = len({report.plan for report in reports}) == 1
             self._give_back()
             raise self._fail(StepStateError(problem))
-        return meters, reports
+        return reports
 
-    def _waited_for(self) -> str:
-        plan, task = self.executor.plan, self.executor.waiting_for()
-        if task is None:
-            return f"the control exchange at the end of backward, after bucket {plan.launch[-1][0]}"
-        return in_words(plan, task)
+    def _why_void(self, reports: Sequence[Report]) -> str | None:
+        return why_void(reports, self.group.global_ranks, len(self.names))
+
+    def _wait(self, told: "Future[list[Report]]") -> None:
+        """For what all ranks tell, and for as much of the lanes' work as must be over at the end of backward."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def announce_change(self) -> None:
@@ -312,13 +335,15 @@ class Backward:
         for slot in self.slots:
             self._count(slot)
         self._exchange(State.CHANGED)
+        with self._failures_told():
+            self.executor.finish()
         self._give_back()
 
     def converted(self) -> str | None:
         """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
         for name, slot, reference in zip(self.names, self.slots, self._parameters, strict=True):
             if (parameter := reference()) is not None and not slot.fits(parameter):
-                return name
+                return repr(name)
         return None
 
     def reset(self) -> None:
@@ -330,7 +355,7 @@ class Backward:
         if not self._can_reset:
             raise type(self.failure)(f"reset() cannot mend this: {self.failure}")
         self._can_reset = False
-        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, 0)
+        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, self.stepped, 0)
         try:
             reports = self.control.submit(partial(exchange_reports, own, len(self.names))).result()
         except LinkError as error:
@@ -340,12 +365,6 @@ class Backward:
         for reference in self._parameters:
             if (parameter := reference()) is not None:
                 parameter.grad = None
-
-    def _lane_failed(self, failed: TaskFailed) -> GradwireError:
-        what = in_words(self.executor.plan, failed.task)
-        if isinstance(failed.cause, LinkError):
-            return self.broken(what, failed.cause)
-        return self.failed_here(what, failed.cause)
 
     def _fill_late(self) -> None:
         """Gradients that came without becoming ready: the parameter's memory was replaced, and its node with it."""
@@ -379,22 +398,3 @@ class Backward:
             parameter.grad = slot.hand_out()
         elif own is not None and parameter.grad is slot.handed:
             slot.view.copy_(own)
-
-    def failed_here(self, what: str, cause: Exception) -> GradwireError:
-        """The error to raise when this rank could not do its part; from then on every step raises it. Ends others' waits."""
-        self.executor.break_off()
-        return self._fail(local_error(what, cause, self.step, self.group))
-
-    def broken(self, what: str, cause: Exception) -> GradwireError:
-        """The error to raise when an exchange of this handle failed; from then on every step raises it."""
-        return self._fail(communication_error(what, cause, self.step, self.group, self.roll_call))
-
-    def _fail(self, error: GradwireError) -> GradwireError:
-        # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
-        self.failure = type(error)(*error.args)
-        self.executor.give_up()
-        return error
-
-    def _check_usable(self) -> None:
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)

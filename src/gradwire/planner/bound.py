@@ -1,9 +1,12 @@
-"""A step that no plan can beat, whatever its buckets, options, specs and launch order are.
+"""A step that no plan can beat, whatever its buckets, options, specs and launch order are, if buckets are not cut into chunks.
 
 All bytes that tensor k and the later ones put on a link travel after k's gradient is ready, and backward alone says when that
 is at the earliest. A bucket that holds earlier tensors too is ready later still. Of each tensor the least link time of all
 choices is counted, without its share of latencies, since fusion may make that as small as it likes; one exchange's latency is
 left.
+
+And the tasks of one tensor's bucket follow each other: after its gradient is ready the step takes at least what the quickest
+choice takes for it alone, since no task of a larger bucket is shorter.
 """
 
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from itertools import accumulate
 
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
-from gradwire.planner.programs import Pricer, bytes_of
+from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.sim.events import INTER, INTRA
 from gradwire.sim.simulator import FS_PER_US
 
@@ -19,6 +22,9 @@ __all__ = ["least_step_us"]
 
 _SHARED_BYTES = 64
 """Of a payload, what several tensors in one bucket may share: headers, rounding."""
+
+_LATEST = 4
+"""Of so many tensors it is looked at how long their own tasks take."""
 
 
 def least_step_us(
@@ -57,10 +63,29 @@ def least_step_us(
         latency_us = min(latency for _, latency, _ in ways)
         still = list(accumulate(reversed(least)))[::-1]
         bound = max(bound, *(r + s + latency_us for r, s in zip(ready_us[1:], still, strict=True)))
+    for place in _latest_and_largest(tensors):
+        tensor, exempt = tensors[place]
+        quickest = min(pricer.sequence_us(option, Identity(), _least_bytes(tensor, Identity())) for option in plain)
+        for spec in () if exempt else specs:
+            size = _least_bytes(tensor, spec)
+            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in coded)])
+        bound = max(bound, ready_us[place + 1] + quickest)
     return bound * (1 - 1e-12)
 
 
-def _least_bytes(tensor: TensorProfile, spec: Spec) -> tuple[float, float, float]:
+def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[int]:
+    """Tensors than which none that is ready later is larger, the last four of them; exempt ones apart."""
+    found: dict[bool, list[int]] = {True: [], False: []}
+    largest = {True: -1, False: -1}
+    for place in reversed(range(len(tensors))):
+        tensor, exempt = tensors[place]
+        if tensor.nbytes > largest[exempt] and len(found[exempt]) < _LATEST:
+            largest[exempt] = tensor.nbytes
+            found[exempt].append(place)
+    return found[True] + found[False]
+
+
+def _least_bytes(tensor: TensorProfile, spec: Spec) -> Bytes:
     """What the tensor adds to a bucket's Bytes, at least."""
     raw, first, later = bytes_of([tensor], spec)
-    return raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES)
+    return Bytes(raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gradwire.core.checks import word
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Bucket, Plan, Prediction
@@ -18,9 +19,11 @@ from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
 from gradwire.errors import PlanError
 from gradwire.planner.bound import least_step_us
+from gradwire.planner.cures import options_within
 from gradwire.planner.grammar import DEVICES
+from gradwire.planner.named import RESTRICTED
 from gradwire.planner.offload import on_cpu
-from gradwire.planner.options import Option, select
+from gradwire.planner.options import Option
 from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
@@ -72,6 +75,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Extra memory on the gradients' device, as in `Prediction`."""
     exempt_vectors: bool = True
     """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
+    restrict: str | None = None
+    """A restricted search of ByteComp (section 5.3; notes D26): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
+    latter and all-compressed are for ByteComp's method only."""
+
+    def __post_init__(self) -> None:
+        if self.restrict is not None:
+            word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 
 
 class LightPlan(NamedTuple):
@@ -109,7 +119,7 @@ class Job:
         self.pricer = Pricer(self.simulator)
         tensors = profile.tensors
         self.line = Replayer(
-            sum(round((t.forward_us or 0.0) * FS_PER_US) for t in tensors),
+            self.simulator.optimizer + sum(round((t.forward_us or 0.0) * FS_PER_US) for t in tensors),
             [round(t.backward_us * FS_PER_US) for t in tensors],
             self.rules.cpu_workers,
         )
@@ -117,13 +127,11 @@ class Job:
         own = self.rules.device
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
-        devices = self.limits.devices or tuple(measured)
+        restrict = self.limits.restrict
+        devices = (restrict,) if restrict in DEVICES else self.limits.devices or tuple(measured)
         main = own if own in devices else next(iter(devices), own)
-        self.options = options or select(
-            devices=(main,),
-            nodes=cluster.nodes,
-            ranks_per_node=cluster.ranks_per_node,
-            max_encodes=self.limits.max_encodes,
+        self.options = options or options_within(
+            cluster, main, self.limits.max_encodes, restrict, must_compress=bool(self.specs)
         )
         self.offloads = main == "gpu" and "cpu" in devices
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
@@ -166,6 +174,11 @@ class Job:
             found = self._known[part] = self.pricer.program(option, spec, self.size(part.tensors, spec))
         return found
 
+    def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[Program]:
+        """The tasks of one bucket by each choice."""
+        sizes = {spec: self.size(tensors, spec) for spec in {choice.spec for choice in choices}}
+        return [self.pricer.program(option, spec, sizes[spec]) for spec, option in choices]
+
     def choices(self, most: int = 10) -> list[Choice]:
         """Uncompressed and compressed choices that can be the best of some bucket, judged at three sizes of the model.
 
@@ -195,8 +208,7 @@ class Job:
             step = round(self.simulator.step_us(self.light(draft)) * FS_PER_US)
             return step if step <= limit else None
         programs = [self.program(part) for part in draft.parts]
-        replayed = self.line.run(programs, [part.tensors[-1] + 1 for part in draft.parts], draft.skew, limit)
-        return None if replayed is None else replayed.step
+        return self.line.step(programs, [part.tensors[-1] + 1 for part in draft.parts], draft.skew, limit)
 
     def extra_bytes(self, draft: Draft) -> int:
         """Memory beyond plain training: of compressed buckets a flat buffer, the payload and what the spec remembers."""

@@ -1,70 +1,90 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-It begins with the best of several whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy,
-Cupcake's exact fusion, and, for models of few tensors, ByteComp's selection. Each is tried with the first choices for all its
-compressible buckets.
-From there it takes every local move that makes the step shorter: another
-choice for a bucket, two neighbours of a class merged, a bucket cut in two, later exchanges launched behind more or fewer
-others. It ends when no move helps, or when so many steps have been simulated as `evaluations` allows; a count and not a time,
-so that the same input gives the same plan.
+It begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, Cupcake's exact fusion,
+and, for models of few tensors, ByteComp's selection. Each is tried with the first choices for all its compressible buckets.
+
+From each of the three best it takes every local move that makes the step shorter: later exchanges launched behind more or fewer
+others, the buckets that are ready first left uncompressed, another choice for a bucket, tensors moved from a bucket to its
+neighbour, a bucket cut in two, two neighbours of a class merged. It ends when no move helps, or when so many steps have been
+simulated as `evaluations` allows; a count and not a time, so that the same input gives the same plan.
 
 Nothing is proven of the result but that it is no worse than any start. How far it may be from the best says
 `Prediction.lower_bound_us`; `gradwire.planner.oracle.best_step_us` finds the truth for a handful of tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from gradwire.core.checks import whole
 from gradwire.errors import PlanError
+from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Job, Part
-from gradwire.planner.starts import drafts_to_start_from, sorted_parts
-from gradwire.sim.replay import NEVER
+from gradwire.planner.starts import ddp, drafts_to_start_from, sorted_parts
 
-__all__ = ["EVALUATIONS", "improve", "joint"]
+__all__ = ["EVALUATIONS", "EVALUATIONS_WITH_LANES", "improve", "joint"]
 
-EVALUATIONS = 300
-"""Steps simulated at most, by default."""
+EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
+"""Steps simulated at most, by default; lanes are simulated event by event, which takes a hundred times as long."""
+_STARTS = 3
+"""Starts from which moves are tried, the best ones."""
 
 
-def joint(job: Job, evaluations: int = EVALUATIONS) -> Draft:
-    """The best draft found. Raises PlanError if no start fits into the memory allowed."""
+def joint(job: Job, evaluations: int | None = None) -> Draft:
+    """The best draft found.
+
+    evaluations: steps simulated at most; None: as above, by the job's rules. Raises PlanError if no start fits into the memory
+    allowed.
+    """
+    if evaluations is None:
+        evaluations = EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS
     whole("evaluations", evaluations, "how many steps may be simulated", low=1, error=PlanError)
     until = job.evaluations + evaluations
-    best, step = None, NEVER
+    starts: list[tuple[int, Draft]] = []
     for draft in drafts_to_start_from(job):
-        if best is not None and job.evaluations >= until - evaluations // 2:
-            break  # half is for the moves
-        found = job.step(draft, step - 1)
-        if found is not None:
-            best, step = draft, found
-    if best is None:
+        if starts and job.evaluations >= until - evaluations * 2 // 3:
+            break  # the rest is for the moves
+        found = job.step(draft)
+        if found is not None and (found, draft) not in starts:
+            starts.append((found, draft))
+    if not starts:
+        least = job.extra_bytes(ddp(job))
+        cures = [f"allow {least} bytes, as plain all-reduce needs", "set no limit"]
         raise PlanError(
             f"memory_bytes is {job.limits.memory_bytes}: no plan needs so little extra memory on a device, not even plain "
-            "all-reduce. Allow more."
+            f"all-reduce. {numbered(cures)}"
         )
-    return improve(job, best, step, until)
+    starts.sort(key=lambda start: start[0])
+    ends = []
+    for number, (step, draft) in enumerate(starts[:_STARTS]):
+        share = (until - job.evaluations) // (min(_STARTS, len(starts)) - number)
+        ends.append(improve(job, draft, step, job.evaluations + share))
+    return min(ends, key=lambda end: end[0])[1]
 
 
-def improve(job: Job, draft: Draft, step: int, until: int) -> Draft:
-    """Take local moves until none helps, or until `job.evaluations` is `until`."""
+def improve(job: Job, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
+    """Take local moves until none helps, or until `job.evaluations` is `until`; the step in femtoseconds, and the draft."""
     choices = job.choices()
-    moves: Sequence[Callable[[Job, Draft, Sequence[Choice]], Iterator[Draft]]] = (_reorder, _merge, _choose, _cut)
+    moves: Sequence[Callable[[Job, Draft, Sequence[Choice]], Iterator[Draft]]] = (
+        _reorder,
+        _leave_first,
+        _choose,
+        _shift,
+        _cut,
+        _merge,
+    )
     improved = True
-    while improved:
+    while improved and job.evaluations < until:
         improved = False
         for move in moves:
             # a move that helped is tried again on what it made, from where it was
-            tried = 0
-            candidates = list(move(job, draft, choices))
-            while tried < len(candidates) and job.evaluations < until:
-                found = job.step(candidates[tried], step - 1)
+            tried, candidates = 0, move(job, draft, choices)
+            while job.evaluations < until and (candidate := next(candidates, None)) is not None:
                 tried += 1
+                found = job.step(candidate, step - 1)
                 if found is not None:
-                    draft, step, improved = candidates[tried - 1], found, True
-                    candidates = list(move(job, draft, choices))
-        if job.evaluations >= until:
-            break
-    return draft
+                    draft, step, improved = candidate, found, True
+                    candidates = islice(move(job, draft, choices), tried, None)
+    return step, draft
 
 
 def _reorder(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
@@ -84,6 +104,45 @@ def _choose(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft
         for choice in choices:
             if choice != part.choice and job.may(part.tensors, choice):
                 yield _with(draft, index, [part._replace(choice=choice)])
+
+
+def _leave_first(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+    """The buckets that are ready first uncompressed: backward hides their exchanges, and nothing hides their codecs."""
+    for plain in [choice for choice in choices if not choice.encodes][:2]:
+        for count in range(len(draft.parts), 0, -1):
+            first = tuple(part._replace(choice=plain) for part in draft.parts[:count])
+            if first != draft.parts[:count]:
+                yield draft._replace(parts=first + draft.parts[count:])
+
+
+def _shift(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+    """Tensors from the end of a bucket to the next one with which it may share one, or from that one's start to it."""
+    for index, part in enumerate(draft.parts):
+        for other in range(index + 1, len(draft.parts)):
+            following = draft.parts[other]
+            if part.choice.encodes != following.choice.encodes or part.tensors[-1] > following.tensors[0]:
+                continue
+            for count in (1, len(part.tensors) // 2):
+                if 0 < count < len(part.tensors):
+                    moved = (part.tensors[:-count], part.tensors[-count:] + following.tensors)
+                    yield from _regrouped(job, draft, (index, other), moved)
+            for count in (1, len(following.tensors) // 2):
+                if 0 < count < len(following.tensors):
+                    moved = (part.tensors + following.tensors[:count], following.tensors[count:])
+                    yield from _regrouped(job, draft, (index, other), moved)
+            break
+
+
+def _regrouped(
+    job: Job, draft: Draft, indices: tuple[int, int], tensors: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Iterator[Draft]:
+    """Two buckets with other tensors, where their choices allow that."""
+    parts = list(draft.parts)
+    for index, places in zip(indices, tensors, strict=True):
+        parts[index] = Part(places, parts[index].choice)
+        if not job.may(places, parts[index].choice):
+            return
+    yield draft._replace(parts=sorted_parts(parts))
 
 
 def _cut(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 from gradwire.core.checks import word
 from gradwire.core.plan import Plan
 from gradwire.errors import PlanError
+from gradwire.planner.cures import BYTECOMP_ONLY, numbered
 from gradwire.planner.drafts import Draft, Job
 from gradwire.planner.joint import joint
-from gradwire.planner.starts import FUSIONS, best_of, bytecomp, ddp, fused, hipress
+from gradwire.planner.named import RESTRICTED
+from gradwire.planner.starts import FUSIONS, best_of, bytecomp_moved, ddp, fused, hipress
 from gradwire.sim.simulator import FS_PER_US
 
 __all__ = ["METHODS", "Made", "explanation", "make"]
@@ -27,15 +29,24 @@ class Made(NamedTuple):
     method: str
     planning_ms: float
     """Wall-clock time of the search and the prediction, without reading files."""
+    note: str = ""
+    """What more there is to say of the search."""
 
 
 def make(job: Job, method: str = "joint") -> Made:
     """The plan of a method. Raises PlanError for a method that is none, or if it needs a spec and there is none."""
     word("method", method, METHODS, error=PlanError)
+    restrict = job.limits.restrict
+    if restrict in BYTECOMP_ONLY and method != "bytecomp":
+        cures = ["use the method bytecomp", f"use another restriction: {', '.join(sorted({*RESTRICTED} - {restrict}))}"]
+        raise PlanError(
+            f"restrict is {restrict!r} and method {method!r}: it says how ByteComp's selection chooses, and other methods have "
+            f"their own way. {numbered(cures)}"
+        )
     began = time.perf_counter()
-    draft = _draft(job, method)
+    draft, note = bytecomp_moved(job) if method == "bytecomp" else (_draft(job, method), "")
     plan = job.plan(draft, ddp(job))
-    return Made(plan, draft, method, (time.perf_counter() - began) * 1e3)
+    return Made(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
 
 
 def _draft(job: Job, method: str) -> Draft:
@@ -43,8 +54,6 @@ def _draft(job: Job, method: str) -> Draft:
         return joint(job)
     if method == "ddp":
         return ddp(job)
-    if method == "bytecomp":
-        return bytecomp(job)
     choices = job.choices()
     if method == "hipress":
         return hipress(job, choices)
@@ -86,11 +95,12 @@ def _summary(job: Job, made: Made) -> list[str]:
     step, baseline, least = (
         us / 1e3 for us in (prediction.step_us, prediction.baseline_step_us, prediction.lower_bound_us)
     )
-    lines = [
+    lines = [made.note] if made.note else []
+    lines.append(
         f"step {step:.3f} ms, plain DDP {baseline:.3f} ms, no plan below {least:.3f} ms; a rank sends "
         f"{prediction.bytes_per_rank / 1e6:.3f} MB, {prediction.extra_bytes_device / 1e6:.3f} MB of extra memory; "
         f"planned in {made.planning_ms:.0f} ms."
-    ]
+    )
     if any(part.choice.encodes for part in made.draft.parts):
         return lines
     compute = job.line.after[-1] / FS_PER_US / 1e3

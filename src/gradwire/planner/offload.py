@@ -12,6 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
+from gradwire.sim.native import TooLongError
 from gradwire.sim.replay import Program, Replayed, Replayer
 
 __all__ = ["Offload", "offload", "on_cpu"]
@@ -56,7 +57,26 @@ def offload(
         raise PlanError(
             f"most is {most}: at least one strategy must be tried, that of the plan as it is. Give 1 or more."
         )
-    return _Search(line, programs, moved, groups, skew, most).run()
+    by_group: dict[Hashable, list[int]] = {}
+    for tensor in sorted(moved):
+        by_group.setdefault(groups[tensor], []).append(tensor)
+    members = list(by_group.values())
+    exhaustive = math.prod(len(tensors) + 1 for tensors in members) <= most
+    if line.native is not None:
+        elsewhere = [moved.get(tensor) for tensor in range(len(programs))]
+        try:
+            found = line.native.offload(programs, elsewhere, members, skew, exhaustive)
+        except TooLongError:
+            pass  # Python's whole numbers have no end
+        else:
+            replayed = Replayed(found.step, [], found.begins, found.ends)
+            return Offload(tuple(sorted(_first(members, found.counts))), replayed, exhaustive, found.simulated)
+    return _Search(line, programs, moved, members, skew).run(exhaustive)
+
+
+def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> set[int]:
+    """So many tensors of each group, the first ones."""
+    return {tensor for tensors, count in zip(members, counts, strict=True) for tensor in tensors[:count]}
 
 
 class _Search:
@@ -65,29 +85,23 @@ class _Search:
         line: Replayer,
         programs: Sequence[Program],
         moved: Mapping[int, Program],
-        groups: Sequence[Hashable],
+        members: Sequence[Sequence[int]],
         skew: int,
-        most: int,
     ) -> None:
-        self.line, self.programs, self.moved, self.skew, self.most = line, programs, moved, skew, most
-        members: dict[Hashable, list[int]] = {}
-        for tensor in sorted(moved):
-            members.setdefault(groups[tensor], []).append(tensor)
-        self.members = list(members.values())
+        self.line, self.programs, self.moved, self.members, self.skew = line, programs, moved, members, skew
         self.releases = range(1, len(programs) + 1)
         self.simulated = 1
         start = line.run(programs, self.releases, skew)
         assert start is not None
         self.best, self.counts = start, [0] * len(self.members)
 
-    def run(self) -> Offload:
-        exhaustive = math.prod(len(tensors) + 1 for tensors in self.members) <= self.most
+    def run(self, exhaustive: bool) -> Offload:
         if exhaustive:
             for counts in product(*(range(len(tensors) + 1) for tensors in self.members)):
                 self._try(list(counts))
         else:
             self._descend()
-        return Offload(tuple(sorted(self._offloaded(self.counts))), self.best, exhaustive, self.simulated)
+        return Offload(tuple(sorted(_first(self.members, self.counts))), self.best, exhaustive, self.simulated)
 
     def _descend(self) -> None:
         improved = True
@@ -97,15 +111,12 @@ class _Search:
                 for count in range(len(tensors) + 1):
                     improved |= self._try([*self.counts[:group], count, *self.counts[group + 1 :]])
 
-    def _offloaded(self, counts: Sequence[int]) -> set[int]:
-        return {tensor for tensors, count in zip(self.members, counts, strict=True) for tensor in tensors[:count]}
-
     def _try(self, counts: list[int]) -> bool:
         """Take these counts if they make the step shorter; what is before the first tensor that differs is known."""
-        differs = self._offloaded(counts) ^ self._offloaded(self.counts)
+        offloaded = _first(self.members, counts)
+        differs = offloaded ^ _first(self.members, self.counts)
         if not differs:
             return False
-        offloaded = self._offloaded(counts)
         programs = [
             self.moved[tensor] if tensor in offloaded else program for tensor, program in enumerate(self.programs)
         ]

@@ -9,7 +9,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.drafts import Choice, Draft, Job, LightPlan, Part
 from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums
 
-__all__ = ["best_step_us", "brute_force", "pareto"]
+__all__ = ["best_step_us", "brute_force", "pareto", "partitions"]
 
 _MOST = 20
 """Tensors that `brute_force` takes: half a million partitions, some seconds."""
@@ -101,7 +101,7 @@ def best_step_us(job: Job, choices: Sequence[Choice]) -> float:
     In microseconds, by the simulator. For up to four tensors and few choices: the number of plans explodes.
     """
     best = math.inf
-    for buckets in _partitions(range(len(job.profile.tensors))):
+    for buckets in partitions(range(len(job.profile.tensors))):
         allowed = [[choice for choice in choices if job.may(bucket, choice)] for bucket in buckets]
         for chosen in product(*allowed):
             light = job.light(Draft(tuple(Part(*pair) for pair in zip(buckets, chosen, strict=True))))
@@ -111,13 +111,13 @@ def best_step_us(job: Job, choices: Sequence[Choice]) -> float:
     return best
 
 
-def _partitions(places: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+def partitions(places: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
     """Every way to put the places into buckets."""
     if not places:
         yield []
         return
     *before, last = places
-    for buckets in _partitions(before):
+    for buckets in partitions(before):
         yield [*buckets, (last,)]
         for index, bucket in enumerate(buckets):
             yield [*buckets[:index], *buckets[index + 1 :], (*bucket, last)]

@@ -16,7 +16,7 @@ import msgspec
 
 from gradwire.core.checks import changed, freeze, unique, whole, word
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.schedules import Backward, Schedule, as_schedule
+from gradwire.core.schedules import Backward, Pipelined, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
@@ -24,7 +24,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.rules import Where, as_rule, useless
 from gradwire.planner.schemes import SCHEMES, check_scheme, tasks_of
 
-__all__ = ["SCHEMES", "Policy", "Uniform", "executable"]
+__all__ = ["SCHEMES", "Policy", "Uniform", "launch_of"]
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
@@ -93,18 +93,19 @@ class Policy(Document, frozen=True, kw_only=True):
         """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
 
         Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. The
-        launch order is the order in which buckets become ready, both link tasks of a bucket one after the other.
+        launch order is the order in which buckets become ready, both link tasks of a bucket one after the other. In the
+        pipelined schedule all reduce phases come first, then the gather phases in the reverse order, in which forward needs
+        them; an indivisible option has no gather phase.
 
-        Raises PlanError if a rule matches nothing, if the scheme cannot carry a spec, or if the schedule is not
-        backward.
+        Raises PlanError if a rule matches nothing, or if the scheme cannot carry a spec.
         """
-        schedule = executable(self.schedule)
         if not tensors:
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         specs = self._assign(tensors)
         buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
-        launch = tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
+        schedule = as_schedule(self.schedule)
+        launch = launch_of(buckets, schedule)
         return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
@@ -155,7 +156,8 @@ class Policy(Document, frozen=True, kw_only=True):
         first = members[0]
         plain = isinstance(own[first.name], Identity)
         possible = own[first.name].schemes
-        scheme = self.scheme or possible[0]
+        divisible = isinstance(self.schedule, Pipelined) and "alltoall" in possible
+        scheme = self.scheme or ("alltoall" if divisible else possible[0])
         if scheme in SCHEMES and scheme not in possible:
             raise PlanError(
                 f"scheme is {scheme!r}, but tensor {first.name!r} has spec {own[first.name]!r}, which that scheme cannot carry. "
@@ -176,6 +178,19 @@ class Policy(Document, frozen=True, kw_only=True):
             chunk_bytes=self.chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),
         )
+
+
+def launch_of(buckets: Sequence[Bucket], schedule: Schedule) -> tuple[tuple[int, str], ...]:
+    """The launch order of buckets that become ready in this order; see `Policy.plan`."""
+    if not isinstance(schedule, Pipelined):
+        return tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
+    reduces: list[tuple[int, str]] = []
+    gathers: list[tuple[int, str]] = []
+    for index, bucket in enumerate(buckets):
+        border = len(bucket.link_tasks) - bucket.gathers
+        reduces += [(index, task) for task in bucket.link_tasks[:border]]
+        gathers = [*((index, task) for task in bucket.link_tasks[border:]), *gathers]
+    return (*reduces, *gathers)
 
 
 def Uniform(
@@ -202,13 +217,3 @@ def Uniform(
         chunk_bytes=chunk_bytes,
         residual_dtype=residual_dtype,
     )
-
-
-def executable(schedule: Schedule | str) -> Backward:
-    """The schedule itself, if this version executes it. Raises PlanError for the others."""
-    if not isinstance(schedule, Backward):
-        raise PlanError(
-            f"schedule is {schedule!r}: this version executes the backward schedule, and reads and writes the others. Use "
-            "schedule='backward'."
-        )
-    return schedule

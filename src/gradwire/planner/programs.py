@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.core.checks import DTYPE_BYTES
+from gradwire.core.costs import Points
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import Run
@@ -60,6 +61,14 @@ class _Move(NamedTuple):
     """Whether all decodes are added to it."""
 
 
+def _rising(points: Points) -> Points:
+    """What a codec takes at least for a size or any larger one: times that fall again count from where they are least."""
+    rising = list(points)
+    for index in reversed(range(len(points) - 1)):
+        rising[index] = (points[index][0], min(points[index][1], rising[index + 1][1]))
+    return tuple(rising)
+
+
 class Pricer:
     """Programs for one model on one cluster, by the prices and rules of a simulator."""
 
@@ -69,6 +78,7 @@ class Pricer:
         self._moves: dict[tuple[tuple[str, ...], int], tuple[_Move, ...]] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
         self._times: dict[tuple[Spec, str, bool, float], float] = {}
+        self._floor: dict[tuple[Spec, str, bool], Points] | None = None
 
     def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> Program:
         """Raises PlanError for what cannot be priced."""
@@ -92,6 +102,25 @@ class Pricer:
                     factors[move.payload] += beta * move.share
             found.add((latency, (factors[0], factors[1], factors[2])))
         return found
+
+    def sequence_us(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> float:
+        """What the tasks of a bucket take at least, one after the other, if the bucket has this size or a larger one."""
+        if self._floor is None:
+            self._floor = {
+                (codec.spec, codec.device, decodes): _rising(codec.decode if decodes else codec.encode)
+                for codec in self.codecs.costs.codecs
+                for decodes in (False, True)
+            }
+        free = self.rules.decode == "none"
+        us = 0.0
+        for move in self._moves_of(option, spec.rounds):
+            if move.payload >= 0:
+                held = size[move.payload] * move.share
+                us += max(alpha + beta * held for alpha, beta in move.lines)
+            elif move.share and not (free and move.decodes):
+                points = self._floor.get((spec, move.device, move.decodes))
+                us += move.calls * time_at(points, size.raw * move.share) / move.cuts if points else 0.0
+        return us
 
     def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> Program:
         tasks, busy, links, codecs = [], [0, 0, 0, 0], [], 0
@@ -144,9 +173,10 @@ class Pricer:
             if step.traffic is not None:
                 resource = INTRA if where == "intra" or cluster.nodes == 1 else INTER
                 held = step.share * step.parts
+                loads = (step.traffic.intra, step.traffic.inter)
                 lines = tuple(
                     (load.messages * link.alpha_us, load.factor * us_per_byte(link))
-                    for load, link in ((step.traffic.intra, cluster.intra), (step.traffic.inter, cluster.inter))
+                    for load, link in zip(loads, cluster.links_for(step.task), strict=True)
                 )
                 moves.append(_Move(resource, AWAITED, phase, step.payload, lines, False, "", 1, held, 1, False))
                 phase += 1

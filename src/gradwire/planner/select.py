@@ -19,13 +19,14 @@ and the one that was best for the last tensor of that size; a better one may be 
 many seconds where no single resource decides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA
+from gradwire.sim.native import TooLongError
 from gradwire.sim.replay import NEVER, Program, Replayed, Replayer, launch_key
 
 __all__ = ["Selection", "by_own_times", "select_options"]
@@ -82,7 +83,22 @@ def select_options(
     """
     if not tables or not tables[0]:
         raise PlanError("tables have 0 options: no tensor could be synchronised. Allow at least one option.")
+    if line.native is not None:
+        order = _order(range(len(tables)), sizes)
+        place = {size: index for index, size in enumerate(dict.fromkeys(sizes))}
+        try:
+            found = line.native.select(tables, [place[size] for size in sizes], order, skew, prune, looks)
+        except TooLongError:
+            pass  # Python's whole numbers have no end
+        else:
+            replayed = Replayed(found.step, [], found.begins, found.ends)
+            return Selection(tuple(found.chosen), replayed, found.candidates, found.simulated, found.ruled_out)
     return _Search(line, tables, sizes, skew, prune, looks).run()
+
+
+def _order(tensors: Iterable[int], sizes: Sequence[float]) -> list[int]:
+    """Of the visits: the largest first, of equal ones the latest."""
+    return sorted(tensors, key=lambda tensor: (-sizes[tensor], -tensor))
 
 
 def by_own_times(tables: Sequence[Sequence[Program]]) -> tuple[int, ...]:
@@ -128,7 +144,7 @@ class _Search:
     def run(self) -> Selection:
         left = set(range(len(self.tables)))
         ruled_out = self._rule_out(left)
-        for tensor in sorted(left, key=lambda tensor: (-self.sizes[tensor], -tensor)):
+        for tensor in _order(left, self.sizes):
             if tensor not in left:
                 continue
             left.remove(tensor)

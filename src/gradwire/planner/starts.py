@@ -2,24 +2,41 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
+from gradwire.errors import PlanError
 from gradwire.planner.cupcake import algorithm_1
+from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Job, Part
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.partition import FusionCosts, Strategy
 from gradwire.planner.policy import Policy
-from gradwire.planner.select import select_options
+from gradwire.planner.select import by_own_times, select_options
 from gradwire.planner.strawmen import close_after, close_before, even_split, layer_wise
 from gradwire.sim.replay import NEVER, Program
 
-__all__ = ["FUSIONS", "best_of", "bytecomp", "ddp", "drafts_to_start_from", "fused", "hipress", "sorted_parts"]
+__all__ = [
+    "FUSIONS",
+    "best_of",
+    "bytecomp",
+    "bytecomp_moved",
+    "ddp",
+    "drafts_to_start_from",
+    "fused",
+    "hipress",
+    "sorted_parts",
+]
 
 _MIB = 2**20
 FEW = 32
 """Tensors up to which ByteComp's selection is among the starts: it takes a simulation or more for each."""
+
+
+MOST = 1000
+"""Products of counts that the offload tries all; beyond it goes by coordinates. It keeps 200 tensors within 5 ms."""
 
 
 def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -122,38 +139,72 @@ def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
     return Draft(tuple(parts))
 
 
-def bytecomp(job: Job, looks: int | None = 1, most: int = 200) -> Draft:
+class Moved(NamedTuple):
+    """A draft after ByteComp's Algorithm 2."""
+
+    draft: Draft
+    way: str
+    """How it was searched what to offload, in words."""
+
+
+def bytecomp(job: Job, looks: int | None = None, most: int = MOST) -> Draft:
     """ByteComp's selection and offload, every tensor alone, with the first spec.
 
-    looks, most: see `select_options` and `offload`.
+    looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not.
     """
+    return bytecomp_moved(job, looks, most).draft
+
+
+def bytecomp_moved(job: Job, looks: int | None = None, most: int = MOST) -> Moved:
+    """As `bytecomp`, with what was done about CPUs."""
+    restrict = job.limits.restrict
     choices = list(job.plain)
     if job.specs:
         choices += [Choice(job.specs[0], option.tasks) for option in job.options if option.compresses]
+    exempt = [place for place in range(len(job.profile.tensors)) if job.is_exempt(place)]
+    if restrict == "all-compressed":
+        if exempt:
+            cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
+            raise PlanError(
+                f"restrict is 'all-compressed', and {len(exempt)} tensors must stay uncompressed. {numbered(cures)}"
+            )
+        choices = choices[len(job.plain) :] or choices
     tensors = job.profile.tensors
-    tables, parts_of = [], []
-    programs: dict[tuple[tuple[int, ...], str], list[Program]] = {}
+    by_size: dict[tuple[object, ...], list[Program]] = {}
+    tables = []
     for place, tensor in enumerate(tensors):
-        parts = [Part((place,), choice) for choice in choices]
-        parts_of.append(parts)
-        key = (tensor.shape, tensor.dtype)
-        if key not in programs:
-            allowed = parts[: len(job.plain)] if job.is_exempt(place) else parts
-            programs[key] = [job.program(part) for part in allowed]
-        tables.append(programs[key])
-    found = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks)
-    parts = [options[index] for options, index in zip(parts_of, found.chosen, strict=True)]
-    if job.offloads:
-        elsewhere = {
-            place: part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option)))
-            for place, part in enumerate(parts)
-            if part.choice.encodes
-        }
-        moved = {place: job.program(part) for place, part in elsewhere.items()}
-        groups = [(tensors[place].nbytes, part.choice) for place, part in enumerate(parts)]
-        taken = offload(job.line, [job.program(part) for part in parts], moved, groups, most=most)
-        parts = [elsewhere[place] if place in taken.tensors else part for place, part in enumerate(parts)]
-    return Draft(tuple(parts))
+        key = (tensor.shape, tensor.dtype, job.is_exempt(place))
+        if key not in by_size:
+            by_size[key] = job.programs((place,), choices[: len(job.plain)] if job.is_exempt(place) else choices)
+        tables.append(by_size[key])
+    if restrict == "myopic":
+        chosen = by_own_times(tables)
+    else:
+        chosen = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks).chosen
+    parts = [Part((place,), choices[index]) for place, index in enumerate(chosen)]
+    return _offloaded(job, Draft(tuple(parts)), most)
+
+
+def _offloaded(job: Job, draft: Draft, most: int) -> Moved:
+    if not job.offloads:
+        return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
+    parts = draft.parts
+    elsewhere = {
+        place: part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option)))
+        for place, part in enumerate(parts)
+        if part.choice.encodes
+    }
+    moved = {place: job.program(part) for place, part in elsewhere.items()}
+    groups = [(job.profile.tensors[place].nbytes, part.choice) for place, part in enumerate(parts)]
+    found = offload(job.line, [job.program(part) for part in parts], moved, groups, most=most)
+    taken = set(found.tensors)
+    way = (
+        "all products of counts" if found.exhaustive else "coordinate descent, group by group, which may miss the best"
+    )
+    return Moved(
+        draft._replace(parts=tuple(elsewhere[p] if p in taken else part for p, part in enumerate(parts))),
+        f"Offloaded to CPUs: {len(taken)} of {len(moved)} compressed tensors, searched by {way}; {found.simulated} steps.",
+    )
 
 
 def drafts_to_start_from(job: Job) -> Iterator[Draft]:
@@ -170,7 +221,7 @@ def drafts_to_start_from(job: Job) -> Iterator[Draft]:
     for choice in choices:
         yield fused(job, _optimal, choice)
     if len(job.profile.tensors) <= FEW:
-        yield bytecomp(job)
+        yield bytecomp(job, looks=1)
 
 
 def best_of(job: Job, drafts: Iterator[Draft]) -> Draft:

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gradwire.sim.events import COMPUTE, INTER, INTRA, LATE, POOL
+from gradwire.sim.native import TooLongError, native_line
 
 __all__ = ["NEVER", "Program", "Replayed", "Replayer", "launch_key"]
 
@@ -65,7 +66,7 @@ class Replayed(NamedTuple):
     step: int
     """Femtoseconds."""
     states: list[_State]
-    """One for each bucket."""
+    """One for each bucket; none if it was simulated in C++."""
     begins: list[int]
     """When each bucket's first exchange began."""
     ends: list[int]
@@ -90,12 +91,24 @@ class Replayer:
     """Simulates one model's steps.
 
     forward, gaps: femtoseconds of the forward, and between gradients in gradient-ready order. workers: of the CPU pool.
+    native: whether the C++ twin is used where it was built; its results are the same.
     """
 
-    def __init__(self, forward: int, gaps: Sequence[int], workers: int = 1) -> None:
+    def __init__(self, forward: int, gaps: Sequence[int], workers: int = 1, native: bool = True) -> None:
         self.workers = workers
         self.after = list(accumulate(gaps, initial=forward))
         """When each gradient would be ready if there were nothing but computation."""
+        self.native = native_line(self.after, workers) if native else None
+
+    def step(self, programs: Sequence[Program], releases: Sequence[int], skew: int, limit: int = NEVER) -> int | None:
+        """Femtoseconds of one step, or None if it takes longer than `limit`; arguments as of `run`."""
+        if self.native is not None:
+            try:
+                return self.native.step(programs, releases, skew, limit)
+            except TooLongError:
+                pass  # Python's whole numbers have no end
+        replayed = self.run(programs, releases, skew, limit)
+        return None if replayed is None else replayed.step
 
     def run(
         self,

@@ -103,12 +103,18 @@ class Simulator:
 
     def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
         self.profile, self.rules = profile, rules or Rules()
-        self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls)
+        launch_us = (cluster.launch_us or 0.0) if self.rules.lanes else 0.0
+        self.prices = Prices(
+            profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us
+        )
         self._one_link = INTRA if cluster.nodes == 1 else INTER
         tensors = profile.tensors
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
         forward = [_fs(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
+        self.optimizer = _fs(profile.optimizer_us or 0.0)
+        """Femtoseconds of the optimizer, which begins when an exchange is over: a step here begins with it."""
+        forward[0] += self.optimizer
         self._lengths = [*forward, *(_fs(tensor.backward_us) for tensor in tensors)]
 
     def step_us(self, plan: Planned) -> float:
@@ -123,14 +129,14 @@ class Simulator:
         """Simulate so many steps that their rhythm repeats; `record` keeps what every resource did."""
         layouts = self._layouts(plan)
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
-        overlaps = isinstance(plan.schedule, (Delayed, Pipelined))
-        lag = 2 if isinstance(plan.schedule, Delayed) else 1
+        overlaps = isinstance(plan.schedule, Pipelined) or _is_hidden(plan.schedule)
+        lag = 2 if _is_hidden(plan.schedule) else 1
         cycles = _FEWEST_CYCLES if overlaps else 1
         while True:
             steps = cycle * cycles
             done = run(works, steps, lag=lag, lanes=rules.lanes > 0, workers=rules.cpu_workers, record=record)
             if not overlaps:
-                return Outcome(layouts, done, 1, (0, max(done.computed[-1], done.exchanged[-1])), 1, True)
+                return Outcome(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True)
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
             # exchanges too: they may fall behind for many steps before the computation has to wait. The last one is not
             # like the others, as no further step runs beside it
@@ -171,7 +177,9 @@ class Simulator:
         releases: list[list[int]] = [[] for _ in range(2 * count)]
         for index, bucket in enumerate(plan.buckets):
             positions = [self._position[name] for name in bucket.tensors]
-            releases[count + max(positions)].append(index)
+            # without local update nothing is sent before the optimizer's step
+            at_end = isinstance(plan.schedule, Delayed) and not plan.schedule.local_update
+            releases[2 * count - 1 if at_end else count + max(positions)].append(index)
             if isinstance(plan.schedule, Pipelined):
                 for position in positions:
                     waits[count - 1 - position] = index
@@ -227,6 +235,11 @@ class Simulator:
 
 def _fs(us: float) -> int:
     return round(us * FS_PER_US)
+
+
+def _is_hidden(schedule: Schedule) -> bool:
+    """Whether whole exchanges run beside the next step."""
+    return isinstance(schedule, Delayed) and schedule.local_update
 
 
 def _segments(tasks: Sequence[Price]) -> list[list[int]]:

@@ -14,6 +14,7 @@ def as_table(timeline: Timeline) -> str:
         lines.append(f"{resource.name:<12} {_ms(resource.busy_us):>10} {share:>6.1f} % {_ms(resource.exposed_us):>11}")
     steps = timeline.steps
     parts = (
+        *([("optimizer", timeline.optimizer_us)] if timeline.optimizer_us else []),
         ("forward", timeline.forward_us),
         ("backward", timeline.backward_us),
         ("exposed communication", timeline.exposed_comm_us),

@@ -31,11 +31,12 @@ from gradwire.sim.simulator import FS_PER_US, Outcome, Simulator
 __all__ = ["Bubble", "Event", "Resource", "Timeline", "simulate"]
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One task of the timeline."""
 
     what: str
-    """forward, backward, or the word of a task: comp, decomp, allreduce, ..."""
+    """optimizer, forward, backward, or the word of a task: comp, decomp, allreduce, ..., or launch, what a lane does for an
+    exchange."""
     resource: str
     """compute, cpu pool, intra link or inter link."""
     start_us: float
@@ -44,23 +45,23 @@ class Event(msgspec.Struct, frozen=True):
     """-1 for computation."""
     chunk: int = -1
     index: int = -1
-    """Of the task in the bucket's option."""
+    """Of the task in the bucket's option, launches counted where there are any."""
     tensor: str = ""
     """The tensor, for computation."""
     step: int = 0
     """Of which step it is: 0 the one that the timeline begins with, -1 the one before, whose gathers may still run."""
 
 
-class Resource(msgspec.Struct, frozen=True):
+class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one resource spent the timeline."""
 
     name: str
     busy_us: float
     exposed_us: float
-    """Of that, without forward or backward running at the same time."""
+    """Of that, without the computation (optimizer, forward, backward) running at the same time."""
 
 
-class Bubble(msgspec.Struct, frozen=True):
+class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All links idle between the exchanges of two buckets: compressing what was sent before it gains nothing (D23)."""
 
     start_us: float
@@ -72,11 +73,13 @@ class Bubble(msgspec.Struct, frozen=True):
 class Timeline(Document, frozen=True, kw_only=True):
     """One step in the long run: `steps` of them in the `delayed` schedule, which makes a correction every k-th.
 
-    step = forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions (section 3; D21).
+    step = optimizer + forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions
+    (section 3; D21).
     """
 
     what: ClassVar[str] = "timeline"
     remedy: ClassVar[str] = "Simulate the plan again."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("optimizer_us",)
 
     version: int = 1
     schedule: str
@@ -88,6 +91,8 @@ class Timeline(Document, frozen=True, kw_only=True):
     steady: bool
     """Whether they repeated exactly; else the timeline shows the later half of the steps, and step_us is their mean."""
     step_us: float
+    optimizer_us: float = 0.0
+    """All optimizer steps of the timeline, where the profile has them."""
     forward_us: float
     """All forwards of the timeline, and so on."""
     backward_us: float
@@ -171,6 +176,7 @@ class _Reader:
             simulated_steps=outcome.steps,
             steady=outcome.steady,
             step_us=length / outcome.cycle / FS_PER_US,
+            optimizer_us=self.simulator.optimizer * outcome.cycle / FS_PER_US,
             forward_us=forward,
             backward_us=backward,
             exposed_comm_us=total(exposed_links) / FS_PER_US,
@@ -189,13 +195,13 @@ class _Reader:
         )
 
     def _resource(self, span: Span) -> tuple[str, bool]:
-        """Who did it, and whether it is a codec task."""
+        """Who did it, and whether it is the work of a rank for exchanges: a codec task, or a launch."""
         if span.row < 0:
             return "compute", False
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
         price = layout.labels[span.row][span.first].price
         resource = RESOURCES[layout.work.rows[span.row][span.first].resource]
-        return resource, price.task.partition(":")[0] in CODEC_TASKS
+        return resource, price.task.partition(":")[0] in (*CODEC_TASKS, "launch")
 
     def _shown(self, span: Span) -> bool:
         if span.row < 0:
@@ -213,8 +219,11 @@ class _Reader:
             return
         at, tensors = span.start, self.simulator.profile.tensors
         count = len(tensors)
+        if span.first == 0 and self.simulator.optimizer:
+            at += self.simulator.optimizer
+            yield Event("optimizer", resource, self._us(span.start), self._us(at), step=step)
         for part in range(span.first, span.until):
-            end = at + layout.work.lengths[part]
+            end = at + layout.work.lengths[part] - (0 if part else self.simulator.optimizer)
             forward = part < count
             if not forward or tensors[count - 1 - part].forward_us is not None:
                 name = tensors[count - 1 - part if forward else part - count].name
@@ -229,7 +238,7 @@ class _Reader:
         """Forward and backward of the timeline's steps."""
         lengths = self.outcome.layouts[0].work.lengths
         half = len(lengths) // 2
-        forward, backward = sum(lengths[:half]), sum(lengths[half:])
+        forward, backward = sum(lengths[:half]) - self.simulator.optimizer, sum(lengths[half:])
         return forward * self.outcome.cycle / FS_PER_US, backward * self.outcome.cycle / FS_PER_US
 
     def _bubbles(self, links: list[Interval], events: list[Event]) -> Iterator[Bubble]:

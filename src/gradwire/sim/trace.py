@@ -51,7 +51,7 @@ def _slice(name: str, start_us: float, end_us: float, row: int, arguments: dict[
 
 def _name(event: Event) -> str:
     if event.bucket < 0:
-        return f"{event.what} {event.tensor}"
+        return f"{event.what} {event.tensor}".rstrip()
     return f"{event.what} {event.bucket}" + f".{event.chunk}" * (event.chunk > 0)
 
 

@@ -1,0 +1,164 @@
+"""Mean steps of the delayed schedule beside equation 7 of CD-SGD, in the form of notes D46, with parts measured apart.
+
+    python -m benchmarks delayed [--job transformer] [--links 100mbit,500mbit,1000mbit] [--turns 2]
+
+Takes ten minutes. Needs network namespaces. All parts are measured in the same run, in turns with the schedules: compute (a step
+that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the CPU time of both. Means are
+over whole periods: of a turn's 22 steps the first, which waits for nothing, and the last, which waits twice, are left out.
+Writes benchmarks/results/delayed.json and a table into docs/schedules.md. 1 if a mean step is not within 10 % of the equation,
+k=None at 500 Mb/s not within 10 % of attainable, or k=5 with 8-bit corrections there not faster than the backward schedule.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, write, write_between
+from gradwire.bench.names import WRONG_PREFIX
+from gradwire.sim.closed_forms import cd_sgd_mean_us
+
+PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+BEGIN, END = "<!-- delayed: made by `python -m benchmarks delayed` -->", "<!-- end of delayed -->"
+PERIOD = 20
+"""Steps of a turn that count: whole periods of each k."""
+TURN = PERIOD + 2
+WARMUP_STEPS = 4
+CORRECTED = (2, 5, 20)
+WITHIN = 1.10
+PROMISED = "500mbit"
+"""The link for which k=None, and k=5 with 8-bit corrections, are promised something."""
+BACKWARD = "gradwire:qsgd4"
+NEVER, EIGHT_BITS = "qsgd4@delayednone", "+qsgd8"
+COMPUTE = f"{WRONG_PREFIX}compute-only:{NEVER}"
+USUAL = f"{WRONG_PREFIX}exchange-only:{NEVER}"
+CORRECTIONS = {words: f"{WRONG_PREFIX}exchange-only:qsgd4@delayed1{words}" for words in ("", EIGHT_BITS)}
+SCHEDULES: dict[str, tuple[int | None, str]] = {
+    **{f"gradwire:qsgd4@delayed{k}{words}": (k, words) for words in CORRECTIONS for k in CORRECTED},
+    f"gradwire:{NEVER}": (None, ""),
+}
+"""Methods, each with its k and the spec of its corrections."""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, write the results and the table, and say what is not as promised."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks delayed")
+    parser.add_argument("--job", default="transformer")
+    parser.add_argument("--links", default="100mbit,500mbit,1000mbit")
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args(arguments)
+    methods = ["floor", COMPUTE, USUAL, *CORRECTIONS.values(), BACKWARD, *SCHEDULES]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "bench.json"
+        command = [sys.executable, "-m", "gradwire", "bench", "--jobs", options.job, "--links", options.links]
+        command += ["--methods", ",".join(methods), "--alone-steps", "0", "--warmup", str(WARMUP_STEPS)]
+        command += ["--turn", str(TURN), "--steps", str(TURN * options.turns), "--json", str(result)]
+        failed = subprocess.run(command).returncode
+        if failed or not result.exists():
+            return failed or 1
+        bench = json.loads(result.read_text())
+    found = {link: of_link(bench, link) for link in dict.fromkeys(cell["link"] for cell in bench["cells"])}
+    lines = table(found)
+    print("\n".join(lines))
+    facts = {name: bench[name] for name in ("torch", "cores", "network", "nodes", "steps", "turn_steps")}
+    write(RESULTS / "delayed.json", facts | {"job": options.job, "links": found})
+    write_between(PAGE, BEGIN, END, lines)
+    wrong = verdict(found)
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+def of_link(bench: dict[str, Any], link: str) -> dict[str, Any]:
+    """The parts of equation 7 on a link, and by method the measured mean step and the equation's, in microseconds."""
+    cells = {cell["method"]: cell for cell in bench["cells"] if cell["link"] == link}
+    parts = {
+        "floor_us": cells["floor"]["step"]["median_us"],
+        "compute_us": mean_us(cells[COMPUTE], bench["warmup_steps"]),
+        "usual_exchange_us": cells[USUAL]["step"]["median_us"],
+        "usual_cpu_us": cells[USUAL]["cpu_us"],
+        "usual_codec_us": cells[USUAL]["codec_us"],
+    }
+    for words, method in CORRECTIONS.items():
+        parts[f"correction{words}_us"] = cells[method]["step"]["median_us"]
+        parts[f"correction{words}_cpu_us"] = cells[method]["cpu_us"]
+    steps = {
+        method: {"mean_us": mean_us(cells[method], bench["warmup_steps"]), "equation_us": equation_us(parts, k, words)}
+        for method, (k, words) in SCHEDULES.items()
+    }
+    return {
+        "parts": parts,
+        "steps": steps,
+        "backward_us": mean_us(cells[BACKWARD], bench["warmup_steps"]),
+        "attainable_us": cells[f"gradwire:{NEVER}"]["attainable_us"],
+    }
+
+
+def mean_us(cell: dict[str, Any], warmup_steps: int) -> float:
+    """The mean of the steps inside each turn, whole periods of each k."""
+    counted = cell["step_us"][warmup_steps:]
+    inside = [us for turn in range(0, len(counted), TURN) for us in counted[turn + 1 : turn + 1 + PERIOD]]
+    return statistics.fmean(inside)
+
+
+def equation_us(parts: dict[str, float], k: int | None, corrections: str) -> float:
+    """Equation 7 in the form of notes D46. What an exchange takes of the compute cores, codec and packets, is added to compute,
+    in corrections too."""
+    on_compute = min(parts["usual_cpu_us"], parts["usual_exchange_us"])
+    correction_us = max(
+        parts[f"correction{corrections}_us"], parts["compute_us"] + parts[f"correction{corrections}_cpu_us"]
+    )
+    compressed_us = parts["usual_exchange_us"] - on_compute
+    return cd_sgd_mean_us(k, parts["compute_us"], correction_us, on_compute, compressed_us, on_compute)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Markdown: what was measured of the parts, and each schedule's step beside the equation's."""
+
+    def row(name: str, values: list[str]) -> str:
+        return f"| {' | '.join([name, *values])} |"
+
+    def part(name: str) -> list[str]:
+        return [f"{of['parts'][name] / 1e3:.1f}" for of in found.values()]
+
+    names = {
+        "compute without the schedule": "floor_us",
+        "compute (τ)": "compute_us",
+        "4-bit exchange alone (δ + ψ)": "usual_exchange_us",
+        "CPU time of it (δ_c)": "usual_cpu_us",
+        "codec in it": "usual_codec_us",
+        "correction alone (φ)": "correction_us",
+        "8-bit correction alone": f"correction{EIGHT_BITS}_us",
+    }
+    lines = [row("milliseconds", list(found)), row("---", ["---"] * len(found))]
+    lines += [row(words, part(name)) for words, name in names.items()]
+    lines.append(row("`backward` schedule, 4 bits", [f"{of['backward_us'] / 1e3:.1f}" for of in found.values()]))
+    for method, (k, corrections) in SCHEDULES.items():
+        values = []
+        for of in found.values():
+            mean, equation = (of["steps"][method][name] / 1e3 for name in ("mean_us", "equation_us"))
+            values.append(f"{mean:.1f} / {equation:.1f} = {mean / equation:.2f}")
+        lines.append(row(f"k={k}{', 8-bit corrections' if corrections else ''}: measured / equation 7", values))
+    return lines
+
+
+def verdict(found: dict[str, Any]) -> list[str]:
+    """One line for everything that is not as promised."""
+    wrong = []
+    for link, of in found.items():
+        for method, step in of["steps"].items():
+            ratio = step["mean_us"] / step["equation_us"]
+            if not 1 / WITHIN <= ratio <= WITHIN:
+                wrong.append(f"{link}, {method}: the mean step is {ratio:.2f} times that of equation 7")
+    if PROMISED in found:
+        of = found[PROMISED]
+        never = of["steps"][f"gradwire:{NEVER}"]["mean_us"] / of["attainable_us"]
+        if never > WITHIN:
+            wrong.append(f"{PROMISED}: k=None takes {never:.2f} times what is attainable")
+        five = of["steps"][f"gradwire:qsgd4@delayed5{EIGHT_BITS}"]["mean_us"] / of["backward_us"]
+        if five >= 1:
+            wrong.append(f"{PROMISED}: k=5 with 8-bit corrections takes {five:.2f} times the backward schedule's step")
+    return wrong

@@ -1,0 +1,168 @@
+"""Every scheme, flat and hierarchical, beside the model's prediction; and what a quantised sum loses by each: docs/schemes.md.
+
+    python -m benchmarks schemes [--links 100mbit 200mbit 500mbit]
+
+Runs `gradwire bench --what options` over each link on 2 nodes of 2 ranks, about fifteen minutes in all. Needs network
+namespaces; without them only the errors are measured, and the page is left as it is.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.common import RESULTS, write
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.runner import emulation_problem
+from gradwire.bench.schemes import SCHEMES, SchemesRun
+from gradwire.bench.schemes_runner import SIZES, median_us, run_schemes, size_name, verdict
+from gradwire.core.files import write_whole
+from gradwire.core.specs import QSGD
+
+PAGE = Path(__file__).parent.parent / "docs" / "schemes.md"
+TESTS = Path(__file__).parent.parent / "tests"
+FULL = "200mbit"
+"""The link over which the largest buckets are measured too."""
+WORLDS = (2, 4, 8)
+ERRORS = {
+    "all-to-all, all-gather (SRA)": "comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu",
+    "ring": "comp:cpu reducescatter:inter allgather:inter decomp:cpu",
+    "tree": "comp:cpu reduce:inter broadcast:inter decomp:cpu",
+    "all-gather of payloads": "comp:cpu allgather:inter decomp:cpu",
+}
+DESIGN = ((0.205, 0.219, 0.228), (0.205, 0.264, 0.361), (0.204, 0.235, 0.264), (0.166, 0.166, 0.166))
+ELEMENTS, SEEDS = 50_003, 5
+
+HEAD = """# Schemes: which way is fastest
+
+Made by `python -m benchmarks schemes`; do not edit. One bucket of float32 on an emulated cluster of 2 nodes of 2 ranks,
+{made}. A cell is the median time from the bucket being ready to its mean being on all ranks, in milliseconds, and in
+brackets what the alpha-beta model predicts. The model's links and its codec times come from the profiler before, as in
+`gradwire profile`: exchanges inside nodes and between them, all-reduces, encodes and decodes, each by itself; and with buckets
+of 16 KB what every bucket takes beside them. The fastest
+of a column is bold. Flat: all ranks are one group. Hierarchical: gradients are added inside each node first.
+
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, write benchmarks/results/schemes-LINK.json and the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks schemes")
+    parser.add_argument("--links", nargs="+", default=["100mbit", "200mbit", "500mbit"])
+    parser.add_argument("--again", action="store_true", help="measure links that have results already, too")
+    options = parser.parse_args(arguments)
+    errors = reduction_errors()
+    write(RESULTS / "schemes-errors.json", {"elements": ELEMENTS, "seeds": SEEDS, "worlds": WORLDS, "errors": errors})
+    if problem := emulation_problem():
+        print(f"schemes: not measured, {problem}")
+        return 0
+    runs = []
+    for link in options.links:
+        path = RESULTS / f"schemes-{link}.json"
+        if options.again or not path.exists():
+            sizes = SIZES if link == FULL else SIZES[:-1]
+            run_schemes(link, 2, 2, None, ProgressView(Console(stderr=True)), sizes).save(path)
+        runs.append(SchemesRun.load(path))
+    write_whole(PAGE, page(runs, errors))
+    print(f"written to {PAGE}")
+    return 0
+
+
+def reduction_errors() -> dict[str, list[float]]:
+    """Relative error of the mean of normal numbers at 4 bits, blocks of 128, by scheme, for each of `WORLDS`."""
+    sys.path.insert(0, str(TESTS))
+    import torch
+    from options import Ranks, gradients, plan_for
+
+    from gradwire.collectives import Grid
+
+    found: dict[str, list[float]] = {}
+    for name, tasks in ERRORS.items():
+        for world_size in WORLDS:
+            offs = []
+            for step in range(SEEDS):
+                grid = [Grid.even(1, world_size, rank) for rank in range(world_size)]
+                ranks = Ranks(plan_for(tasks.split(), QSGD(bits=4), (ELEMENTS,)), grid, (ELEMENTS,))
+                given = [gradients(rank, step, (ELEMENTS,)) for rank in range(world_size)]
+                ranks.step(step, given)
+                true = torch.stack([torch.cat(own).double() for own in given]).mean(0)
+                offs.append(float((ranks.results()[0].double() - true).norm() / true.norm()))
+            found.setdefault(name, []).append(statistics.mean(offs))
+    return found
+
+
+def page(runs: list[SchemesRun], errors: dict[str, list[float]]) -> str:
+    """The page, from results."""
+    parts = [HEAD.format(made=runs[0].made.date[:10])]
+    for measured in runs:
+        parts += _link(measured)
+    parts.append(_errors(errors))
+    return "\n".join(parts)
+
+
+def _link(run: SchemesRun) -> Iterator[str]:
+    sizes = sorted({exchange.nbytes for exchange in run.measured.exchanges})
+    best = {size: min(median_us(e) for e in run.measured.exchanges if e.nbytes == size) for size in sizes}
+    yield f"## {run.link} between nodes\n"
+    yield "| scheme | | " + " | ".join(map(size_name, sizes)) + " |"
+    yield "|---|---|" + "---:|" * len(sizes)
+    for scheme in SCHEMES:
+        for hierarchical in (False, True)[: 1 + bool(scheme.hierarchical)]:
+            cells = []
+            for size in sizes:
+                key = (scheme.name, hierarchical, size)
+                exchange = next(e for e in run.measured.exchanges if (e.scheme, e.hierarchical, e.nbytes) == key)
+                measured, predicted = median_us(exchange), run.measured.predicted_us(exchange)
+                text = f"{measured / 1e3:.4g} ({predicted / 1e3:.4g})"
+                cells.append(f"**{text}**" if measured == best[size] else text)
+            name = "" if hierarchical else scheme.name
+            yield f"| {name} | {'hierarchical' if hierarchical else 'flat'} | {' | '.join(cells)} |"
+    intra, inter = run.measured.cluster.intra, run.measured.cluster.inter
+    yield (
+        f"\n{verdict(run)} Fits: inside a node {intra.alpha_us:.0f} us and {intra.gbps:.2f} Gb/s, between nodes "
+        f"{inter.alpha_us:.0f} us and {inter.gbps:.3f} Gb/s; every bucket {run.measured.start_us:.0f} us.\n"
+    )
+    yield "4 bits by all-to-all and all-gather, hierarchical beside flat: " + _gains(run, sizes) + "\n"
+
+
+def _gains(run: SchemesRun, sizes: list[int]) -> str:
+    """Times and bytes of CGX's scheme."""
+    found = {
+        (e.hierarchical, e.nbytes): e for e in run.measured.exchanges if e.scheme == "4 bits: all-to-all, all-gather"
+    }
+    gains = ", ".join(
+        f"{median_us(found[False, size]) / median_us(found[True, size]):.2f} times as fast at {size_name(size)}"
+        for size in sizes
+    )
+    largest = sizes[-1]
+    means, counted = (
+        getattr(found[True, largest], field) / getattr(found[False, largest], field)
+        for field in ("inter_bytes", "counted_bytes")
+    )
+    return f"{gains}; {means:.3f} of the bytes between nodes ({counted:.3f} as the interface counts them)."
+
+
+def _errors(errors: dict[str, list[float]]) -> str:
+    lines = [
+        "## What a quantised sum loses\n",
+        f"Relative error of the mean at 4 bits, blocks of 128 and their maximum, of {ELEMENTS:,} normal numbers, mean of {SEEDS} "
+        "runs; in brackets what the design measured before.\n",
+        "| scheme | " + " | ".join(f"{world_size} ranks" for world_size in WORLDS) + " |",
+        "|---|" + "---:|" * len(WORLDS),
+    ]
+    for (name, found), known in zip(errors.items(), DESIGN, strict=True):
+        cells = " | ".join(f"{off:.3f} ({before:.3f})" for off, before in zip(found, known, strict=True))
+        lines.append(f"| {name} | {cells} |")
+    lines.append(
+        "\nWhere payloads are added and encoded again, two phases lose least: one encode of each gradient and one of the sum, "
+        "whatever the number of ranks. Ring and tree encode partial sums again at every hop.\n"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(json.dumps(reduction_errors(), indent=1))

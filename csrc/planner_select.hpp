@@ -1,0 +1,242 @@
+// ByteComp's two algorithms on whole timelines: the same as src/gradwire/planner/select.py and offload.py, with the same result.
+#pragma once
+
+#include <numeric>
+#include <tuple>
+
+#include "planner_timeline.hpp"
+
+namespace gradwire_planner {
+
+constexpr int kOvertaken = 4;  // of so many last tensors, some exchange may be launched behind the last tensor's
+
+// A plan in which every tensor is alone, its timeline, and its states for going on from any tensor.
+struct Alone {
+  Buckets buckets;
+  Step step;
+  std::vector<State> states;
+  Time best = 0;
+  std::int64_t simulated = 0;
+
+  Alone(const Line& line, int tensors, int skew) : buckets(one_by_one(tensors), skew), step(line) {}
+
+  static std::vector<int> one_by_one(int tensors) {
+    std::vector<int> releases(tensors);
+    std::iota(releases.begin(), releases.end(), 1);
+    return releases;
+  }
+
+  int count() const { return buckets.count(); }
+
+  // From where a change of this tensor can matter.
+  int first_of(int tensor) const { return std::max(0, tensor - kMostPhases * buckets.skew); }
+
+  // The step with the programs as they are, if it is no longer than `limit`, else -1. Those before `changed` are the recorded ones.
+  // known: nullptr if nothing was recorded.
+  Time try_it(Time limit, int changed, const Known* known) {
+    simulated++;
+    return step.run<false>(buckets, limit, states, first_of(changed), known) ? step.length : -1;
+  }
+
+  void record(int changed) {
+    step.run<true>(buckets, kNever, states, first_of(changed));
+    best = step.length;
+  }
+
+  // When the last bubble began, -1 if there is none: no bucket's exchange was open then, and one begins later.
+  Time last_bubble() const {
+    std::vector<std::pair<Time, Time>> exchanges;
+    for (int tensor = 0; tensor < count(); tensor++) exchanges.push_back({step.begins[tensor], step.ends[tensor]});
+    std::sort(exchanges.begin(), exchanges.end());
+    Time bubble = -1, until = kNever;
+    for (const auto& [begin, end] : exchanges) {
+      if (begin > until) bubble = until;
+      until = until == kNever ? end : std::max(end, until);
+    }
+    return bubble;
+  }
+};
+
+struct Row {  // what the bounds need to know of a compressed option
+  Time first_encode;
+  int option;
+  const Program* program;
+};
+
+inline Time first_encode_of(const Program& program) {
+  return program.tasks[0].resource == COMPUTE ? program.tasks[0].length : 0;
+}
+
+class Selection {
+ public:
+  // tables: programs by tensor, then option. sizes: by tensor, whole numbers that are equal where sizes are.
+  Selection(const Line& line, std::vector<std::vector<const Program*>> tables, std::vector<int> sizes, int skew,
+            bool prune, int looks)
+      : alone_(line, static_cast<int>(tables.size()), skew), line_(line), tables_(std::move(tables)),
+        sizes_(std::move(sizes)), prune_(prune), looks_(looks), left_(tables_.size(), true) {
+    int most = 0;
+    for (int size : sizes_) most = std::max(most, size);
+    winners_.assign(most + 1, -1);
+  }
+
+  // order: tensors in the order of their visits.
+  void run(const std::vector<int>& order) {
+    start();
+    rule_out();
+    for (int tensor : order) {
+      if (!left_[tensor]) continue;
+      left_[tensor] = false;
+      if (decide(tensor)) rule_out();
+    }
+  }
+
+  const Alone& alone() const { return alone_; }
+  std::vector<int> chosen;
+  std::int64_t candidates = 0, ruled_out = 0;
+
+ private:
+  Alone alone_;
+  const Line& line_;
+  std::vector<std::vector<const Program*>> tables_;
+  std::vector<int> sizes_;
+  bool prune_;
+  int looks_;
+  std::vector<bool> left_;
+  std::vector<int> winners_;  // by size
+
+  // All tensors with the one uncompressed option that is best for all.
+  void start() {
+    const int tensors = alone_.count(), options = static_cast<int>(tables_[0].size());
+    std::vector<int> plain;
+    for (int option = 0; option < options; option++)
+      if (!tables_[0][option]->codecs) plain.push_back(option);
+    if (plain.empty())
+      for (int option = 0; option < options; option++) plain.push_back(option);
+    Time best = kNever;
+    int found = -1;
+    for (int option : plain) {
+      for (int tensor = 0; tensor < tensors; tensor++) alone_.buckets.set(tensor, tables_[tensor][option]);
+      const Time step = alone_.try_it(kNever, 0, nullptr);
+      if (found < 0 || step < best) best = step, found = option;
+    }
+    for (int tensor = 0; tensor < tensors; tensor++) alone_.buckets.set(tensor, tables_[tensor][found]);
+    chosen.assign(tensors, found);
+    alone_.record(0);
+  }
+
+  void rule_out() {
+    const Time bubble = alone_.last_bubble();
+    for (int tensor = 0; tensor < alone_.count(); tensor++) {
+      if (left_[tensor] && alone_.step.ends[tensor] <= bubble && !alone_.buckets.at(tensor)->codecs) {
+        left_[tensor] = false;
+        ruled_out++;
+      }
+    }
+  }
+
+  bool decide(int tensor) {
+    Time below = alone_.best;
+    int codecs = 0;
+    const Row* found = nullptr;
+    candidates += static_cast<std::int64_t>(tables_[tensor].size());
+    const Program* now = alone_.buckets.at(tensor);
+    std::vector<std::tuple<Time, int, int, Row>> promising = bounds(tensor);
+    const auto by_bound = [](const auto& a, const auto& b) {
+      return std::tie(std::get<0>(a), std::get<1>(a), std::get<2>(a)) < std::tie(std::get<0>(b), std::get<1>(b), std::get<2>(b));
+    };
+    std::sort(promising.begin(), promising.end(), by_bound);
+    Known known = {alone_.best, tensor + 1, {0, 0, 0, 0}, {-1, -1, -1, -1}};
+    if (tensor < alone_.count() - kOvertaken) set_tails(known, *alone_.buckets.at(alone_.count() - 1));
+    int looked_at = 0;
+    for (const auto& [bound, row_codecs, option, row] : promising) {
+      // the option that was best for the last tensor of this size is looked at in any case
+      if (looks_ >= 0 && looked_at++ >= looks_ && option != winners_[sizes_[tensor]]) continue;
+      // equal steps count only with fewer codec tasks
+      const Time limit = found && row_codecs < codecs ? below : below - 1;
+      if (prune_ && bound > limit) continue;
+      alone_.buckets.set(tensor, row.program);
+      if (tensor == alone_.count() - 1) set_tails(known, *row.program);
+      const Time step = alone_.try_it(prune_ ? limit : kNever, tensor, &known);
+      if (step >= 0 && step <= limit) below = step, codecs = row_codecs, found = &row;
+    }
+    alone_.buckets.set(tensor, found ? found->program : now);
+    if (!found) return false;
+    chosen[tensor] = winners_[sizes_[tensor]] = found->option;
+    alone_.record(tensor);
+    return true;
+  }
+
+  // If the last tensor has this program.
+  void set_tails(Known& known, const Program& last) const {
+    for (const int link : {INTRA, INTER}) {
+      const auto has_link = [&](const Task& task) { return task.resource == link; };
+      const auto first = std::find_if(last.tasks.begin(), last.tasks.end(), has_link);
+      known.tail[link] = tail(last, link);
+      const bool found = first != last.tasks.end();
+      known.tail_from[link] = found ? launch_key(alone_.count() - 1, first->phase, alone_.buckets.skew) : -1;
+    }
+  }
+
+  // (lower bound of the step, codec tasks, index, row) of compressed options that might shorten the step.
+  std::vector<std::tuple<Time, int, int, Row>> bounds(int tensor) const {
+    const Buckets& programs = alone_.buckets;
+    const int count = alone_.count();
+    const Program& now = *programs.at(tensor);
+    const Time encode = first_encode_of(now);
+    std::vector<Time> encoded(count);  // when each tensor's first encode is over, at least
+    Time encodes = 0, chain_later = 0, compute = line_.after.back() + programs.busy()[COMPUTE] - now.busy[COMPUTE];
+    for (int t = 0; t < count; t++) {
+      encodes += first_encode_of(*programs.at(t));
+      encoded[t] = line_.after[t + 1] + encodes;
+      if (t > tensor) chain_later = std::max(chain_later, encoded[t] + programs.at(t)->chain - first_encode_of(*programs.at(t)));
+    }
+    const bool last = tensor == count - 1, own_tail = !last && tensor >= count - kOvertaken;
+    struct OnLink {
+      Time before = 0, own = 0, later = 0, tail = 0;  // what the link alone makes of the step, from which tensors on
+    } on[RESOURCES];
+    for (const int link : {INTRA, INTER}) {
+      Time still = 0;
+      for (int t = count - 1; t >= 0; t--) {
+        still += programs.at(t)->busy[link];
+        Time& end = t > tensor ? on[link].later : t == tensor ? on[link].own : on[link].before;
+        end = std::max(end, encoded[t] + still);
+      }
+      on[link].tail = own_tail || last ? 0 : tail(*programs.at(count - 1), link);
+    }
+    std::vector<std::tuple<Time, int, int, Row>> found;
+    for (int option = 0; option < static_cast<int>(tables_[tensor].size()); option++) {
+      const Program& program = *tables_[tensor][option];
+      if (!program.codecs || option == chosen[tensor]) continue;
+      const Time more_encode = first_encode_of(program) - encode;
+      Time bound = std::max(encoded[tensor] - encode + program.chain, chain_later + more_encode);
+      bound = std::max(bound, compute + program.busy[COMPUTE]);
+      for (const int link : {INTRA, INTER}) {
+        const Time more = program.busy[link] - now.busy[link];
+        const Time behind = last ? tail(program, link) : on[link].tail;
+        bound = std::max(bound, behind + std::max({on[link].before + more, on[link].own + more + more_encode,
+                                                   on[link].later + more_encode}));
+      }
+      if (bound < alone_.best || !prune_)
+        found.push_back({bound, program.codecs, option, Row{first_encode_of(program), option, &program}});
+    }
+    return found;
+  }
+
+  // In which a link does not work, at least, after the last tensor's first exchange on it, if it has this program.
+  Time tail(const Program& program, int link) const {
+    int first = 0, tasks = static_cast<int>(program.tasks.size());
+    while (first < tasks && program.tasks[first].resource != link) first++;
+    if (first == tasks) return 0;
+    const int count = alone_.count(), skew = alone_.buckets.skew;
+    const Key key = launch_key(count - 1, program.tasks[first].phase, skew);
+    Time behind = 0, beside = 0;
+    for (int tensor = std::max(0, count - kOvertaken); tensor < count - 1; tensor++)
+      for (const Task& task : alone_.buckets.at(tensor)->tasks)
+        if (task.resource == link && launch_key(tensor, task.phase, skew) > key) behind += task.length;
+    for (int at = first; at < tasks; at++)
+      if (program.tasks[at].resource != link) beside += program.tasks[at].length;
+    return std::max(Time{0}, beside - behind);
+  }
+};
+
+}  // namespace gradwire_planner

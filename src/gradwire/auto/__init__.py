@@ -1,0 +1,1 @@
+"""Decides what a handle runs: measures the live job, tries plans on it, keeps the fastest, and looks again when times change."""

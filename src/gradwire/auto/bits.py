@@ -1,0 +1,263 @@
+"""Bits by tensor on a live job: errors are measured on the gradients themselves, and rank 0 assigns bits by them.
+
+In one step of each period every rank encodes and decodes each of its own gradients with every number of bits, as they come and
+before they are sent. Squared errors are added over ranks. The new plan has the buckets of the old one, with other bits by tensor,
+so what is remembered stays where it was; buckets are made anew only where tensors get blocks of several sizes.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from gradwire.auto.decision import say
+from gradwire.auto.live import Live
+from gradwire.compressors import Context, compressor_for
+from gradwire.core.plan import Plan
+from gradwire.core.specs import QSGD, Run
+from gradwire.core.tensors import TensorInfo
+from gradwire.engine.handle import Handle
+from gradwire.engine.hooks import GradientHooks
+from gradwire.errors import PlanError
+from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.planner.adaptive import AdaptiveBits
+from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
+from gradwire.planner.policy import Policy
+from gradwire.record.run import Decision
+
+__all__ = ["UNIFORM", "WIDTHS", "Assigned", "Bits", "assign", "measured", "sensitivities", "with_bits"]
+
+WIDTHS = tuple(range(2, 9))
+UNIFORM = WIDTHS.index(4)
+"""Place in `ways_of` of the 4 bits that the error allowed is measured by."""
+_FIRST = 10
+"""The step whose gradients are measured first: the very first ones are like no others."""
+_TOP = 0.01
+"""Part of a gradient's values that count as its top ones."""
+_RULES: Mapping[str, Callable[[Sequence[Sensitivity], float], Assignment]] = {
+    "exact": exact,
+    "kmeans": kmeans,
+    "linear": linear,
+}
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Bits by tensor from a step on."""
+
+    step: int
+    rule: str
+    bits: Mapping[str, int]
+    blocks: Mapping[str, int]
+    """Elements that share one scale."""
+    nbytes: int
+    """Payload of these tensors, encoded once."""
+    uniform_nbytes: int
+    """The same with 4 bits for all."""
+    error: float
+    """Over that of 4 bits for all, as square roots of summed squared errors of all ranks' gradients."""
+    proven: bool
+    """Whether fewer bytes would break the budget."""
+    measured_us: float
+    """What measuring took of the step, on rank 0."""
+    chosen_us: float
+    """What the choice took, on rank 0."""
+
+    def __str__(self) -> str:
+        counts = {width: list(self.bits.values()).count(width) for width in WIDTHS}
+        widths = ", ".join(f"{count} of {width}" for width, count in counts.items() if count)
+        if len(sizes := sorted(set(self.blocks.values()))) > 1:
+            widths += f", in blocks of {', '.join(map(str, sizes))}"
+        size = self.nbytes / max(1, self.uniform_nbytes)
+        return (
+            f"bits by tensor from step {self.step}: {widths}; {size:.2f} of the bytes of 4 bits for all at {self.error:.2f} "
+            f"times their error. Measured in {self.measured_us / 1e3:.1f} ms, chosen in {self.chosen_us / 1e3:.1f} ms."
+        )
+
+
+class Errors:
+    """What each number of bits loses of each gradient, in the steps of its life: rows of `measured`."""
+
+    def __init__(
+        self,
+        adaptive: AdaptiveBits,
+        parameters: Mapping[str, torch.nn.Parameter],
+        names: set[str],
+        step: int,
+        rank: int,
+    ) -> None:
+        self.rows: dict[str, list[float]] = {}
+        self.us = 0.0
+        self._adaptive, self._names, self._step, self._rank = adaptive, list(parameters), step, rank
+        self._wanted = names
+        self._hooks = GradientHooks(self, Errors._came, None, parameters.values())
+
+    def _came(self, index: int, parameter: torch.nn.Parameter) -> None:
+        name, gradient = self._names[index], parameter.grad
+        if name not in self._wanted or gradient is None or gradient.is_sparse:
+            return
+        began = time.perf_counter()
+        with torch.no_grad():
+            self.rows[name] = measured(self._adaptive, name, gradient.detach().reshape(-1), self._step, self._rank)
+        self.us += 1e6 * (time.perf_counter() - began)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+
+def ways_of(adaptive: AdaptiveBits) -> tuple[QSGD, ...]:
+    """The specs among which each tensor's is chosen."""
+    return adaptive.ways(WIDTHS)
+
+
+def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
+    """Of one rank's gradient, flat: the squared error in each of `ways_of`, its squared norm and that of its top values."""
+    device, numel, found = gradient.device, gradient.numel(), []
+    context = Context(torch.tensor([0, step, 0, rank], device=device))
+    decoded = torch.empty(numel, dtype=torch.float32, device=device)
+    for spec in ways_of(adaptive):
+        compressor = compressor_for(spec)
+        segments = Segments((Segment(0, numel, tensor_key(name), 0, spec.bits),), device)
+        payload = torch.empty(compressor.payload_bytes(segments, gradient.dtype), dtype=torch.uint8, device=device)
+        compressor.encode(gradient, [], segments, context, payload)
+        compressor.decode(payload, segments, torch.float32, False, decoded, context)
+        found.append(float((decoded - gradient).square().sum()))
+    magnitudes = gradient.float().square()
+    top = magnitudes.topk(max(1, round(_TOP * numel)), sorted=False).values if numel else magnitudes
+    return [*found, float(magnitudes.sum()), float(top.sum())]
+
+
+def sensitivities(
+    adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
+) -> list[Sensitivity]:
+    """What the rules decide by. Rows are sums over ranks of `measured`, one for each tensor."""
+    tensors, ways = [], ways_of(adaptive)
+    for info, row in zip(infos, rows, strict=True):
+        sizes = [spec.payload_bytes([Run(info.numel, spec.bits)], 4) for spec in ways]
+        errors, (square, top) = tuple(row[: len(ways)]), row[len(ways) :]
+        tensors.append(Sensitivity(info.name, tuple(sizes), errors, info.numel, math.sqrt(square), math.sqrt(top)))
+    return tensors
+
+
+def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
+    """The index in `ways_of` of each tensor's spec, from rows as in `sensitivities`. Raises PlanError for errors that are not
+    finite."""
+    tensors = sensitivities(adaptive, infos, rows)
+    return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
+
+
+def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:
+    """The plan with these bits; tensors that are not named stay as they are."""
+    buckets = []
+    for bucket in plan.buckets:
+        specs = {name: adaptive.spec(bits[name]) if name in bits else bucket.spec_of(name) for name in bucket.tensors}
+        alike = len(set(specs.values())) == 1
+        buckets.append(msgspec.structs.replace(bucket, spec=specs[bucket.tensors[0]] if alike else specs))
+    return msgspec.structs.replace(plan, buckets=tuple(buckets), prediction=None)
+
+
+class Bits:
+    """The driver of one handle."""
+
+    searching = False
+
+    def __init__(self, adaptive: AdaptiveBits) -> None:
+        self.adaptive = adaptive
+        self.decisions: list[Assigned] = []
+        self._errors: Errors | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.adaptive)
+
+    def first_policy(self, tensors: list[TensorInfo]) -> Policy:
+        """What runs until something is measured."""
+        return self.adaptive.policy
+
+    def recorded(self) -> Decision:
+        """The last assignment, if there is one."""
+        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
+
+    def refuses(self, plan: Plan) -> str:
+        """Nothing: bits do not depend on the schedule."""
+        return ""
+
+    def resumed(self, handle: Handle, settled: bool) -> None:
+        """Nothing is kept between steps but the plan."""
+        self._stop()
+
+    def detached(self) -> None:
+        """No gradient is measured any more."""
+        self._stop()
+
+    def finished(self, handle: Handle) -> None:
+        """One step more."""
+        live = Live(handle)
+        if self._errors is not None:
+            self._choose(live, self._errors)
+        first = min(_FIRST, self.adaptive.period - 1)
+        if live.step % self.adaptive.period == first:  # the step that comes
+            adapting = self._adapting(live)
+            self._errors = Errors(self.adaptive, live.parameters, adapting, live.step, live.group.rank)
+
+    def _adapting(self, live: Live) -> set[str]:
+        """The tensors whose bits are chosen: those that no rule gives a spec of their own."""
+        ways = set(ways_of(self.adaptive))
+        ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
+        found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
+        return found - ruled
+
+    def _stop(self) -> None:
+        if self._errors is not None:
+            self._errors.remove()
+            self._errors = None
+
+    def _choose(self, live: Live, errors: Errors) -> None:
+        self._stop()
+        adapting = self._adapting(live)
+        infos = [info for info in live.infos if info.name in adapting]
+        ways = ways_of(self.adaptive)
+        zeros = [0.0] * (len(ways) + 2)
+        flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
+        if not flat:
+            return
+        began = time.perf_counter()
+        summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
+        rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
+        chosen = None
+        if live.group.rank == 0:
+            try:
+                chosen = assign(self.adaptive, infos, rows)
+            except PlanError as error:  # of a step whose gradients were not finite
+                say(f"bits stay as they are: {error}")
+        told = live.from_first(msgspec.json.encode(chosen).decode())
+        if (found := msgspec.json.decode(told, type=Assignment | None)) is None:
+            return
+        specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
+        bits = {name: spec.bits for name, spec in specs.items()}
+        apart = len({spec.family for spec in specs.values()} | {ways[0].family}) > 1
+        live.change_to(
+            live.plan_of(self.adaptive.policy_of(specs)) if apart else with_bits(live.plan, self.adaptive, bits)
+        )
+        uniform = math.fsum(row[UNIFORM] for row in rows)
+        assigned = Assigned(
+            step=live.step,
+            rule=self.adaptive.rule,
+            bits=bits,
+            blocks={name: spec.block for name, spec in specs.items()},
+            nbytes=found.nbytes,
+            uniform_nbytes=sum(self.adaptive.spec(4).payload_bytes([Run(i.numel, 4)], 4) for i in infos),
+            error=math.sqrt(found.error / uniform) if uniform else 1.0,
+            proven=found.proven,
+            measured_us=errors.us,
+            chosen_us=1e6 * (time.perf_counter() - began),
+        )
+        if live.group.rank == 0:
+            if self.decisions:
+                logging.getLogger("gradwire").debug(str(assigned))
+            else:
+                say(str(assigned))
+        self.decisions.append(assigned)

@@ -1,0 +1,155 @@
+"""The tables of the matrix, for the terminal, its page and the README. Pure: no torch."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from gradwire.bench.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell, Reached
+from gradwire.bench.matrix_checks import verdict_lines
+from gradwire.bench.results import Interval
+
+__all__ = ["README_MARKS", "in_readme", "matrix_page", "readme_block", "terminal_tables"]
+
+README_MARKS = ("<!-- matrix: made by `python -m benchmarks matrix` -->", "<!-- end of matrix -->")
+README_JOB = "transformer"
+NAMES = {
+    "ddp": "DDP",
+    "ddp-again": "DDP again",
+    "ddp-2mb": "DDP, 2 MB",
+    "ddp-fp16": "fp16 hook",
+    POWERSGD: "PowerSGD hook",
+    EXACT: "auto exact",
+    SAFE: "auto safe",
+    AGGRESSIVE: "auto aggressive",
+}
+
+HEAD = """# Auto beside DDP: every job, link and number of nodes
+
+Made by `python -m benchmarks matrix` from what `gradwire bench --matrix` measured; do not edit. Measured {made} with torch
+{torch} on a machine of {cores} cores, on emulated nodes of one rank each. **All ranks share these cores**: on 4 nodes compute
+takes about twice as long as on 2, and codecs compete with it.
+
+All methods of a cell took turns in one run. Numbers but the first are times faster than DDP with torch's own buckets: the
+median over {pairs} pairs of turns of one round, with its 95 % bootstrap interval. *DDP again* is DDP a second time: what it
+differs from 1 is chance. *Over the better DDP* compares with DDP's own or 2 MB buckets, whichever was faster in rounds that are
+not compared. *Attainable* is max(compute + codec, wire). Only steps after auto had decided count here.
+
+*Seconds to DDP's loss* count every step from the first, with all that auto measured and tried: until the mean loss of {window}
+steps is that of DDP's last {window} of {steps} steps. ~ : some steps were not made over this link but count with the mean step,
+where the losses are DDP's own. > : not reached in what was run; over links faster than 500 Mb/s nothing is run for it beyond the
+turns. *Held-out* is the loss, at as many steps, on batches that nobody trains on: of the digits, other draws of the same images.
+
+"""
+
+
+class Sheet(NamedTuple):
+    """A table before anybody has drawn it. The first two columns are names."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def terminal_tables(cells: Sequence[MatrixCell]) -> Iterator[Table]:
+    """All sheets."""
+    for sheet in _sheets(cells):
+        table = Table(title=sheet.title, title_justify="left")
+        for at, name in enumerate(sheet.header):
+            table.add_column(name, justify="left" if at < 2 else "right", overflow="fold")
+        for row in sheet.rows:
+            table.add_row(*row)
+        yield table
+
+
+def matrix_page(cells: Sequence[MatrixCell]) -> str:
+    """docs/matrix.md."""
+    run = cells[0].run
+    head = HEAD.format(
+        made=run.made.date[:10],
+        torch=run.torch,
+        cores=run.cores,
+        pairs=min(cell.pairs for cell in cells),
+        steps=len(cells[0].learning.cells[-1].loss),
+        window=WINDOW,
+    )
+    parts = [f"## {sheet.title}\n\n{_markdown(sheet)}\n" for sheet in _sheets(cells)]
+    lines = "\n".join(f"- {line.strip()}" for line in verdict_lines(cells))
+    return head + "\n".join(parts) + f"\n## What was asked of it\n\n{lines}\n"
+
+
+def readme_block(cells: Sequence[MatrixCell]) -> str:
+    """What stands between the marks of the README: one job's steps, in short."""
+    shown = [cell for cell in cells if cell.job == README_JOB]
+    header = ["link", "nodes", "DDP, ms", "DDP, 2 MB", "fp16 hook", "PowerSGD hook", "auto exact", "**auto**"]
+    header += ["auto aggressive", "seconds to DDP's loss: DDP, PowerSGD hook, **auto**, aggressive"]
+    rows = []
+    for cell in shown:
+        row = [cell.link, str(cell.run.nodes), f"{cell.median_ms('ddp'):.0f}"]
+        row += [f"{cell.speedup(name).ratio:.2f}x" for name in ("ddp-2mb", "ddp-fp16", POWERSGD, EXACT)]
+        row.append(f"**{cell.median_ms(SAFE):.0f} ms, {cell.speedup(SAFE).ratio:.2f}x**")
+        row.append(f"{cell.speedup(AGGRESSIVE).ratio:.2f}x")
+        row.append(", ".join(_seconds(cell.reached(name)) for name in ("ddp", POWERSGD, SAFE, AGGRESSIVE)))
+        rows.append(row)
+    return _markdown(Sheet("", header, rows))
+
+
+def in_readme(text: str, block: str) -> str | None:
+    """The README with the block between its marks; None if it has no marks."""
+    begin, end = README_MARKS
+    before, found, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    return f"{before}{begin}\n{block}\n{end}{after}" if found and found_end else None
+
+
+def _sheets(cells: Sequence[MatrixCell]) -> Iterator[Sheet]:
+    for nodes in dict.fromkeys(cell.run.nodes for cell in cells):
+        chosen = [cell for cell in cells if cell.run.nodes == nodes]
+        yield _steps(f"{nodes} nodes: steps", chosen)
+        yield _losses(f"{nodes} nodes: seconds to DDP's loss", chosen)
+
+
+def _steps(title: str, cells: Sequence[MatrixCell]) -> Sheet:
+    compared = [name for name in METHODS if name not in ("floor", "ddp")]
+    compared.sort(key=list(NAMES).index)
+    header = ["job", "link", "DDP, ms", *(NAMES[name] for name in compared)]
+    header += ["safe over the better DDP", "safe, of attainable", "safe chose"]
+    rows = []
+    for cell in cells:
+        row = [cell.job, cell.link, f"{cell.median_ms('ddp'):.0f}"]
+        row += [_times(cell.speedup(name)) for name in compared]
+        part = cell.of_attainable(SAFE)
+        row += [_times(cell.speedup(SAFE, cell.better_ddp)), "-" if part is None else f"{part:.2f}"]
+        rows.append([*row, cell.chose(SAFE) or "-"])
+    return Sheet(title, header, rows)
+
+
+def _losses(title: str, cells: Sequence[MatrixCell]) -> Sheet:
+    learners = ("ddp", POWERSGD, SAFE, AGGRESSIVE)
+    header = ["job", "link", "DDP's loss", *NAMES.values(), *(f"held-out, {NAMES[name]}" for name in learners)]
+    rows = []
+    for cell in cells:
+        row = [cell.job, cell.link, f"{cell.target:.3g}", *(_seconds(cell.reached(name)) for name in NAMES)]
+        held_out = [cell.held_out(name) for name in learners]
+        rows.append([*row, *("-" if loss is None else f"{loss:.3g}" for loss in held_out)])
+    return Sheet(title, header, rows)
+
+
+def _times(interval: Interval) -> str:
+    return f"{interval.ratio:.2f} ({interval.low:.2f}-{interval.high:.2f})"
+
+
+def _seconds(reached: Reached) -> str:
+    """Not below a tenth of a second.
+
+    >>> _seconds(Reached(12.34, 100)), _seconds(Reached(12.34, 100, computed=True)), _seconds(Reached(9.0, None))
+    ('12.3', '~12.3', '> 9.0')
+    """
+    sign = "> " if reached.step is None else "~" if reached.computed else ""
+    return f"{sign}{reached.seconds:.1f}"
+
+
+def _markdown(sheet: Sheet) -> str:
+    lines = ["| " + " | ".join(sheet.header) + " |"]
+    lines.append("|---|---|" + "---:|" * (len(sheet.header) - 2))
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in sheet.rows)])

@@ -1,0 +1,185 @@
+"""Predictions beside measurements: each job over each link is profiled, its methods are predicted, and only then measured.
+
+The profiling is a run of its own on the same emulated cluster: `gradwire profile` on all ranks. Nothing of the measured cells
+goes into their predictions.
+"""
+
+import collections
+import importlib.metadata
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, UNLIMITED, parse_policy
+from gradwire.bench.predictions import LinkFit, Predicted, PredictRun, ddp_plan
+from gradwire.bench.runner import FAILURE_LINES, BenchRequest, Watch, run_bench
+from gradwire.core.checks import whole
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.made import Made
+from gradwire.core.plan import CODEC_TASKS, Plan
+from gradwire.core.profile import Profile
+from gradwire.core.specs import Spec
+from gradwire.errors import FormatError, TestbedError
+from gradwire.planner.drafts import Job
+from gradwire.planner.methods import make
+from gradwire.sim.rules import rules_of
+from gradwire.sim.timeline import Timeline, simulate
+from gradwire.testbed import Cluster as Testbed
+
+__all__ = ["PLANNED", "PredictRequest", "predictable", "profiled", "run_predict"]
+
+PLANNED = "planned"
+"""The plan that the joint planner makes from what was profiled."""
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """What to predict and measure. Raises FormatError, or what BenchRequest raises, for the first thing that is wrong."""
+
+    measured: BenchRequest
+    """Jobs, links, and methods: ddp and gradwire:POLICY. The planner's own plan is one more."""
+    specs: Sequence[Spec]
+    """What the planner may use beside all-reduce; all of them are timed."""
+    profile_steps: int = 20
+
+    def __post_init__(self) -> None:
+        whole("profile_steps", self.profile_steps, "steps of each profiling", low=1)
+        for method in self.measured.methods:
+            if method not in predictable([method]):
+                raise FormatError(
+                    f"{method!r} cannot be predicted: no plan says what it does. Predicted are ddp and gradwire:POLICY."
+                )
+
+
+def predictable(methods: Sequence[str]) -> list[str]:
+    """Those of the bench's methods that a plan describes."""
+    deciding = {GRADWIRE_PREFIX + name for name in DECIDING}
+    return [m for m in methods if m == "ddp" or (m.startswith(GRADWIRE_PREFIX) and m not in deciding)]
+
+
+class _Found(NamedTuple):
+    """One profiling."""
+
+    profile: Profile
+    cluster: Cluster
+    costs: Costs
+    said: tuple[str, ...]
+
+
+def run_predict(request: PredictRequest, problem: str | None, watch: Watch, save_to: Path | None = None) -> PredictRun:
+    """Profile, predict and measure everything asked for. `problem` is `emulation_problem()`.
+
+    With `save_to` the file is written after every group of cells. Raises TestbedError where no link can be emulated, or
+    where a profiling fails, with what its ranks said.
+    """
+    if problem is not None:
+        raise TestbedError(f"predictions need links of known rates: {problem}. Run as root or allow user namespaces.")
+    asked = request.measured
+    run = PredictRun(
+        made=Made.now(),
+        torch=importlib.metadata.version("torch"),
+        cores=os.cpu_count() or 1,
+        nodes=asked.nodes,
+        ranks_per_node=asked.ranks_per_node,
+        profile_steps=request.profile_steps,
+        steps=asked.steps,
+    )
+    with tempfile.TemporaryDirectory(prefix="gradwire-predict-") as folder:
+        for link in asked.links:
+            for job in asked.jobs:
+                fit, cells = _group(request, job, link, Path(folder, f"{job}-{link}"), watch)
+                run = msgspec.structs.replace(run, fits=(*run.fits, fit), cells=(*run.cells, *cells)).with_errors()
+                if save_to is not None:
+                    run.save(save_to)
+    return run
+
+
+def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: Watch) -> tuple[LinkFit, list[Predicted]]:
+    """One job over one link: profiled and predicted, then measured."""
+    found = profiled(request, job, link, folder, watch)
+    plans = {method: _plan_of(method, found) for method in request.measured.methods}
+    joint = make(Job(found.profile, found.cluster, found.costs, request.specs)).plan
+    joint.save(folder / "plan.json")
+    plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
+    timelines = {method: simulate(plan, found.profile, found.cluster, found.costs) for method, plan in plans.items()}
+    methods = tuple(plans)
+    measured = run_bench(
+        replace(request.measured, jobs=(job,), links=(link,), methods=methods, alone_steps=0), None, watch
+    )
+    cells = []
+    for method, timeline in timelines.items():
+        cell = measured.cell(job, link, method)
+        assert cell is not None
+        name = method if method in request.measured.methods else PLANNED
+        cells.append(_predicted(job, link, name, timeline))
+        if cell.step is not None:
+            times = {"measured_us": cell.step.median_us, "p10_us": cell.step.p10_us, "p90_us": cell.step.p90_us}
+            cells[-1] = msgspec.structs.replace(cells[-1], **times)
+        else:
+            cells[-1] = msgspec.structs.replace(cells[-1], failure=cell.failure)
+    inter, summed = found.cluster.inter, found.cluster.allreduce or found.cluster.inter
+    fit = LinkFit(
+        job=job,
+        link=link,
+        inter_alpha_us=inter.alpha_us,
+        inter_gbps=inter.gbps,
+        allreduce_alpha_us=summed.alpha_us,
+        allreduce_gbps=summed.gbps,
+        said=found.said,
+    )
+    return fit, cells
+
+
+def profiled(request: PredictRequest, job: str, link: str, folder: Path, watch: Watch) -> _Found:
+    """Run `gradwire profile` on an emulated cluster. Raises TestbedError if it fails, with what its ranks said."""
+    asked = request.measured
+    said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
+    argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job, "--out", str(folder)]
+    argv += ["--steps", str(request.profile_steps)]
+    for spec in request.specs:
+        argv += ["--spec", repr(spec)]
+    with Testbed(asked.nodes, asked.ranks_per_node, None if link == UNLIMITED else link) as network:
+        with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * request.profile_steps):
+            code = network.run(
+                argv,
+                env={"OMP_NUM_THREADS": "1"},
+                on_line=lambda rank, stream, line: said.append(f"[{rank}] {line}"),
+                timeout=asked.group_timeout_s,
+            )
+    if code:
+        raise TestbedError(f"the profiling of {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
+    warned = tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
+    load = (Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json"))
+    return _Found(*load, Costs.load(folder / "costs.json"), warned)
+
+
+def _plan_of(method: str, found: _Found) -> Plan:
+    """The plan that the method executes on the profiled model."""
+    if method == "ddp":
+        return ddp_plan(found.profile)
+    policy = parse_policy(method.removeprefix(GRADWIRE_PREFIX))
+    if isinstance(policy, str):
+        return Plan.load(policy)
+    return policy.plan(found.profile.tensor_infos(rules_of("cpu").device), found.cluster.world_size)
+
+
+def _predicted(job: str, link: str, method: str, timeline: Timeline) -> Predicted:
+    busy = {resource.name: resource.busy_us for resource in timeline.resources}
+    codec = sum(event.end_us - event.start_us for event in timeline.events if event.what in CODEC_TASKS)
+    computation = timeline.optimizer_us + timeline.forward_us + timeline.backward_us
+    return Predicted(
+        job=job,
+        link=link,
+        method=method,
+        predicted_us=timeline.step_us,
+        computation_us=computation,
+        wire_us=busy["inter link"],
+        codec_us=codec,
+    )

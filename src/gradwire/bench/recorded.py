@@ -1,0 +1,99 @@
+"""Recorded runs of the bench's methods, completed by what only the bench knows: the other methods beside them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from gradwire.bench.results import Cell
+from gradwire.bench.statistics import median_ratio, step_times
+from gradwire.core.made import Made
+from gradwire.record.run import Interval, Rival, Run
+
+__all__ = ["Measured", "beside", "complete_runs", "measured", "method_folder"]
+
+NAMES = {
+    "ddp": "plain DDP",
+    "ddp-2mb": "DDP, 2 MB buckets",
+    "ddp-fp16": "DDP, fp16 hook",
+    "ddp-powersgd": "DDP, PowerSGD hook",
+}
+FEWEST_STEPS = 4
+"""Of one method, to be put beside another."""
+
+
+class Measured(NamedTuple):
+    """One method of a cell group. Lists are by step, warm-up first."""
+
+    step_us: Sequence[float]
+    loss: Sequence[float]
+    planned_bytes: int | None
+    counted_from: int | None = None
+    """The first step that counts; None: the one after the warm-up."""
+
+
+def method_folder(group: Path, method: str) -> Path:
+    """Where a method's run is recorded in the folder of its cell group.
+
+    >>> method_folder(Path("runs"), "gradwire:ErrorFeedback(TopK(0.01))").name
+    'gradwire-ErrorFeedback-TopK-0.01'
+    """
+    return group / re.sub(r"[^A-Za-z0-9._=]+", "-", method).strip("-.")
+
+
+def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_steps: int, made: Made) -> None:
+    """Add to each recorded run of a cell group what was measured of it, and of the others, in the same run.
+
+    `made` is of the bench; the ranks, which recorded, know only who started them.
+    """
+    good = {cell.method: measured(cell) for cell in cells if cell.failure is None}
+    for name, own in good.items():
+        folder = method_folder(group, name)
+        if name.startswith("gradwire") and (folder / "run.json").exists():
+            run = replace(Run.read(folder), made=made)
+            beside(run, own, good, warmup_steps, turn_steps).save(folder / "run.json")
+
+
+def measured(cell: Cell) -> Measured:
+    """What a cell says of its method."""
+    return Measured(cell.step_us, cell.loss, cell.planned_bytes, cell.counted[0] or None)
+
+
+def beside(run: Run, own: Measured, all_methods: Mapping[str, Measured], warmup_steps: int, turn_steps: int) -> Run:
+    """The run with the bench's times and losses, means over ranks, and with torch's methods as rivals, DDP first."""
+    ends = list(accumulate(us / 1e6 for us in own.step_us))
+    steps = tuple(
+        replace(each, step_us=own.step_us[each.step], end_s=ends[each.step], loss=own.loss[each.step])
+        for each in run.steps
+        if each.step < len(ends)
+    )
+    first = warmup_steps if own.counted_from is None else own.counted_from
+    counted = own.step_us[first:]
+    rivals = tuple(
+        _rival(name, all_methods[method], counted, warmup_steps, turn_steps)
+        for method, name in NAMES.items()
+        if method in all_methods and len(counted) >= FEWEST_STEPS
+    )
+    return replace(run, steps=steps, rivals=rivals, warmup_steps=first)
+
+
+def _rival(name: str, theirs: Measured, counted: Sequence[float], warmup_steps: int, turn_steps: int) -> Rival:
+    times = theirs.step_us[warmup_steps if theirs.counted_from is None else theirs.counted_from :]
+    return Rival(
+        name=name,
+        step_us=step_times(times).median_us,
+        sent_bytes=theirs.planned_bytes,
+        speedup=median_ratio(times, counted),
+        again=_again(times, turn_steps),
+        end_s=tuple(accumulate(us / 1e6 for us in theirs.step_us)),
+        loss=tuple(theirs.loss),
+    )
+
+
+def _again(times: Sequence[float], turn_steps: int) -> Interval | None:
+    """A method over itself: its odd turns beside its even ones."""
+    odd, even = ([us for at, us in enumerate(times) if at // turn_steps % 2 == half] for half in (1, 0))
+    return median_ratio(odd, even) if min(len(odd), len(even)) >= FEWEST_STEPS else None

@@ -1,0 +1,82 @@
+"""What `plan` and `simulate` share when they are given lists of rates and nodes: a table, a picture, a bar while one waits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradwire.errors import FormatError
+
+if TYPE_CHECKING:
+    from gradwire.core import Cluster, Profile
+    from gradwire.planner.sweep import Row
+
+__all__ = ["Inter", "Nodes", "Picture", "bar", "points_of", "refuse_with_sweep", "show_sweep"]
+
+Inter = Annotated[
+    str | None,
+    typer.Option(help="Sweep: rates between nodes in Gb/s, such as 1,10,25,100, instead of the cluster file's."),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(help="Sweep: numbers of nodes, such as 1,2,4,...,512 (... goes on doubling), instead of the file's."),
+]
+Picture = Annotated[Path | None, typer.Option(help="Of a sweep: a PNG of scaling factors. Needs gradwire[report].")]
+
+
+def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":
+    """The clusters to sweep over; none without a sweep. Raises FormatError for lists that are none, and a lone --picture."""
+    from gradwire.planner.ranges import read_nodes, read_rates
+    from gradwire.planner.sweep import clusters
+    from gradwire.report.pictures import check_picture
+
+    if inter is None and nodes is None:
+        if picture is not None:
+            raise FormatError(
+                f"--picture {picture} without a sweep: one cluster is one point, and no picture. Add --inter, such as "
+                "1,10,25,100, or --nodes, such as 1,2,4,...,64."
+            )
+        return []
+    rates = None if inter is None else read_rates(inter)
+    counts = None if nodes is None else read_nodes(nodes)
+    if picture is not None:
+        check_picture(picture, min(len(rates or (0,)), len(counts or (0,))))
+    return clusters(cluster, rates, counts)
+
+
+def refuse_with_sweep(**options: object) -> None:
+    """Raises FormatError for an option that is of one cluster only, if it was given."""
+    for name, value in options.items():
+        if value is not None:
+            raise FormatError(
+                f"--{name} {value} is of one cluster, and --inter or --nodes make many. Leave out --{name}, or the sweep."
+            )
+
+
+@contextmanager
+def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
+    """A bar on stderr, if that is a terminal, else one line; gives what is called with how many steps are done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: {steps} steps", highlight=False)
+        yield lambda done: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def show_sweep(rows: "Sequence[Row]", profile: "Profile", picture: Path | None, json: bool) -> None:
+    """Print the table or the JSON, and draw."""
+    from gradwire.planner.sweep import as_json, as_table
+    from gradwire.report.sweep import draw_sweep
+
+    typer.echo((as_json if json else as_table)(rows, profile), nl=False)
+    if picture is not None:
+        draw_sweep(rows, profile.model, picture)
+        typer.echo(f"Picture: {picture}", err=True)

@@ -1,0 +1,88 @@
+"""The two sets of buckets of the `delayed` schedule: of usual steps, and of corrections, in the same flat buffers."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from gradwire.collectives import Group
+from gradwire.core.schedules import Delayed as DelayedSchedule
+from gradwire.core.tensors import TensorInfo
+from gradwire.engine.assembly import assemble
+from gradwire.engine.executor import Executor
+from gradwire.engine.layout import Slot
+from gradwire.engine.memory import Remembered
+from gradwire.planner.corrections import correction_plan
+
+__all__ = ["Corrections", "Side"]
+
+
+class Side(NamedTuple):
+    """One of the two."""
+
+    executor: Executor
+    random: torch.Tensor
+    slots: list[Slot]
+    """In the order of the parameters."""
+    memory: Remembered
+
+
+class Corrections:
+    """Which buckets a step uses, and what becomes of residuals in corrections."""
+
+    def __init__(self, schedule: DelayedSchedule) -> None:
+        self.schedule = schedule
+        self._corrected: Side | None = None
+        self._kept_back: dict[str, torch.Tensor] = {}
+        """What compressors remembered before residuals were flushed into a step, until it counts."""
+
+    @property
+    def memory(self) -> Remembered | None:
+        """Of corrections, if there are any."""
+        return self._corrected.memory if self._corrected is not None else None
+
+    def attach(self, usual: Side, parameters: Mapping[str, torch.nn.Parameter], group: Group, step: int) -> None:
+        """Make buckets of corrections beside these usual ones; what earlier ones remembered is kept."""
+        self._usual, before, self._corrected = usual, self._corrected, None
+        if self.schedule.k is None and not self.schedule.warmup_steps:
+            return
+        executor = usual.executor
+        plan = correction_plan(executor.plan, self.schedule, [_info(*item) for item in parameters.items()])
+        flats = [buffers.flat for buffers in executor.buckets]
+        built = assemble(plan, dict(parameters), group, executor.lanes, step, flats)
+        if before is not None:
+            built.memory.take_over(built.memory.fitting(before.memory.carried()))
+        by_name = {slot.name: slot for buffers in built.executor.buckets for slot in buffers.slots}
+        self._corrected = Side(built.executor, built.random, [by_name[name] for name in parameters], built.memory)
+
+    def side(self, step: int) -> Side:
+        """The buckets that a step uses: in the warm-up, and when its count is a multiple of k, those of corrections (notes
+        D43)."""
+        count, k = step - self.schedule.warmup_steps, self.schedule.k
+        if self._corrected is not None and (count < 0 or (k is not None and count % k == 0)):
+            return self._corrected
+        return self._usual
+
+    def add_residuals(self, side: Side, indices: Iterable[int]) -> None:
+        """If corrections flush, add to these gradients of one what error feedback kept back of them, and forget it (notes
+        D44)."""
+        if not self.schedule.flush or side is self._usual:
+            return
+        carried = self._usual.memory.carried()
+        self._kept_back = dict(carried)
+        for index in indices:
+            slot = side.slots[index]
+            if (residual := carried.pop(f"residual/{slot.name}", None)) is not None:
+                side.executor.buckets[slot.bucket].flat[slot.offset : slot.offset + residual.numel()] += residual
+        self._usual.memory.take_over(carried)
+
+    def landed(self, counts: bool) -> None:
+        """A step is over. If it does not count, residuals are what they were."""
+        if self._kept_back and not counts:
+            self._usual.memory.take_over(self._kept_back)
+        self._kept_back = {}
+
+
+def _info(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return TensorInfo(name, tuple(parameter.shape), dtype, "cpu" if parameter.device.type == "cpu" else "gpu")

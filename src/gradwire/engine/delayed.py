@@ -1,0 +1,400 @@
+"""The `delayed` schedule (OD-SGD, CD-SGD, BIT-SGD): the exchange of a step runs while the next step computes.
+
+W(i) are the global weights that hold all updates through step i-1, L(i) a rank's own, on which step i computes (notes D41):
+
+1. A training forward computes on L(i), and backward leaves this rank's own gradient g(i) in `grad`. Nothing is sent.
+2. `optimizer.step()` lands step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
+   its groups had when the script stepped it. Then it launches step i: g(i) is copied to the flat buffers and the lanes begin.
+   Last L(i+1) = W(i) - local_lr * g(i).
+3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
+   changes nothing: L(i+1) is put back by the next training forward.
+
+Warm-up steps, and all steps without local update, land at once. Corrections run on buckets of their own, with the correction's
+spec in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only step 2 writes there.
+
+Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
+gradients, which the script's own and the flat buffers no longer share.
+"""
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
+
+import torch
+
+from gradwire.collectives import Group, Lane, Link, Meter
+from gradwire.collectives.streams import Mark
+from gradwire.core.checks import printable
+from gradwire.core.schedules import Delayed as DelayedSchedule
+from gradwire.engine.buffers import BufferCopy, ModelBuffers
+from gradwire.engine.control import Report, State
+from gradwire.engine.corrections import Corrections, Side
+from gradwire.engine.drift import checksums
+from gradwire.engine.executor import Executor
+from gradwire.engine.failure import RollCall
+from gradwire.engine.hooks import ModelHook
+from gradwire.engine.memory import Remembered, added_up
+from gradwire.engine.settling import SettleFirst
+from gradwire.engine.states import CORRECTION, LOCAL, Saved, divided
+from gradwire.engine.stats import StepReport
+from gradwire.engine.step import Steps
+from gradwire.engine.stepping import Stepping, Whole, snapshot, step_only
+from gradwire.engine.weights import Move, TwoWeights, local_move
+from gradwire.errors import GradwireError, StepStateError
+
+__all__ = ["Delayed"]
+
+
+@dataclass
+class _Launched:
+    """A step under way."""
+
+    executor: Executor
+    state: State
+    told: "Future[list[Report]]"
+    sending: "list[Future[Mark]]"
+    """Of the broadcast of buffers, if there are any."""
+    update: Callable[[], None] | None
+    """Steps the optimizer, with the values that its groups had when the script did."""
+
+
+class Delayed(Steps):
+    """Local updates now, global updates one step later."""
+
+    sends_buffers = True
+    learns_order = False
+
+    def __init__(
+        self,
+        group: Group,
+        control: Lane,
+        roll_call: RollCall,
+        drift_check_steps: int,
+        schedule: DelayedSchedule,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        super().__init__(group, control, roll_call, drift_check_steps)
+        self.schedule = schedule
+        self._model = weakref.ref(model)
+        self._computing = False
+        """From the training forward of a step to its `optimizer.step()`."""
+        self._under_way: list[_Launched] = []
+        """At most one."""
+        self._sent_buffers: BufferCopy | None = None
+        self._sending: list[Future[Mark]] = []
+        self._meters: list[Meter] = []
+        self._landed: tuple[list[Report], float] | None = None
+        """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
+        self._corrections = Corrections(schedule)
+        self._between = False
+        """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
+        self._last_act: Callable[[], None] | None = None
+        """What `when_idle` was given meanwhile."""
+        self._guard = SettleFirst(model, [optimizer], ModelHook(self, Delayed.flush), ModelHook(self, Delayed._walk))
+        self._stepping = Stepping([optimizer], self._step)
+
+    def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        super().watch(parameters)
+        self._hooks.remove()  # gradients are taken when the optimizer steps
+        self._by_name, self._computing = parameters, False
+        self._weights = TwoWeights(list(parameters.values()))
+        if (model := self._model()) is not None:
+            with self._guard.passing():
+                self._buffers = ModelBuffers(model, next(iter(parameters.values())).device)
+
+    def attach(self, executor: Executor, random: torch.Tensor) -> None:
+        super().attach(executor, random)
+        if self._release is not None:
+            self._release.detach()
+        # other ranks need what this one still sends, also when its script has ended
+        self._release = weakref.finalize(self, _finish_quietly, self._under_way)
+        usual = Side(executor, random, self.slots, Remembered(executor.buckets))
+        self._corrections.attach(usual, self._by_name, self.group, self.step)
+
+    def detach(self) -> None:
+        super().detach()
+        self._stepping.remove()
+        self._guard.remove()
+
+    def expect_graph(self, outputs: list[torch.Tensor]) -> None:
+        """Nothing is sent in backward, so its graph does not matter."""
+
+    # ---- what a script sees
+
+    def flush(self) -> None:
+        """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
+        once: then they hold those of the last one that did not."""
+        with self._guard.passing():
+            self._weights.show_global()
+            self._land()
+
+    def _walk(self) -> None:
+        """While a step computes, its own weights are right for what it computes of parameters, such as a penalty."""
+        if not self._computing:
+            self.flush()
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # activations are computed again inside a backward
+        if not (module.training and torch.is_grad_enabled()):
+            if not module.training or not self._computing:
+                self.flush()
+        elif self.converted() is None:
+            self._check_usable()
+            self._weights.show_local()
+            self._computing = True
+
+    # ---- a step
+
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
+        """What the script's `optimizer.step()` does."""
+        self._check_usable()
+        self._check_gradients(optimizer)
+        parameters = list(self._by_name.values())
+        with self._guard.passing():
+            self._land_the_last()
+            update = partial(step_only, optimizer, whole, snapshot(optimizer), parameters)
+            self._launch([parameter.grad for parameter in parameters], State.DONE, update)
+            if self._last_act or not self.schedule.local_update or self.step < self.schedule.warmup_steps:
+                self._land()
+            else:
+                self._weights.local_update(self._moves(optimizer))
+        self._change_now()
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        if self._between:
+            self._last_act = act
+        else:
+            act()
+
+    def _change_now(self) -> None:
+        """What `when_idle` put off, if anything: nothing is under way then."""
+        if self._last_act is not None and self._landed is not None:
+            act, self._last_act = self._last_act, None
+            self._check_drift(self._landed[0])
+            act()
+
+    def run_out(self) -> None:
+        """One step of a rank without a batch."""
+        self._check_usable()
+        self._send_nothing(State.OUT)
+
+    def _send_nothing(self, state: State) -> None:
+        """A step with zeros for all gradients, and no update."""
+        with self._guard.passing():
+            self._land_the_last()
+            self._launch([None] * len(self.names), state, None)
+            self._land()
+        self._change_now()
+
+    def announce_change(self) -> None:
+        self.flush()
+        super().announce_change()
+
+    def reset(self) -> None:
+        """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
+        with suppress(StepStateError):
+            self.flush()  # this rank may not have heard yet that a step is void
+            if self._computing:
+                self._send_nothing(State.LEFT)
+                for parameter in self._by_name.values():
+                    parameter.grad = None
+        super().reset()
+        self._weights.show_global(keep_local=False)
+        self._computing = False
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for name, parameter in self._by_name.items():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise StepStateError(
+                    f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+                )
+        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+            raise StepStateError(
+                f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
+                "sends them before. Make the optimizer with fused=False."
+            )
+
+    def _moves(self, optimizer: torch.optim.Optimizer) -> Iterator[Move | None]:
+        """The local update of each parameter."""
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in self._by_name.values():
+            group, gradient = groups.get(id(parameter)), parameter.grad
+            if group is None or gradient is None:
+                yield None
+                continue
+            rate = float(group["lr"]) if self.schedule.local_lr is None else self.schedule.local_lr
+            yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
+
+    # ---- launching
+
+    def _begin_step(self) -> None:
+        self._side = self._corrections.side(self.step)
+        times = self.executor.times
+        self.executor, self.random, self.slots, _ = self._side
+        self.executor.times = times
+        super()._begin_step()
+        self._send_buffers()
+
+    @torch.no_grad()
+    def _launch(
+        self, gradients: Sequence[torch.Tensor | None], state: State, update: Callable[[], None] | None
+    ) -> None:
+        """Begin the exchange of these gradients. The parameters hold W."""
+        self._begin_step()
+        self._used = sum(1 << index for index, gradient in enumerate(gradients) if gradient is not None)
+        for index, (slot, gradient) in enumerate(zip(self.slots, gradients, strict=True)):
+            if gradient is None:
+                slot.view.zero_()
+            else:
+                self._filled[index] = None
+                torch.mul(gradient, 1.0 / self.group.world_size, out=slot.view)
+        self._corrections.add_residuals(self._side, self._filled)
+        for slot in self.slots:
+            self._count(slot)
+        self._under_way.append(_Launched(self.executor, state, self._tell(state), self._sending, update))
+
+    def _send_buffers(self) -> None:
+        """After the step's own exchanges on the first lane: rank 0's buffers as they are now."""
+        model, lane = self._model(), self.executor.lanes[0]
+        copy = self._buffers.copy(None if model is None or self._buffers.changed(model) else model)
+        self._sent_buffers, self._sending = copy, []
+        if copy is None:
+            return
+        ready = lane.link.streams.mark()
+
+        def run(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                copy.broadcast(link)
+                return link.streams.mark()
+
+        self._sending = [lane.submit(run)]
+
+    # ---- landing
+
+    def _wait(self, told: "Future[list[Report]]") -> None:
+        self._meters = self.executor.finish(told, *self._sending)
+        for sent in self._sending:
+            self.executor.lanes[0].link.streams.wait(sent.result())
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Wait for the step under way, if there is one, and update W, which the parameters hold."""
+        if not self._under_way:
+            return
+        launched, start = self._under_way[0], time.perf_counter()
+        try:
+            reports = self._hear(launched.told)
+        except GradwireError:
+            self._under_way.clear()
+            raise
+        self._under_way.clear()
+        exposed = time.perf_counter() - start
+        self._update(launched, reports)
+        model = self._model()
+        if self._sent_buffers is not None and model is not None and self.group.rank != 0:
+            self._sent_buffers.put_into(model)
+        self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
+        self._used, self._landed = 0, (reports, exposed)
+        self.step += 1
+        self.on_measured(StepReport(self._meters, exposed))
+
+    def _why_void(self, reports: Sequence[Report]) -> str | None:
+        """A step that some left is void too, but all hear of it only when the next one is computed, and go on."""
+        return super()._why_void([r._replace(state=State.DONE) if r.state is State.LEFT else r for r in reports])
+
+    def _update(self, launched: _Launched, reports: Sequence[Report]) -> None:
+        """W becomes what the optimizer makes of the mean, but for parameters that no rank used."""
+        used = reduce(or_, (report.used for report in reports))
+        left = [self.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is State.LEFT]
+        gradients: list[torch.Tensor | None] = []
+        for index, slot in enumerate(self.slots):
+            gradients.append(slot.view if used >> index & 1 and not left else None)
+            if gradients[-1] is None:
+                self.executor.buckets[slot.bucket].take_back(slot)
+            else:
+                slot.owed = None
+        if left:
+            warnings.warn(
+                f"step {self.step} is void on all ranks: rank {left[0]} left it and called reset(). Nobody uses its gradients; "
+                "training goes on with the next one.",
+                stacklevel=2,
+            )
+        elif launched.update is not None:
+            self._weights.update(gradients, launched.update)
+        self._corrections.landed(counts=not left)
+
+    def _land_the_last(self) -> None:
+        """Before a step is launched, on all ranks alike: land the one before it, and do what ranks do together then."""
+        self._weights.show_global(keep_local=False)
+        self._computing = False
+        self._land()
+        if self._landed is not None:
+            (reports, exposed), self._landed = self._landed, None
+            self._check_drift(reports)
+            self.first_gradient_s = -1.0  # nothing is sent in backward
+            self._between = True
+            self.on_finished(exposed)
+            self._between = False
+
+    # ---- saving
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self.flush()
+        local = zip(self.names, self._weights.local_weights, strict=True)
+        sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self._weights.global_weights)]
+        remembered = self._corrections.memory.state() if self._corrections.memory is not None else {}
+        return {
+            "weights": torch.tensor(sums),
+            **{f"{LOCAL}0/{name}": weight.detach().reshape(-1).clone() for name, weight in local},
+            **{CORRECTION + key: value for key, value in remembered.items()},
+        }
+
+    def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        corrections, local = divided(state)
+        if self._corrections.memory is not None:
+            self._corrections.memory.check(corrections)
+        elif corrections:
+            raise ValueError(
+                f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none."
+            )
+        for name, parameter in self._by_name.items():
+            found = local.get(name)
+            if found is None or found.numel() != parameter.numel() or found.dtype != parameter.dtype:
+                kind = "nothing" if found is None else f"{found.numel()} elements of {found.dtype}"
+                raise ValueError(
+                    f"the state has {kind} in {LOCAL}0/{printable(name)}, where the model's tensor has {parameter.numel()} "
+                    f"elements of {parameter.dtype}. Pass what handle.state_dict() returned."
+                )
+        if local.keys() - self._by_name.keys() or len(saved.weights) != len(self.names):
+            raise ValueError(
+                f"the state has weights of {len(local)} tensors and checksums of {len(saved.weights)}, and the model has "
+                f"{len(self.names)} trainable ones. Pass what handle.state_dict() returned."
+            )
+
+    def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        corrections, local = divided(state)
+        self._weights.show_global(keep_local=False)
+        self._computing, self._landed = False, None
+        if (memory := self._corrections.memory) is not None:
+            if saved.own:
+                memory.load(corrections)
+            else:
+                memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
+        if local:
+            values = [local[name].reshape(parameter.shape) for name, parameter in self._by_name.items()]
+            self._weights.take_local(values, saved.weights)
+
+
+def _finish_quietly(under_way: list[_Launched]) -> None:
+    for launched in under_way:
+        with suppress(Exception):
+            launched.executor.finish(launched.told, *launched.sending)

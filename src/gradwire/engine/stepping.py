@@ -1,0 +1,114 @@
+"""Standing before `optimizer.step()` on an instance, and stepping some of its parameters alone."""
+
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from gradwire.errors import StepStateError
+
+__all__ = ["Groups", "Stepping", "outermost", "snapshot", "step_only"]
+
+Groups = list[dict[str, Any]]
+"""An optimizer's `param_groups`."""
+Whole = Callable[[], Any]
+"""The step as it was before: of all parameters."""
+
+
+class Stepping:
+    """From now on `optimizer.step()` of each of these calls `act(optimizer, whole)`, until `remove()`.
+
+    What it returns is what the script gets; `whole()` is the step as it was before. Works with learning-rate schedulers,
+    which stand before `step` themselves, made earlier or later, and with several of its kind. Keeps neither the owner of
+    the bound method `act` nor optimizers alive; without the owner steps are as before. A closure is refused.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], act: Callable[[Any, Whole], Any]) -> None:
+        self._act: weakref.WeakMethod[Callable[[Any, Whole], Any]] | None = weakref.WeakMethod(act)
+        self._before: list[tuple[weakref.ref[torch.optim.Optimizer], Any, Any]] = []
+        for optimizer in optimizers:
+            before = optimizer.__dict__.get("step")
+            ours = types.MethodType(self._stepper(before), optimizer)
+            self._before.append((weakref.ref(optimizer), before, ours))
+            optimizer.step = ours  # type: ignore[method-assign]
+
+    def _stepper(self, before: Any) -> Callable[..., Any]:
+        reference = weakref.ref(self)
+
+        def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+            def whole() -> Any:
+                stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
+                return stand_in(*arguments, **named)
+
+            stepping = reference()
+            act = stepping._act() if stepping is not None and stepping._act is not None else None
+            if act is None:
+                return whole()
+            if any(argument is not None for argument in [*arguments, *named.values()]):
+                raise StepStateError(
+                    f"{type(optimizer).__name__}.step was called with a closure (or another argument): it would run backward "
+                    "inside the step, and this schedule steps parameters after it. Call backward() first and step() without "
+                    "one, or use schedule='backward'."
+                )
+            # torch's schedulers warn unless the step that they stood before was called first; it may be called later
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return act(optimizer, whole)
+
+        if hasattr(before, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return step
+
+    def remove(self) -> None:
+        """Steps are as before. Where something else stands before ours since, ours stays and only calls on."""
+        self._act = None
+        for reference, before, ours in self._before:
+            optimizer = reference()
+            if optimizer is None or optimizer.__dict__.get("step") is not ours:
+                continue
+            if before is None:
+                del optimizer.step
+            else:
+                optimizer.step = before  # type: ignore[method-assign]
+        self._before = []
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
+    """Its groups with the values they have now (a scheduler may change the rate before they are used)."""
+    return [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+
+@contextmanager
+def outermost(device: torch.device) -> Iterator[None]:
+    """Inside, a step is what it is in the outermost lines of a script, whatever is around: inference mode, no_grad, autocast
+    or a transform of torch.func."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        temporarily_clear_interpreter_stack(),
+    ):
+        yield
+
+
+def step_only(
+    optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
+) -> None:
+    """Step these parameters with the values of these groups; the optimizer's own groups are as before afterwards.
+
+    Equal to what the parameters get in a whole step for optimizers that keep their state by parameter alone.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    own = optimizer.param_groups
+    parts = [group | {"params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+    optimizer.param_groups = [group for group in parts if group["params"]]
+    try:
+        whole()
+    finally:
+        optimizer.param_groups = own

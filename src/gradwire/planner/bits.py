@@ -1,0 +1,318 @@
+"""How many bits each tensor gets: the fewest bytes whose error stays within a budget (CGX section 5; notes D47 to D50).
+
+Errors are measured, not assumed: of each tensor and each way to encode it, the squared l2 error on the same gradient. They add
+up over tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (its
+simple rule) are what it is compared with.
+
+>>> tensors = [Sensitivity("w", sizes=(10, 20, 40), errors=(9.0, 4.0, 1.0)), Sensitivity("v", (10, 20, 40), (90.0, 5.0, 1.0))]
+>>> exact(tensors, budget=14.0)  # both errors of the middle, 4 + 5; or 9 + 5, which is smaller
+Assignment(choices=(0, 1), nbytes=30, error=14.0, proven=True)
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from gradwire.errors import PlanError
+
+__all__ = ["Assignment", "Sensitivity", "error_budget", "exact", "kmeans", "linear"]
+
+MOST_STATES = 20_000
+"""Of the exact search, between two tensors. Beyond so many it returns the best it found, which is then not proven."""
+
+
+class Sensitivity(NamedTuple):
+    """What a tensor costs and loses in each of the ways it may be encoded, in one order for all tensors. `kmeans` and `linear`
+    take the first as that of fewest bits, the last as that of most."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """Payload bytes."""
+    errors: tuple[float, ...]
+    """Squared l2 error, measured on one gradient."""
+    numel: int = 0
+    norm: float = 0.0
+    """l2 norm of the gradient, for `linear`."""
+    top_norm: float = 0.0
+    """l2 norm of its largest values by magnitude, one in a hundred, for `kmeans`."""
+
+
+class Assignment(NamedTuple):
+    """A choice for each tensor."""
+
+    choices: tuple[int, ...]
+    """Index of the way in which each is encoded."""
+    nbytes: int
+    error: float
+    """Squared l2 error of all together."""
+    proven: bool
+    """Whether nothing smaller keeps the budget."""
+
+
+def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.0) -> float:
+    """The squared error allowed: (alpha * E)^2, E being the error when every tensor is encoded in the way `uniform`.
+
+    alpha: 1.5 to 3 in the paper. Raises PlanError for one below 1, which uniform bits themselves would not keep.
+    """
+    if not alpha >= 1:
+        raise PlanError(
+            f"alpha is {alpha}: the error allowed, over that of uniform bits, must be 1 or more (2 is usual)."
+        )
+    return alpha * alpha * math.fsum(tensor.errors[uniform] for tensor in tensors)
+
+
+def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
+    """The fewest bytes with a squared error of at most `budget`.
+
+    The relaxation that lets tensors mix two ways gives a bound and a price of error in bytes. At this price each tensor has a
+    best way; every other way of it costs a known regret, and a solution's bytes are at least the bound plus its regrets. So
+    only tensors whose regret is less than what the best known solution lies above the bound can differ, and few do. They are
+    searched by dynamic programming over states of (bytes, error), of which only those are kept that no other beats in both.
+    Where these become too many, the most promising go on, and the result is not `proven`.
+
+    Raises PlanError if even the largest encodings lose more than the budget.
+    """
+    _check(tensors, budget)
+    price = _price_of_error(tensors, budget)
+    base = [_cheapest(tensor, price) for tensor in tensors]
+    bound = math.fsum(_priced(t, way, price) for t, way in zip(tensors, base, strict=True))
+    bound -= price * budget if price else 0.0  # without a price the budget is no limit, and may be infinite
+    known = (_repaired(tensors, base, budget), kmeans(tensors, budget), linear(tensors, budget))
+    best = min(known, key=lambda assignment: assignment.nbytes)
+    slack = best.nbytes - bound
+    # regrets of each tensor's other ways, and the tensors with the most to offer first
+    others = []
+    for index, (tensor, way) in enumerate(zip(tensors, base, strict=True)):
+        regrets = [
+            (_priced(tensor, w, price) - _priced(tensor, way, price), w) for w in range(len(tensor.sizes)) if w != way
+        ]
+        regrets = [(regret, w) for regret, w in regrets if regret < slack]
+        if regrets:
+            others.append((min(regrets)[0], index, regrets))
+    others.sort()
+    return _search(tensors, base, others, budget, price, best)
+
+
+def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assignment:
+    """CGX's Algorithm 1, with what it leaves open settled by D48: clusters of (log size, log norm of the top values), both
+    standardised; the cluster with the lowest norm - size gets the fewest bits; then bits are raised until the budget holds."""
+    _check(tensors, budget)
+    ways = len(tensors[0].sizes)
+    points = list(
+        zip(
+            _standardised([math.log(max(1, t.numel)) for t in tensors]),
+            _standardised([math.log(max(t.top_norm, 1e-30)) for t in tensors]),
+            strict=True,
+        )
+    )
+    clusters = _lloyd(points, min(ways, len(tensors)), random.Random(seed))
+    count = max(clusters) + 1
+    sensitivity = []
+    for cluster in range(count):
+        members = [point for point, own in zip(points, clusters, strict=True) if own == cluster]
+        sensitivity.append(sum(norm - size for size, norm in members) / len(members))
+    ranking = sorted(range(count), key=lambda cluster: sensitivity[cluster])
+    way_of = {cluster: round(place * (ways - 1) / max(1, count - 1)) for place, cluster in enumerate(ranking)}
+    return _repaired(tensors, [way_of[cluster] for cluster in clusters], budget)
+
+
+def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
+    """CGX's simple rule (D49): by ascending norm over size from the fewest bits to the most; then raised to the budget."""
+    _check(tensors, budget)
+    ranking = sorted(range(len(tensors)), key=lambda i: tensors[i].norm / max(1, tensors[i].numel))
+    ways = [0] * len(tensors)
+    for place, index in enumerate(ranking):
+        ways[index] = round(place * (len(tensors[index].sizes) - 1) / max(1, len(tensors) - 1))
+    return _repaired(tensors, ways, budget)
+
+
+def _check(tensors: Sequence[Sensitivity], budget: float) -> None:
+    if not tensors:
+        raise PlanError("there are 0 tensors to give bits to. Every tensor is exempt, or the policy compresses none.")
+    for tensor in tensors:
+        if len(tensor.sizes) != len(tensor.errors) or not tensor.sizes:
+            raise PlanError(
+                f"tensor {tensor.name!r} has {len(tensor.sizes)} sizes and {len(tensor.errors)} errors: one of each for every "
+                "way to encode it."
+            )
+        if not all(math.isfinite(error) and error >= 0 for error in tensor.errors):
+            raise PlanError(
+                f"tensor {tensor.name!r} has errors {tensor.errors}: its gradient was not finite when they were measured. "
+                "Measure in another step."
+            )
+    least = math.fsum(min(tensor.errors) for tensor in tensors)
+    if least > budget:
+        raise PlanError(
+            f"the squared error is at least {least:.4g} whatever bits are chosen, and the budget is {budget:.4g}. Raise alpha, "
+            "or allow more bits."
+        )
+
+
+def _cheapest(tensor: Sensitivity, price: float) -> int:
+    return min(range(len(tensor.sizes)), key=lambda way: (_priced(tensor, way, price), tensor.errors[way]))
+
+
+def _priced(tensor: Sensitivity, way: int, price: float) -> float:
+    """Bytes, with error at a price."""
+    return tensor.sizes[way] + price * tensor.errors[way]
+
+
+def _price_of_error(tensors: Sequence[Sensitivity], budget: float) -> float:
+    """Bytes that one more unit of squared error saves in the relaxed problem: the slope at which its budget is reached."""
+    steps: list[tuple[float, float]] = []
+    error = 0.0
+    for tensor in tensors:
+        corners = _hull(tensor)
+        error += tensor.errors[corners[0]]
+        for low, high in pairwise(corners):
+            less = tensor.errors[low] - tensor.errors[high]
+            steps.append(((tensor.sizes[high] - tensor.sizes[low]) / less, less))
+    if error <= budget:
+        return 0.0
+    steps.sort()
+    for slope, less in steps:
+        error -= less
+        if error <= budget:
+            return slope
+    return steps[-1][0] if steps else 0.0
+
+
+def _hull(tensor: Sensitivity) -> list[int]:
+    """The ways on the lower left hull of (size, error), from the smallest to the one of least error."""
+    order = sorted(range(len(tensor.sizes)), key=lambda way: (tensor.sizes[way], tensor.errors[way]))
+    hull: list[int] = []
+    for way in order:
+        if hull and tensor.errors[way] >= tensor.errors[hull[-1]]:
+            continue
+        while len(hull) > 1 and _gain(tensor, hull[-2], hull[-1]) <= _gain(tensor, hull[-1], way):
+            hull.pop()
+        hull.append(way)
+    return hull
+
+
+def _gain(tensor: Sensitivity, low: int, high: int) -> float:
+    """Error saved by each byte more."""
+    more = tensor.sizes[high] - tensor.sizes[low]
+    less = tensor.errors[low] - tensor.errors[high]
+    return less / more if more else math.inf
+
+
+def _repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
+    """Ways that keep the budget: what saves most error for a byte is raised until it holds, then what can be is lowered."""
+    chosen = list(ways)
+    error = _error_of(tensors, chosen)
+    while error > budget:
+        moves = [
+            (_gain(tensor, chosen[index], way), index, way)
+            for index, tensor in enumerate(tensors)
+            for way in range(len(tensor.sizes))
+            if tensor.errors[way] < tensor.errors[chosen[index]]
+        ]
+        _, index, way = max(moves, key=lambda move: (move[0], -move[1], -move[2]))
+        chosen[index] = way
+        error = _error_of(tensors, chosen)
+    while True:
+        savings = [
+            (tensor.sizes[chosen[index]] - tensor.sizes[way], -index, -way)
+            for index, tensor in enumerate(tensors)
+            for way in range(len(tensor.sizes))
+            if tensor.sizes[way] < tensor.sizes[chosen[index]]
+            and error + tensor.errors[way] - tensor.errors[chosen[index]] <= budget
+        ]
+        if not savings:
+            return _assignment(tensors, chosen, proven=False)
+        _, index, way = max(savings)
+        chosen[-index] = -way
+        error = _error_of(tensors, chosen)
+
+
+def _error_of(tensors: Sequence[Sensitivity], chosen: Sequence[int]) -> float:
+    return math.fsum(tensor.errors[way] for tensor, way in zip(tensors, chosen, strict=True))
+
+
+def _assignment(tensors: Sequence[Sensitivity], chosen: Sequence[int], proven: bool) -> Assignment:
+    picked = [(t.sizes[way], t.errors[way]) for t, way in zip(tensors, chosen, strict=True)]
+    return Assignment(tuple(chosen), sum(size for size, _ in picked), math.fsum(error for _, error in picked), proven)
+
+
+def _search(
+    tensors: Sequence[Sensitivity],
+    base: Sequence[int],
+    others: Sequence[tuple[float, int, Sequence[tuple[float, int]]]],
+    budget: float,
+    price: float,
+    best: Assignment,
+) -> Assignment:
+    """The best of all changes of `base`; see `exact`. States are rows of arrays; a stage remembers where its rows came from."""
+    start = _assignment(tensors, base, proven=True)
+    nbytes, error = np.array([start.nbytes]), np.array([start.error])
+    stages: list[tuple[int, np.ndarray, np.ndarray]] = []
+    least, found, proven = best.nbytes, None, True
+    if start.error <= budget and start.nbytes < least:
+        least, found = start.nbytes, (0, 0)
+    for _, index, ways in others:
+        tensor, own = tensors[index], base[index]
+        choices = [own, *(way for _, way in ways)]
+        rows = len(nbytes)
+        nbytes = np.concatenate([nbytes + (tensor.sizes[way] - tensor.sizes[own]) for way in choices])
+        error = np.concatenate([error + (tensor.errors[way] - tensor.errors[own]) for way in choices])
+        parent, way = np.tile(np.arange(rows), len(choices)), np.repeat(np.array(choices), rows)
+        order = np.lexsort((error, nbytes))
+        # bytes are whole, so what is priced within half a byte of the best known cannot end below it
+        order = order[(nbytes + price * (error - budget))[order] < least - 0.5]
+        lowest = np.minimum.accumulate(np.concatenate(([np.inf], error[order])))
+        order = order[error[order] < lowest[:-1]]
+        if len(order) > MOST_STATES:
+            proven = False
+            cheapest = np.argpartition((nbytes + price * error)[order], MOST_STATES)[:MOST_STATES]
+            order = order[np.sort(cheapest)]
+        nbytes, error = nbytes[order], error[order]
+        stages.append((index, parent[order], way[order]))
+        good = np.flatnonzero((error <= budget) & (nbytes < least))
+        if len(good):  # rows ascend in bytes
+            least, found = int(nbytes[good[0]]), (len(stages), int(good[0]))
+    if found is None:
+        return best._replace(proven=proven)
+    chosen, (stage, row) = list(base), found
+    for index, parent, way in reversed(stages[:stage]):
+        chosen[index], row = int(way[row]), int(parent[row])
+    return _assignment(tensors, chosen, proven)
+
+
+def _standardised(values: Sequence[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return [(value - mean) / spread if spread else 0.0 for value in values]
+
+
+def _lloyd(points: Sequence[tuple[float, float]], count: int, chance: random.Random) -> list[int]:
+    """k-means with k-means++ starts: the cluster of each point, numbered without gaps."""
+    centres = [points[chance.randrange(len(points))]]
+    while len(centres) < count:
+        weights = [min(_distance(point, centre) for centre in centres) for point in points]
+        if not any(weights):
+            break
+        centres.append(chance.choices(points, weights)[0])
+    own = [0] * len(points)
+    for _ in range(100):
+        nearest = [_nearest(point, centres) for point in points]
+        if nearest == own:
+            break
+        own = nearest
+        for cluster in set(own):
+            members = [point for point, number in zip(points, own, strict=True) if number == cluster]
+            centres[cluster] = (sum(x for x, _ in members) / len(members), sum(y for _, y in members) / len(members))
+    numbers = {cluster: number for number, cluster in enumerate(sorted(set(own)))}
+    return [numbers[cluster] for cluster in own]
+
+
+def _nearest(point: tuple[float, float], centres: Sequence[tuple[float, float]]) -> int:
+    return min(range(len(centres)), key=lambda cluster: _distance(point, centres[cluster]))
+
+
+def _distance(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (left[0] - right[0]) ** 2 + (left[1] - right[1]) ** 2

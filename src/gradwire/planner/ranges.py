@@ -1,0 +1,87 @@
+"""Lists of numbers as they are written on a command line: what a sweep goes over."""
+
+from collections.abc import Callable, Sequence
+
+from gradwire.core.checks import number, show
+from gradwire.errors import FormatError
+
+__all__ = ["MOST", "read_nodes", "read_rates"]
+
+MOST = 64
+"""Values of one list. More make no better picture, and each takes planning time."""
+
+
+def read_rates(text: str) -> tuple[float, ...]:
+    """Gb/s between nodes, from a list such as 1,10,25 or 1,2,...,64. Raises FormatError that names what is wrong.
+
+    >>> read_rates("1,10,25")
+    (1.0, 10.0, 25.0)
+    """
+    return _read("--inter", text, "a rate in Gb/s", _rate)
+
+
+def read_nodes(text: str) -> tuple[int, ...]:
+    """Numbers of nodes, from a list such as 1,2,4 or 1,2,4,...,512. Raises FormatError that names what is wrong.
+
+    >>> read_nodes("1,2,4,...,64")
+    (1, 2, 4, 8, 16, 32, 64)
+    """
+    return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", _count))
+
+
+def _rate(word: str) -> float:
+    value = float(word)
+    number("rate", value, "a rate in gigabits per second", positive=True)
+    return value
+
+
+def _count(word: str) -> float:
+    value = int(word)
+    if not 0 < value < 2**31:
+        raise ValueError(word)
+    return value
+
+
+def _read(option: str, text: str, what: str, convert: Callable[[str], float]) -> tuple[float, ...]:
+    words = [word.strip() for word in text.split(",")]
+    cure = f"Write {option} as a rising list, such as 1,2,8, or with a doubling to fill in, such as 1,2,4,...,64."
+    values: list[float] = []
+    for place, word_ in enumerate(words):
+        if word_ == "...":
+            if not values or place != len(words) - 2:
+                raise FormatError(
+                    f"{option} is {show(text)}: '...' stands between what it continues and the last value. {cure}"
+                )
+            continue
+        try:
+            value = convert(word_)
+        except ValueError as error:  # FormatError is one
+            raise FormatError(f"{option} has {show(word_)}, which is not {what} above 0. {cure}") from error
+        if words[place - 1] == "..." and place:
+            values += _doubled(option, values, value, cure)
+        if values and value <= values[-1]:
+            raise FormatError(
+                f"{option} has {show(word_)} after {values[-1]:g}: values must rise, or the picture's lines run back. {cure}"
+            )
+        values.append(value)
+    if len(values) > MOST:
+        raise FormatError(
+            f"{option} has {len(values)} values, and a sweep takes at most {MOST}: each is planned. {cure}"
+        )
+    return tuple(values)
+
+
+def _doubled(option: str, before: Sequence[float], last: float, cure: str) -> list[float]:
+    """What '...' stands for: from the last value before it to the one after it, both left out."""
+    if len(before) > 1 and before[-1] != 2 * before[-2]:
+        raise FormatError(
+            f"{option} has {before[-2]:g},{before[-1]:g},...: '...' continues a doubling, and this is none. {cure}"
+        )
+    found = [before[-1]]
+    while found[-1] < last:
+        found.append(2 * found[-1])
+    if found[-1] != last:
+        raise FormatError(
+            f"{option} ends with {last:g}, which doubling {before[-1]:g} never reaches; next to it is {found[-1]:g}. {cure}"
+        )
+    return found[1:-1]

@@ -1,0 +1,206 @@
+"""What if: step times over several clusters, by several methods, as scaling factors. Pure: no torch.
+
+The **scaling factor** of n ranks is T_n / (n * T_1), where T is samples a second (notes D53). A rank does the same work alone
+and among others, so it is the step of one rank alone, forward and backward, divided by the step of n ranks. 1 is perfect.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.core.checks import show, word
+from gradwire.core.cluster import Cluster, Link
+from gradwire.core.costs import Costs
+from gradwire.core.plan import Plan
+from gradwire.core.profile import Profile
+from gradwire.core.specs import Spec
+from gradwire.errors import PlanError
+from gradwire.planner.drafts import Job, Limits
+from gradwire.planner.methods import METHODS, make
+from gradwire.planner.starts import ddp
+from gradwire.sim.rules import Rules
+from gradwire.sim.simulator import FS_PER_US
+from gradwire.sim.timeline import simulate
+
+__all__ = [
+    "LABELS",
+    "SWEPT",
+    "Row",
+    "as_json",
+    "as_table",
+    "check_some_may",
+    "clusters",
+    "compute_us",
+    "sweep_methods",
+    "sweep_plan",
+]
+
+LABELS = {
+    "ddp": "plain DDP",
+    "layerwise": "layer-wise",
+    "hipress": "HiPress's rule",
+    "fusion": "Cupcake's best fusion",
+    "bytecomp": "ByteComp",
+    "joint": "gradwire (joint)",
+    "bound": "upper bound",
+    "cupcake": "Cupcake's own search",
+    "bucket": "bucket fusion",
+    "even": "even split",
+    "plan": "the plan",
+}
+"""What a method of a sweep is called in pictures. bound: no plan has a higher scaling factor. plan: the same plan everywhere."""
+
+SWEPT = ("ddp", "layerwise", "hipress", "fusion", "bytecomp", "joint", "bound")
+"""The methods of a sweep, if none are named. Cupcake's problem is solved exactly: its own search is stopped by a clock."""
+
+
+class Row(NamedTuple):
+    """One method on one cluster."""
+
+    nodes: int
+    ranks: int
+    inter_gbps: float
+    method: str
+    step_us: float
+    scaling: float
+    """Of all ranks, 0 to 1."""
+
+
+Seen = Callable[[int], None]
+"""Called after every planned step with how many there were."""
+
+
+def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[int] | None) -> list[Cluster]:
+    """The cluster at each rate between nodes with each number of nodes; None: its own.
+
+    What all-reduce reaches keeps its share of the rate between nodes. It is left out where it was measured on the other
+    link: inside one node, and now there are several, or the other way round.
+    """
+    rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
+    return [_at(cluster, gbps, count) for gbps, count in product(rates, counts)]
+
+
+def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
+    allreduce = cluster.allreduce
+    if allreduce is not None and (nodes == 1) != (cluster.nodes == 1):
+        allreduce = None
+    elif allreduce is not None and nodes > 1:
+        allreduce = Link(allreduce.alpha_us, allreduce.gbps * gbps / cluster.inter.gbps)
+    inter = Link(cluster.inter.alpha_us, gbps)
+    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce)
+
+
+def compute_us(profile: Profile) -> float:
+    """Forward and backward: the step of one rank alone."""
+    return sum((tensor.forward_us or 0.0) + tensor.backward_us for tensor in profile.tensors)
+
+
+def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
+    """Raises PlanError where there are specs, and no tensor that they may compress."""
+    if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
+        raise PlanError(
+            f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in profiles that were "
+            "imported, and biases and norms stay uncompressed. Allow them: --all-tensors, or Limits(exempt_vectors=False)."
+        )
+
+
+def sweep_methods(
+    profile: Profile,
+    points: Sequence[Cluster],
+    costs: Costs,
+    specs: Sequence[Spec] = (),
+    limits: Limits | None = None,
+    rules: Rules | None = None,
+    methods: Sequence[str] = SWEPT,
+    seen: Seen = lambda count: None,
+) -> list[Row]:
+    """Each method's plan on each cluster. Raises PlanError for a method that is none, and as planning does."""
+    for method in methods:
+        word("method", method, (*METHODS, "bound"), error=PlanError)
+    _check_compute(profile)
+    check_some_may(profile, specs, limits or Limits())
+    rows = []
+    for point in points:
+        for method in methods:
+            if point.world_size == 1:
+                step_us = compute_us(profile)
+            else:
+                job = Job(profile, point, costs, specs, limits, rules)
+                step_us = job.lower_bound_us() if method == "bound" else _step_us(job, method)
+            rows.append(_row(profile, point, method, step_us))
+            seen(len(rows))
+    return rows
+
+
+def _step_us(job: Job, method: str) -> float:
+    prediction = make(job, method).plan.prediction
+    assert prediction is not None
+    return prediction.step_us
+
+
+def sweep_plan(
+    plan: Plan,
+    profile: Profile,
+    points: Sequence[Cluster],
+    costs: Costs,
+    rules: Rules | None = None,
+    seen: Seen = lambda count: None,
+) -> list[Row]:
+    """One plan on each cluster as it is, beside plain DDP. Raises PlanError where it cannot be simulated."""
+    _check_compute(profile)
+    rows = []
+    for point in points:
+        plan_us = ddp_us = compute_us(profile)
+        if point.world_size > 1:
+            job = Job(profile, point, Costs(codecs=()), rules=rules)
+            found = job.step(ddp(job))
+            assert found is not None
+            plan_us, ddp_us = simulate(plan, profile, point, costs, rules).step_us, found / FS_PER_US
+        rows += [_row(profile, point, "ddp", ddp_us), _row(profile, point, "plan", plan_us)]
+        seen(len(rows))
+    return rows
+
+
+def _check_compute(profile: Profile) -> None:
+    if not compute_us(profile):
+        raise PlanError(
+            f"the profile of {show(profile.model)} has no times: with 0 us of computation there is no scaling factor. Profile "
+            "the model, or write backward_us and forward_us."
+        )
+
+
+def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> Row:
+    scaling = compute_us(profile) / step_us
+    return Row(point.nodes, point.world_size, point.inter.gbps, method, step_us, scaling)
+
+
+def as_table(rows: Sequence[Row], profile: Profile) -> str:
+    """One line for each cluster, one column for each method, and what the numbers are."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    points = list(dict.fromkeys((row.inter_gbps, row.nodes, row.ranks) for row in rows))
+    cells = {(row.inter_gbps, row.nodes, row.method): f"{row.scaling:.3f}" for row in rows}
+    lines = [f"{'inter Gb/s':>10} {'nodes':>6} {'ranks':>6}" + "".join(f" {method:>9}" for method in methods)]
+    for gbps, nodes, ranks in points:
+        values = "".join(f" {cells[gbps, nodes, method]:>9}" for method in methods)
+        lines.append(f"{gbps:>10g} {nodes:>6} {ranks:>6}{values}")
+    lines.append("")
+    lines.append(
+        f"Scaling factors: the step of one rank alone, {compute_us(profile) / 1e3:.3f} ms, divided by the predicted step."
+    )
+    lines.append(", ".join(f"{method}: {LABELS[method]}" for method in methods) + ".")
+    if all(tensor.forward_us is None for tensor in profile.tensors):
+        lines.append("The profile has no forward times: with them all factors would be higher.")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(rows: Sequence[Row], profile: Profile) -> str:
+    """The same numbers on one line; the same input gives the same bytes."""
+    content = {
+        "model": profile.model,
+        "alone_us": compute_us(profile),
+        "rows": [row._asdict() for row in rows],
+    }
+    return json.dumps(content) + "\n"

@@ -1,0 +1,122 @@
+"""Times of encodes and decodes by size, of the compressors themselves.
+
+Gradients lie in a buffer larger than caches and each call takes the next part of it, since in training a gradient is seldom
+in a cache when it is encoded. One thread, as on a lane.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from gradwire.compressors import Context, compressor_for
+from gradwire.core.costs import CodecCosts, Costs, Points
+from gradwire.core.made import Made
+from gradwire.core.specs import Identity, Run, Spec
+from gradwire.costs.points import fit_points
+from gradwire.kernels import Segment, Segments
+from gradwire.profiler.clock import Clock
+
+__all__ = ["SIZES", "measure_codecs"]
+
+SIZES = tuple(4096 * 2**power for power in range(13))
+"""Bytes of gradient: 4 KB to 16 MB; every second one is a corner of the curve."""
+SECONDS = 0.02
+"""How long one size is repeated, about."""
+_REPEATS = (3, 30)
+_BUFFER_BYTES = 64 * 2**20
+_COLUMNS = 1024
+"""Of the matrices that methods for matrices are given."""
+
+
+def measure_codecs(
+    specs: Sequence[Spec], device: torch.device, sizes: Sequence[int] = SIZES, seconds: float = SECONDS
+) -> Costs:
+    """Times of each spec, Identity left out, on a device: curves through medians, by least squares.
+
+    sizes: bytes of gradient, ascending; every second one is a corner of its curve. seconds: how long one size is repeated,
+    about.
+    """
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    codecs = []
+    numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
+    gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(device)
+    buffers = (gradients, torch.zeros_like(gradients))
+    with _one_thread():
+        for spec in dict.fromkeys(spec for spec in specs if not isinstance(spec, Identity)):
+            encodes, decodes = [], []
+            for nbytes in sizes:
+                encode_us, decode_us = _times(spec, nbytes, buffers, seconds)
+                encodes.append((nbytes, encode_us))
+                decodes.append((nbytes, decode_us))
+            codecs.append(
+                CodecCosts(
+                    spec=spec, device=kind, encode=_curve(encodes, sizes[::2]), decode=_curve(decodes, sizes[::2])
+                )
+            )
+    return Costs(codecs=tuple(codecs), made=Made.now())
+
+
+def _curve(samples: list[tuple[int, float]], corners: Sequence[int]) -> Points:
+    return tuple((nbytes, round(us, 3)) for nbytes, us in fit_points(samples, corners))
+
+
+def _times(spec: Spec, nbytes: int, buffers: tuple[torch.Tensor, torch.Tensor], seconds: float) -> tuple[float, float]:
+    """Microseconds of an encode and of a decode that adds, of one tensor of float32."""
+    encode, decode = _calls(spec, nbytes // 4, *buffers)
+    device = buffers[0].device
+    return _median_us(encode, device, seconds), _median_us(decode, device, seconds)
+
+
+def _calls(
+    spec: Spec, numel: int, gradient: torch.Tensor, total: torch.Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An encode of the next part of the gradient, and a decode to the next part of the total."""
+    compressor, device = compressor_for(spec), gradient.device
+    shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
+    segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))
+    gradients, totals = _parts(gradient, numel), _parts(total, numel)
+    context = Context(torch.tensor([0, 1, 0, 0], device=device))
+    first = next(gradients)
+    state = [torch.zeros(numel, device=device) for _ in spec.state]
+    if spec.rounds:
+        program = compressor.program(first, state, segments)  # type: ignore[attr-defined]
+        rounds = range(spec.rounds)
+        return lambda: [program.fill(number, context) for number in rounds], lambda: program.finish(context)
+    size = spec.payload_bytes([Run(numel, spec.element_bits, shape)], 4)
+    payload = torch.zeros(size, dtype=torch.uint8, device=device)
+    compressor.encode(first, state, segments, context, payload)
+    return (
+        lambda: compressor.encode(next(gradients), state, segments, context, payload),
+        lambda: compressor.decode(payload, segments, torch.float32, True, next(totals), context),
+    )
+
+
+def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+    """Parts of a large buffer, one after another, without end."""
+    return itertools.cycle(buffer[: len(buffer) // numel * numel].reshape(-1, numel).unbind())
+
+
+def _median_us(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    clock = Clock(device)
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < _REPEATS[0] or (len(times) < _REPEATS[1] and time.perf_counter() < began + seconds):
+        start = clock.mark()
+        call()
+        times.append(clock.us(start, clock.mark()))
+    return max(1e-3, statistics.median(times))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,188 @@
+"""The links between ranks: times of exchanges and of all-reduce over sizes, as lanes send them, and lines through them.
+
+Exchanges are announced first and sent one right after the other, as in a step, so that a rate limit that lends a first burst
+is seen past that. Every rank ends with the same times, the slowest rank's, so all agree on when to stop and on what follows.
+"""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives import Grid, Link, transfer
+from gradwire.core.cluster import Cluster
+from gradwire.core.made import Made
+from gradwire.costs.fit import Fit, fit_link
+from gradwire.errors import FormatError, StepStateError
+from gradwire.profiler.clock import Clock
+
+__all__ = ["SIZES", "MeasuredLinks", "measure_links", "measured_links"]
+
+SIZES = tuple(1024 * 4**power for power in range(8))
+"""Bytes of a message: 1 KB to 16 MB."""
+SECONDS = 1.0
+"""How long one link is watched, about, unless somebody says otherwise."""
+ENOUGH_BYTES = 2**20
+PATIENCE = 4
+"""So many times as long, while no message of `ENOUGH_BYTES` was sent: only large ones tell the rate."""
+BATCHES = 3
+"""Measurements of each size: several messages each, where they are short."""
+_BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
+_MOST_MESSAGES = 50
+_TAG = 1_000_000
+"""Above those of any step. Between steps no lane expects anything."""
+
+Times = dict[str, list[tuple[float, float]]]
+"""By what was measured (intra, inter, allreduce): (bytes that a rank holds before, microseconds)."""
+
+
+class MeasuredLinks(NamedTuple):
+    """A cluster and the fits that it comes from, by link: intra, inter, allreduce."""
+
+    cluster: Cluster
+    fits: dict[str, Fit]
+    problems: list[str]
+    """What is wrong with fits, with numbers and the cure."""
+
+
+def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS) -> Times:
+    """Times of every kind of link that this cluster has, each watched for about so many seconds. Collective, on a lane."""
+    times: Times = {}
+    if grid.ranks_per_node > 1:
+        times["intra"] = _sweep(
+            link, _Exchanges(link, grid.group("intra"), device), grid.ranks_per_node, device, seconds
+        )
+    if grid.nodes > 1:
+        # one rank of each node: what one flow gets, which all ranks of a node share
+        group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
+        times["inter"] = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
+    times["allreduce"] = _sweep(link, _AllReduces(link, device), 1, device, seconds)
+    return times
+
+
+def measured_links(times: Times, grid: Grid) -> MeasuredLinks:
+    """Lines through the times. A kind of link that the cluster does not have gets the numbers of the other.
+
+    Raises StepStateError where times tell no rate.
+    """
+    links, fits = {}, {}
+    problems: list[str] = []
+    for name, points in times.items():
+        word, ranks = ("allreduce", grid.world_size) if name == "allreduce" else ("alltoall", _ranks_of(grid, name))
+        try:
+            links[name], fits[name] = fit_link(points, word, ranks, "direct")
+        except FormatError as error:
+            raise StepStateError(f"the {name} link cannot be told from its times: {error}") from error
+        if fits[name].problem:
+            problems.append(_told(name, fits[name]))
+    cluster = Cluster(
+        nodes=grid.nodes,
+        ranks_per_node=grid.ranks_per_node,
+        intra=links.get("intra") or links["inter"],
+        inter=links.get("inter") or links["intra"],
+        allreduce=links["allreduce"],
+        made=Made.now(),
+    )
+    return MeasuredLinks(cluster, fits, problems)
+
+
+def _told(name: str, fit: Fit) -> str:
+    return (
+        f"the times of the {name} link do not follow {fit.alpha_us:.0f} us + bytes at {fit.gbps:.3g} Gb/s (R2 {fit.r2:.3f}, "
+        f"worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will be off by about as much. "
+        "Profile again while nothing else uses the link and the processors."
+    )
+
+
+def _ranks_of(grid: Grid, name: str) -> int:
+    return grid.ranks_per_node if name == "intra" else grid.nodes
+
+
+# ---- on a lane
+
+
+class _Traffic(Protocol):
+    """Messages of one kind between ranks."""
+
+    def announce(self, nbytes: int, messages: int) -> None:
+        """So many of so many bytes will follow."""
+        ...
+
+    def perform(self) -> None:
+        """The next one of them, until this rank is done with it."""
+        ...
+
+
+class _Exchanges:
+    """Everybody of the group sends to everybody; others take part with nothing."""
+
+    def __init__(self, link: Link, group: Sequence[int], device: torch.device) -> None:
+        self._link, self._group, self._device = link, group, device
+
+    def announce(self, nbytes: int, messages: int) -> None:
+        received, self._sent = self._parts(nbytes), self._parts(nbytes)
+        self._exchanges = iter([self._link.expect(_TAG + number, received) for number in range(messages)])
+
+    def _parts(self, nbytes: int) -> list[torch.Tensor]:
+        link, member = self._link, self._link.rank in self._group
+        sizes = [nbytes * (member and rank in self._group and rank != link.rank) for rank in range(link.world_size)]
+        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+
+    def perform(self) -> None:
+        exchange = next(self._exchanges)
+        exchange.send(self._sent)
+        for rank in self._group:
+            exchange.wait(rank)
+        exchange.finish()
+
+
+class _AllReduces:
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self._link, self._device = link, device
+
+    def announce(self, nbytes: int, messages: int) -> None:
+        self._tensor = torch.zeros(nbytes // 4, device=self._device)
+
+    def perform(self) -> None:
+        with transfer():
+            self._link.all_reduce(self._tensor).wait()
+
+
+def _sweep(link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float) -> list[tuple[float, float]]:
+    """(bytes held, microseconds of a message) from small to large, until the next size would take too long."""
+    points: list[tuple[float, float]] = []
+    spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device))
+    for nbytes in SIZES:
+        messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
+        measured = _run(link, traffic, nbytes, messages, device)
+        points += [(float(held * nbytes), us) for us in measured]
+        spent_us += (1 + BATCHES * messages) * statistics.median(measured)
+        expected_us = 4 * min(measured)
+        if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= ENOUGH_BYTES else PATIENCE):
+            break
+    return points
+
+
+def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> list[float]:
+    """Microseconds of a message in each batch, of the slowest rank. All follow each other; the first is not timed."""
+    clock = Clock(device)
+    traffic.announce(nbytes, 1 + BATCHES * messages)
+    _slowest(link, [0.0], device)  # all are here
+    traffic.perform()
+    moments = [clock.mark()]
+    for _ in range(BATCHES):
+        for _ in range(messages):
+            traffic.perform()
+        moments.append(clock.mark())
+    return _slowest(link, [clock.us(*both) / messages for both in pairwise(moments)], device)
+
+
+def _slowest(link: Link, times: list[float], device: torch.device) -> list[float]:
+    """The most that any rank has."""
+    most = torch.tensor(times, dtype=torch.float64, device=device)
+    with transfer():
+        link.all_reduce(most, dist.ReduceOp.MAX).wait()
+    return [float(us) for us in most]

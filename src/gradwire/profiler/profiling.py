@@ -1,0 +1,152 @@
+"""Profiling inside an ordinary training loop: what `handle.profile` returns."""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+from gradwire.collectives import Group, Link, LinkError, transfer
+from gradwire.core.checks import whole
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.made import Made
+from gradwire.core.profile import Profile
+from gradwire.core.specs import Spec
+from gradwire.core.tensors import TensorInfo
+from gradwire.costs.fit import Fit
+from gradwire.engine.backward import Backward
+from gradwire.engine.step import Steps
+from gradwire.errors import PlanError, StepStateError
+from gradwire.profiler.codecs import measure_codecs
+from gradwire.profiler.links import measure_links, measured_links
+from gradwire.profiler.model import launch_time_us, model_times, slowest
+from gradwire.profiler.recorder import WARMUP_STEPS, Recorder
+
+__all__ = ["Profiling"]
+
+
+class Profiling:
+    """Records the training loop inside it; when that is over, measures links and codecs and writes three files.
+
+    Made by `handle.profile(folder, steps, specs)`; every rank enters and leaves it, with the same number of steps. Training
+    goes on inside as without it. The loop must make 3 steps for warm-up and then twice `steps`: in every second one nothing is
+    sent during backward, so that computation is seen alone, and the exchange follows. What the loop makes beyond these is not
+    recorded. `specs` are the compressors to time beside those of the handle's plan.
+
+    Rank 0 writes profile.json, cluster.json and costs.json into the folder; the fields below are set on all ranks. Links take
+    about a second each, a spec about one. A warning on rank 0 tells of a link whose times
+    do not follow latency and rate.
+
+    Raises StepStateError if the loop made too few steps.
+
+    Example::
+
+        with handle.profile("measured", steps=20) as measured:
+            for batch in itertools.islice(loader, 43):
+                train_one_step(batch)
+        print(measured.cluster)
+    """
+
+    profile: Profile
+    cluster: Cluster
+    costs: Costs
+    fits: dict[str, Fit]
+    """Of each link measured: intra, inter, allreduce."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        backward: Steps,
+        group: Group,
+        folder: str | os.PathLike[str],
+        steps: int,
+        specs: Sequence[Spec],
+    ) -> None:
+        whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
+        if not isinstance(backward, Backward):
+            raise PlanError(
+                f"this handle runs the schedule {backward.executor.plan.schedule!r}, in which steps overlap. Profile with the "
+                "backward schedule; what is measured serves all."
+            )
+        if group.world_size < 2:
+            raise PlanError("this rank is alone: there is no link to measure. Profile with 2 ranks or more.")
+        self._model, self._parameters, self._backward, self._group = model, parameters, backward, group
+        self._folder, self._steps, self._specs = Path(folder), steps, specs
+
+    def __enter__(self) -> Self:
+        self._recorder = Recorder(self._model, self._parameters, self._backward, self._steps)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        recorder.remove()
+        if error is not None:
+            return
+        if recorder.seen < recorder.wanted:
+            raise StepStateError(
+                f"the loop made {recorder.seen} steps inside profile(steps={self._steps}), which needs {recorder.wanted}: "
+                f"{WARMUP_STEPS} for warm-up, {self._steps} with exchanges and as many without. Make more, or ask for fewer."
+            )
+        self._measure(recorder)
+        if self._group.rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.profile.save(self._folder / "profile.json")
+            self.cluster.save(self._folder / "cluster.json")
+            self.costs.save(self._folder / "costs.json")
+
+    def _measure(self, recorder: Recorder) -> None:
+        quiet, loaded = (slowest(self._of_all_ranks(recorder.rows(quiet))) for quiet in (True, False))
+        device, grid = recorder.clock.device, self._group.grid
+        lane = self._backward.executor.lanes[0]
+        try:
+            times = lane.submit(lambda link: measure_links(link, grid, device)).result()
+        except LinkError as error:
+            raise self._backward.broken("the exchanges that measure links", error) from error
+        self.cluster, self.fits, problems = measured_links(times, grid)
+        for problem in problems if self._group.rank == 0 else ():
+            warnings.warn(problem, stacklevel=3)
+        plan = self._backward.executor.plan
+        of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
+        self.costs = measure_codecs([*of_plan, *self._specs], device)
+        infos = [
+            TensorInfo(
+                name, tuple(p.shape), str(p.dtype).removeprefix("torch."), "cpu" if device.type == "cpu" else "gpu"
+            )
+            for name, p in self._parameters.items()
+        ]
+        found = model_times(infos, recorder.modules, quiet, loaded)
+        if device.type == "cpu":
+            launch_us = launch_time_us(plan, found.tensors, self.cluster, self.costs, found.exchange_cpu_us)
+            self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us)
+        self.profile = Profile(
+            model=type(self._model).__name__,
+            batch=recorder.batch,
+            device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+            steps=self._steps,
+            optimizer_us=found.optimizer_us,
+            loaded_backward_us=found.loaded_backward_us,
+            made=Made.now(),
+            tensors=tuple(found.tensors),
+        )
+
+    def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """(ranks, steps, columns)."""
+
+        def gather(link: Link) -> torch.Tensor:
+            received = torch.empty(link.world_size * rows.numel(), dtype=rows.dtype)
+            with transfer():
+                link.all_gather(received, rows.reshape(-1)).wait()
+            return received.reshape(link.world_size, *rows.shape)
+
+        try:
+            return self._backward.control.submit(gather).result()
+        except LinkError as error:
+            raise self._backward.broken("the times that ranks recorded", error) from error

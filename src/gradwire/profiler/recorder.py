@@ -1,0 +1,170 @@
+"""When things happen in training steps, seen by hooks on an ordinary training loop.
+
+A step goes from one forward of the model to the next. Steps come in turns: in *quiet* ones the engine hands over nothing
+before the last gradient is there, so forward and backward run without traffic; in *loaded* ones exchanges run as ever. Both
+end with the same sums, so that training goes on as without a profiler.
+"""
+
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.engine.backward import Backward
+from gradwire.engine.hooks import GradientHooks, tensors_in
+from gradwire.profiler.clock import Clock
+
+__all__ = ["WARMUP_STEPS", "Recorder"]
+
+WARMUP_STEPS = 3
+"""Steps that are not measured: allocations, and the plan that is made again after the first one."""
+
+
+@dataclass
+class _Step:
+    """Moments of one step."""
+
+    quiet: bool
+    began: Any
+    modules: list[tuple[int, Any]] = field(default_factory=list)
+    """A module's number, and when its forward began."""
+    backward: Any = None
+    ready: dict[int, Any] = field(default_factory=dict)
+    finished: Any = None
+    ended: Any = None
+    cpu_s: float = 0.0
+    """CPU time of the process, all threads: when the last gradient came, then from there to the end of the exchange."""
+
+
+class Recorder:
+    """Watches the steps of a parallelized model, from its making until `remove` or until it has seen enough.
+
+    names: the trainable parameters in the order of `parameters`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        backward: Backward,
+        steps: int,
+    ) -> None:
+        self.names = list(parameters)
+        self.wanted = WARMUP_STEPS + 2 * steps
+        self.batch = 1
+        self.clock = Clock(next(iter(parameters.values())).device)
+        self._backward, self._model = backward, weakref.ref(model)
+        self._steps: list[_Step] = []
+        self._on_finished = backward.on_finished
+        numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
+        self.modules: list[list[int]] = []
+        """Of each module that has parameters of its own: their numbers."""
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+        for module in model.modules():
+            own = [numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers]
+            if own:
+                enter = partial(self._enter, len(self.modules))
+                self._hooks.append(module.register_forward_pre_hook(enter))
+                self.modules.append(own)
+        self._gradients = GradientHooks(self, None, Recorder._ready, parameters.values())
+        backward.on_finished = self._finished
+
+    @property
+    def seen(self) -> int:
+        """Steps finished so far, those of the warm-up too."""
+        return sum(step.finished is not None for step in self._steps)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._gradients.remove()
+        self._backward.on_finished = self._on_finished
+        self._backward.executor.hold = False
+
+    def rows(self, quiet: bool) -> torch.Tensor:
+        """What the steps after the warm-up measured, quiet or loaded ones: a row each, float64, microseconds.
+
+        First, for each module, from the begin of its forward to that of the next one's; then from the step's begin to that of
+        backward; then from the step's begin to each gradient; then from the end of the exchange to the next step; last the CPU
+        time from the last gradient to the end of the exchange. NaN for what did not happen. The first module has the time
+        before its forward too.
+        """
+        chosen = [step for step in self._steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
+        return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
+
+    def _row(self, step: _Step) -> list[float]:
+        us, never = partial(self.clock.us, step.began), float("nan")
+        backward = us(step.backward)
+        forward = [0.0 for _ in self.modules]
+        begins = [0.0, *(us(moment) for _, moment in step.modules[1:]), backward]
+        for (module, _), begin, end in zip(step.modules, begins, begins[1:], strict=False):
+            forward[module] += end - begin
+        ready = [us(step.ready[index]) if index in step.ready else never for index in range(len(self.names))]
+        optimizer = never if step.ended is None else self.clock.us(step.finished, step.ended)
+        return [*forward, backward, *ready, optimizer, step.cpu_s * 1e6]
+
+    # ---- hooks
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if module is not self._model() or not torch.is_grad_enabled():
+            return
+        if self._steps and self._steps[-1].finished is None:
+            return  # another forward of the same step
+        if self._steps:
+            self._steps[-1].ended = self.clock.mark()
+        if len(self._steps) == self.wanted:
+            self.remove()
+            return
+        shapes = [tensor.shape for tensor in tensors_in(inputs)]
+        self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
+        quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
+        self._backward.executor.hold = quiet
+        self._steps.append(_Step(quiet, self.clock.mark()))
+
+    def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
+        step = self._running()
+        if step is not None and torch._C._current_graph_task_id() == -1:  # else recomputed in backward
+            step.modules.append((number, self.clock.mark()))
+
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        step = self._running()
+        if step is None or module is not self._model() or not torch.is_grad_enabled():
+            return
+        step.backward = self.clock.mark()
+        begun: list[bool] = []
+
+        def begin(gradient: torch.Tensor) -> None:
+            if not begun:
+                begun.append(True)
+                step.backward = self.clock.mark()
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        step = self._running()
+        if step is not None:
+            step.ready[index] = self.clock.mark()
+            step.cpu_s = time.process_time()
+
+    def _finished(self, exposed_s: float) -> None:
+        step = self._running()
+        if step is not None:
+            step.finished = self.clock.mark()
+            step.cpu_s = time.process_time() - step.cpu_s
+            self._backward.executor.hold = False
+        self._on_finished(exposed_s)
+
+    def _running(self) -> _Step | None:
+        """The step that has begun and is not finished."""
+        return self._steps[-1] if self._steps and self._steps[-1].finished is None else None

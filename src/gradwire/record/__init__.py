@@ -1,0 +1,1 @@
+"""What a training run was: recorded inside an ordinary loop, written as one document, `run.json`."""

@@ -1,0 +1,246 @@
+"""The format of a recorded run: `run.json`, from which `gradwire report` makes its page. Pure: no torch.
+
+Times are microseconds but for moments of the run, which are seconds since the recording began. Sizes are bytes or elements.
+"""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.checks import freeze, freeze_pairs, number, only_version, show, text, unique, whole
+from gradwire.core.made import Made
+from gradwire.core.plan import Plan
+from gradwire.core.strict import Document
+from gradwire.errors import FormatError
+from gradwire.sim.timeline import Timeline
+
+__all__ = [
+    "FILE",
+    "Alternative",
+    "BucketRecord",
+    "Decision",
+    "Interval",
+    "MemoryRecord",
+    "Rival",
+    "Run",
+    "StepRecord",
+    "TensorRecord",
+]
+
+FILE = "run.json"
+"""The document's name in the folder of a run."""
+
+Points = tuple[tuple[int, float], ...]
+"""Steps, ascending, each with a value."""
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ratio of medians with its 95 % bootstrap interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        for field in ("ratio", "low", "high"):
+            number(field, getattr(self, field), "a ratio")
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that was tried on the live job."""
+
+    name: str
+    step_us: float
+    """Median over the steps of the trial."""
+    kept: bool
+    """Whether it is the one that was chosen."""
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "the name of a plan")
+        number("step_us", self.step_us, "a time in microseconds")
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the plan came about."""
+
+    by: str
+    """Who decided, in a few words: the policy, the file, the planner."""
+    words: tuple[str, ...] = ()
+    """Why, line by line."""
+    alternatives: tuple[Alternative, ...] = ()
+
+    def __post_init__(self) -> None:
+        text("by", self.by, "who decided")
+        freeze(self, "words", "alternatives")
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training step of the rank that recorded."""
+
+    step: int
+    """Of the handle, as in a state that it saves."""
+    end_s: float
+    """When its exchange was over."""
+    step_us: float
+    """From the begin of its forward to that of the next one's; of the last step to the end of its exchange."""
+    exposed_us: float
+    """What the end of backward waited for the exchange."""
+    codec_us: float
+    """CPU time of its encodes and decodes, lanes added up."""
+    loss: float | None
+    """This rank's, as the script gave it; null where it gave none, or one that is not finite."""
+
+    def __post_init__(self) -> None:
+        whole("step", self.step, "a step's number")
+        number("end_s", self.end_s, "a moment in seconds")
+        for field in ("step_us", "exposed_us", "codec_us"):
+            number(field, getattr(self, field), "a time in microseconds")
+
+
+class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one bucket of the plan sends in a step, in the order of the plan's buckets."""
+
+    numel: int
+    chunks: int
+    gradient_bytes: int
+    wire_bytes: int
+    intra_bytes: int
+    """Those of `wire_bytes` that stay inside the node."""
+    inter_bytes: int
+    """Those that leave it."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            whole(field, getattr(self, field), "a number of bytes, elements or chunks")
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor over the run."""
+
+    name: str
+    numel: int
+    bits: Points
+    """Bits an element that one encode of it takes, from that step on."""
+    error: Points
+    """Relative l2 error of one encode of this rank's gradient in that step, residuals left out; empty where it was not
+    measured."""
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "a parameter's name")
+        whole("numel", self.numel, "the tensor's elements")
+        for field in ("bits", "error"):
+            freeze_pairs(self, field, "[step, value]")
+            points = getattr(self, field)
+            for index, (step, value) in enumerate(points):
+                whole(f"{field}[{index}][0]", step, "a step's number")
+                number(f"{field}[{index}][1]", value, "a value")
+            for index, (before, after) in enumerate(pairwise(points)):
+                if before[0] >= after[0]:
+                    raise FormatError(f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps ascend.")
+
+
+class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory of one rank that gradwire holds from step to step."""
+
+    gradient_bytes: int
+    """Flat buffers, in which the gradients lie: what training takes anyway."""
+    residual_bytes: int
+    """What compressors remember: residuals, momentum, factors."""
+    payload_bytes: int
+    """Payloads and partial sums."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            whole(field, getattr(self, field), "a number of bytes")
+
+
+class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another way of training the same model, measured side by side in the same run."""
+
+    name: str
+    step_us: float
+    """Median."""
+    sent_bytes: int | None
+    """Per rank and step, as planned; null where nobody can say."""
+    speedup: Interval
+    """Its median step over this run's: above 1 this run is faster."""
+    again: Interval | None = None
+    """Itself over itself, measured twice side by side (A/A): what the machine's noise alone makes of a ratio."""
+    end_s: tuple[float, ...] = ()
+    """When each step ended, as if it had the machine for itself."""
+    loss: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "the name of a method")
+        number("step_us", self.step_us, "a time in microseconds")
+        if self.sent_bytes is not None:
+            whole("sent_bytes", self.sent_bytes, "a number of bytes")
+        freeze(self, "end_s", "loss")
+        if len(self.end_s) != len(self.loss):
+            raise FormatError(
+                f"loss and end_s have {len(self.loss)} and {len(self.end_s)} values: each step has one of both."
+            )
+
+
+class Run(Document, frozen=True, kw_only=True):
+    """A recorded training run."""
+
+    what: ClassVar[str] = "record of a run"
+    remedy: ClassVar[str] = "Record it again: with handle.record(FOLDER) around the training loop."
+
+    version: int = 1
+    made: Made
+    model: str
+    device: str
+    """cpu, or what torch calls the accelerator."""
+    world_size: int
+    nodes: int
+    decision: Decision
+    plan: Plan
+    """The one in use at the end."""
+    steps: tuple[StepRecord, ...]
+    """Of long runs every 2nd, 4th, ... step."""
+    warmup_steps: int = 1
+    """Steps at the begin that no statistic counts, where there are others."""
+    buckets: tuple[BucketRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    memory: MemoryRecord
+    timeline: Timeline | None = None
+    """One step as it was measured: the one of median length among the last ones."""
+    rivals: tuple[Rival, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader must know."""
+
+    def __post_init__(self) -> None:
+        only_version(self.version)
+        text("model", self.model, "the model's name")
+        text("device", self.device, "what computed")
+        whole("world_size", self.world_size, "the number of ranks", low=1)
+        whole("nodes", self.nodes, "the number of nodes", low=1)
+        whole("warmup_steps", self.warmup_steps, "a number of steps")
+        freeze(self, "steps", "buckets", "tensors", "rivals", "notes")
+        unique("tensors", [tensor.name for tensor in self.tensors], ".name")
+        if len(self.buckets) != len(self.plan.buckets):
+            raise FormatError(
+                f"buckets has {len(self.buckets)} entries, and plan.buckets has {len(self.plan.buckets)}: each bucket of the "
+                "plan has one. Record the run again."
+            )
+
+    @staticmethod
+    def read(folder: str | os.PathLike[str]) -> "Run":
+        """The record in a run's folder, or in a file. Raises FormatError naming the file."""
+        path = Path(folder)
+        return Run.load(path / FILE if path.is_dir() else path)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of payload that one rank sends in a step."""
+        return sum(bucket.wire_bytes for bucket in self.buckets)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients themselves."""
+        return sum(bucket.gradient_bytes for bucket in self.buckets)

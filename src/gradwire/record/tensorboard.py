@@ -1,0 +1,31 @@
+"""A recorded run as scalars for TensorBoard."""
+
+from pathlib import Path
+
+from gradwire.errors import GradwireError
+from gradwire.record.run import Run
+
+__all__ = ["export"]
+
+
+def export(run: Run, folder: Path) -> None:
+    """Write event files: step times, loss, and by tensor bits and errors, all against the step.
+
+    Raises GradwireError if the package tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise GradwireError(
+            f"--tensorboard {folder} needs the package tensorboard, which cannot be imported here ({error}). Install it: "
+            "pip install 'gradwire[report]'."
+        ) from error
+    with SummaryWriter(str(folder)) as writer:
+        for step in run.steps:
+            for name in ("step_us", "exposed_us", "codec_us", "loss"):
+                if (value := getattr(step, name)) is not None:
+                    writer.add_scalar(name, value, step.step)
+        for tensor in run.tensors:
+            for name in ("bits", "error"):
+                for at, value in getattr(tensor, name):
+                    writer.add_scalar(f"{name}/{tensor.name}", value, at)

@@ -1,0 +1,111 @@
+"""What compression does to each tensor over a run: how many bits it takes, and what one encode of its gradient loses."""
+
+import math
+from collections import defaultdict
+
+import torch
+
+from gradwire.collectives import Group
+from gradwire.compressors import Context, compressor_for
+from gradwire.core.plan import Bucket
+from gradwire.core.specs import Run as Elements
+from gradwire.core.specs import Spec
+from gradwire.engine.executor import Executor
+from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.record.run import TensorRecord
+
+__all__ = ["Tensors"]
+
+MOST_ELEMENTS = 2**20
+"""Elements that are encoded at one time; at least one tensor is, and the others have their turn the next times."""
+MOST_POINTS = 200
+"""Errors that are kept of each tensor; then every second one goes."""
+
+
+class Tensors:
+    """Bits and errors by tensor, kept step by step."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._numels: dict[str, int] = {}
+        self._bits: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self._errors: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self._executor: Executor | None = None
+        self._next = 0
+        self._wanted: set[str] = set()
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def use(self, executor: Executor, step: int) -> None:
+        """From this step on tensors travel so."""
+        if executor is self._executor:
+            return
+        self._executor = executor
+        for buffers in executor.buckets:
+            itemsize = buffers.flat.element_size()
+            for slot in buffers.slots:
+                numel, shape = slot.view.numel(), tuple(slot.view.shape)
+                self._numels[slot.name] = numel
+                bits = _bits(buffers.bucket.spec_of(slot.name).at_step(step), numel, shape, itemsize)
+                known = self._bits[slot.name]
+                if not known or known[-1][1] != bits:
+                    known.append((step, bits))
+
+    def ask(self) -> None:
+        """Take the gradients of this step: `gradient` gets them, `measure` tells what an encode of them loses."""
+        names = list(self._numels)
+        self._wanted, self._gradients, elements = set(), {}, 0
+        for turn in range(len(names)):
+            name = names[(self._next + turn) % len(names)]
+            elements += self._numels[name]
+            if self._wanted and elements > MOST_ELEMENTS:
+                break
+            self._wanted.add(name)
+        self._next = (self._next + len(self._wanted)) % max(1, len(names))
+
+    def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """This rank's own, before anything is averaged."""
+        if name in self._wanted and gradient is not None and not gradient.is_sparse:
+            self._gradients[name] = gradient.detach().clone()
+
+    @torch.no_grad()
+    def measure(self, step: int) -> None:
+        """Encode and decode what was taken in this step. Sends nothing and changes nothing of the run."""
+        assert self._executor is not None
+        for buffers in self._executor.buckets:
+            for name in buffers.bucket.tensors:
+                if (gradient := self._gradients.pop(name, None)) is not None:
+                    error = self._error(buffers.bucket, name, gradient, step)
+                    if error is not None:
+                        self._errors[name].append((step, error))
+                    if len(self._errors[name]) > MOST_POINTS:
+                        del self._errors[name][1::2]
+        self._wanted = set()
+
+    def records(self) -> tuple[TensorRecord, ...]:
+        """One for each tensor, in the order of the first plan."""
+        return tuple(
+            TensorRecord(name=name, numel=numel, bits=tuple(self._bits[name]), error=tuple(self._errors[name]))
+            for name, numel in self._numels.items()
+        )
+
+    def _error(self, bucket: Bucket, name: str, gradient: torch.Tensor, step: int) -> float | None:
+        """|decoded - gradient| / |gradient|; None for what is summed in rounds, is zero, or is not finite."""
+        spec = bucket.spec_of(name).at_step(step)
+        if spec.rounds:
+            return None
+        codec, flat = compressor_for(spec), gradient.reshape(-1)
+        codec.ranks = self._group.world_size
+        row = Segment(0, flat.numel(), tensor_key(name), 0, spec.element_bits)
+        segments = Segments((row,), flat.device, (name,), (tuple(gradient.shape),))
+        context = Context(torch.tensor([0, step, 0, self._group.rank], dtype=torch.int64, device=flat.device))
+        payload = torch.zeros(codec.payload_bytes(segments, flat.dtype), dtype=torch.uint8, device=flat.device)
+        decoded = torch.zeros(flat.numel(), dtype=getattr(torch, bucket.reduce_dtype), device=flat.device)
+        codec.encode(flat, (), segments, context, payload)
+        codec.decode(payload, segments, flat.dtype, False, decoded, context)
+        lost, whole = (torch.linalg.vector_norm(each.double()).item() for each in (decoded.double() - flat, flat))
+        return lost / whole if whole > 0 and math.isfinite(lost) else None
+
+
+def _bits(spec: Spec, numel: int, shape: tuple[int, ...], itemsize: int) -> float:
+    """An element of one encode of the whole tensor."""
+    return 8 * spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize) / max(1, numel)

@@ -1,0 +1,163 @@
+"""From the moments of one step to a timeline of the form that the simulator gives. Pure: no torch.
+
+>>> moments = Moments(ended=0.0, forward=0.0, backward=0.002, ready=[("w", 0.005)], tasks=[], finished=0.006)
+>>> [(event.what, event.start_us, event.end_us) for event in _computation(moments)]
+[('forward', 0.0, 2000.0), ('backward', 2000.0, 5000.0)]
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from gradwire.core.plan import CODEC_TASKS, LINK_TASKS
+from gradwire.sim.events import COMPUTE, RESOURCES
+from gradwire.sim.intervals import Interval, minus, total, union
+from gradwire.sim.timeline import Event, Resource, Timeline
+
+__all__ = ["LaneTask", "Moments", "Sent", "measured_timeline"]
+
+NS_PER_US = 1000
+NO_WAIT_US = 20.0
+"""Between two pieces of codec work: what is shorter is no wait for a link, but the way from one call to the next."""
+
+
+class LaneTask(NamedTuple):
+    """One phase of one piece on a lane, in seconds of time.perf_counter, as all moments here."""
+
+    bucket: int
+    chunk: int
+    phase: int
+    option: Sequence[str]
+    """The tasks of the bucket, as in the plan."""
+    began: float
+    ended: float
+    codec: Sequence[tuple[float, float]]
+    """Encodes and decodes within it, in order."""
+    step: int = 0
+    """-1: of the step before, whose exchange may still run."""
+
+
+class Moments(NamedTuple):
+    """When what happened in one step."""
+
+    ended: float
+    """When the exchange of the step before was over: the optimizer begins, and with it the timeline."""
+    forward: float
+    backward: float
+    ready: Sequence[tuple[str, float]]
+    """Each tensor, and when its gradient was there."""
+    tasks: Sequence[LaneTask]
+    """Those that began in this time."""
+    finished: float
+    """When the exchange was over; in the `pipelined` and `delayed` schedules when backward was."""
+
+    @property
+    def length_us(self) -> float:
+        """Of the step, from the end of one exchange to that of the next."""
+        return (self.finished - self.ended) * 1e6
+
+
+class Sent(NamedTuple):
+    """Bytes of one step."""
+
+    total: int
+    intra: int
+    inter: int
+
+
+def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: Sent) -> Timeline:
+    """The step as one rank saw it. An exchange counts as on its link from the first send to the last arrival.
+
+    Lanes run beside the computation, so that codec tasks may overlap it. Of a task that outlasts the step, what begins after it
+    is left out. Bubbles are not looked for.
+    """
+    events = [*_computation(moments), *(e for task in moments.tasks for e in _lane_events(task, nodes, moments))]
+    events = [event for event in events if event.start_us <= moments.length_us]
+    events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk, e.index))
+    links, coding, computing = (
+        union(_ns(event) for event in events if kind(event.what))
+        for kind in (
+            LINK_TASKS.__contains__,
+            CODEC_TASKS.__contains__,
+            ("optimizer", "forward", "backward").__contains__,
+        )
+    )
+    alone = minus(links, computing)
+    length = round(moments.length_us * NS_PER_US)
+
+    def us(intervals: list[Interval]) -> float:
+        return total(intervals) / NS_PER_US
+
+    def spent(what: str) -> float:
+        return sum(event.end_us - event.start_us for event in events if event.what == what)
+
+    busy = {name: union(_ns(event) for event in events if event.resource == name) for name in RESOURCES}
+    return Timeline(
+        schedule=schedule,
+        steps=1,
+        simulated_steps=0,
+        steady=True,
+        step_us=moments.length_us,
+        optimizer_us=spent("optimizer"),
+        forward_us=spent("forward"),
+        backward_us=spent("backward"),
+        exposed_comm_us=us(alone),
+        exposed_codec_us=us(minus(minus(coding, computing), links)),
+        idle_us=max(0, length - total(union(computing + coding + links))) / NS_PER_US,
+        cupcake_comm_us=us(minus(alone, coding)),
+        sent_bytes=sent.total,
+        intra_bytes=sent.intra,
+        inter_bytes=sent.inter,
+        resources=tuple(Resource(name, us(spans), us(minus(spans, computing))) for name, spans in busy.items()),
+        bubbles=(),
+        events=tuple(events),
+    )
+
+
+def _computation(moments: Moments) -> Iterator[Event]:
+    def event(what: str, start: float, end: float, tensor: str = "") -> Event:
+        start_us, end_us = ((moment - moments.ended) * 1e6 for moment in (start, end))
+        return Event(what, RESOURCES[COMPUTE], start_us, end_us, tensor=tensor)
+
+    if moments.forward > moments.ended:
+        yield event("optimizer", moments.ended, moments.forward)
+    yield event("forward", moments.forward, moments.backward)
+    at = moments.backward
+    for name, ready in sorted(moments.ready, key=lambda pair: pair[1]):
+        if ready >= at:
+            yield event("backward", at, ready, name)
+            at = ready
+
+
+def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:
+    """Encodes before the first send, the exchange, and the decodes among and after its arrivals."""
+    option = task.option
+    places = [index for index, each in enumerate(option) if each.partition(":")[0] in LINK_TASKS]
+    place = places[min(task.phase, len(places) - 1)]
+    word, _, where = option[place].partition(":")
+    codec = list(task.codec)
+    sent = codec[0][1] if codec else task.began
+    waits = [(start, end) for (_, start), (end, _) in pairwise(codec)]
+    waits += [(codec[-1][1], task.ended)] if codec else [(task.began, task.ended)]
+    arrived = max((end for start, end in waits if (end - start) * 1e6 > NO_WAIT_US), default=sent)
+
+    def event(what: str, resource: str, start: float, end: float, index: int) -> Event:
+        start_us, end_us = ((moment - moments.ended) * 1e6 for moment in (start, end))
+        return Event(what, resource, start_us, end_us, task.bucket, task.chunk, index, step=task.step)
+
+    yield event(word, "intra link" if nodes == 1 else f"{where} link", sent, arrived, place)
+    for number, (start, end) in enumerate(codec):
+        what = "decomp" if number else "comp"
+        index = _nearest(option, place, what)
+        if index >= 0:
+            yield event(what, RESOURCES[COMPUTE], start, end, index)
+
+
+def _nearest(option: Sequence[str], place: int, what: str) -> int:
+    """The comp before a link task, or the decomp after it; -1 where the option has none."""
+    indices = range(place, -1, -1) if what == "comp" else range(place, len(option))
+    return next((index for index in indices if option[index].startswith(what + ":")), -1)
+
+
+def _ns(event: Event) -> Interval:
+    return round(event.start_us * NS_PER_US), round(event.end_us * NS_PER_US)

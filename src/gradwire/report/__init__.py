@@ -1,0 +1,1 @@
+"""Pages and pictures from results. matplotlib is imported when something is drawn."""

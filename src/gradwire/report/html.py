@@ -1,0 +1,74 @@
+"""Elements of a page. Text is escaped by the standard library's writer, so that no name of a tensor can be markup.
+
+>>> as_html(tag("p", "a < b", tag("b", "!"), class_="lead"))
+'<p class="lead">a &lt; b<b>!</b></p>'
+"""
+
+from collections.abc import Iterable
+from xml.etree import ElementTree
+
+__all__ = ["Element", "Node", "as_html", "milliseconds", "short", "size", "tag"]
+
+Element = ElementTree.Element
+Node = Element | str
+
+
+def tag(name: str, /, *children: Node, **attributes: object) -> Element:
+    """An element. Of the attributes' names a last underscore is dropped, others are hyphens; None leaves one out."""
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    element = Element(name, {key: _clean(str(value)) for key, value in named.items()})
+    add(element, children)
+    return element
+
+
+def add(element: Element, children: Iterable[Node]) -> None:
+    """Put more into an element, behind what is there."""
+    for child in children:
+        if not isinstance(child, str):
+            element.append(child)
+        elif len(element):
+            element[-1].tail = (element[-1].tail or "") + _clean(child)
+        else:
+            element.text = (element.text or "") + _clean(child)
+
+
+def as_html(element: Element) -> str:
+    """The markup of one element and all in it."""
+    return ElementTree.tostring(element, encoding="unicode", method="html")
+
+
+def _clean(text: str) -> str:
+    """What a page can show: control characters and halves of surrogate pairs are replaced."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def short(value: float) -> str:
+    """Three significant digits, without an exponent where that is shorter.
+
+    >>> short(0.17234), short(61.25), short(1234.5), short(0.0), short(1e9)
+    ('0.172', '61.2', '1234', '0', '1e+09')
+    """
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def milliseconds(us: float) -> str:
+    """A time for people.
+
+    >>> milliseconds(61_250.0), milliseconds(12.0)
+    ('61.2 ms', '0.012 ms')
+    """
+    return f"{short(us / 1e3)} ms"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(24_300_000), size(5120), size(12)
+    ('24.3 MB', '5.12 kB', '12 bytes')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{short(nbytes / factor)} {unit}"
+    return f"{short(nbytes)} bytes"

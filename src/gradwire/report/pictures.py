@@ -1,0 +1,178 @@
+"""Lines and bars as small PNGs that can be read at half a page's width, and told apart without colours.
+
+Every curve has a colour, a marker and a line style of its own; every kind of bar a colour and a hatch.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.core.checks import show
+from gradwire.core.files import write_whole
+from gradwire.errors import FormatError, GradwireError
+
+__all__ = ["Panel", "check_picture", "draw_bars", "draw_lines", "save"]
+
+# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
+COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
+MARKERS = ("o", "v", "s", "^", "D", "*", "", "x")
+STYLES = ("--", ":", "-.", "-", ":", "-", "-", "--")
+HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
+LOOK: Any = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#DDDDDD",
+    "axes.axisbelow": True,
+}
+MOST_PANELS = 9
+
+
+class Panel(NamedTuple):
+    """One pair of axes."""
+
+    title: str
+    x: Sequence[float | str]
+    """Positions of points, or names of groups of bars."""
+    curves: Mapping[str, Sequence[float]]
+    """By label: a value for each of x. Equal labels look alike in all panels."""
+
+
+def check_picture(path: Path, panels: int = 1) -> None:
+    """To be called before the work that a picture is made of.
+
+    Raises FormatError for a file that is no .png or in no folder, and for more panels than can be read; GradwireError if
+    matplotlib is missing.
+    """
+    _check_panels(panels)
+    if path.suffix.lower() != ".png":
+        raise FormatError(
+            f"--picture is {show(str(path))}: pictures are written as PNG only. Let its name end with .png."
+        )
+    if not path.parent.is_dir():
+        raise FormatError(
+            f"--picture is {show(str(path))}: there is no folder {show(str(path.parent))}. Make it first."
+        )
+    if find_spec("matplotlib") is None:
+        raise GradwireError(
+            f"--picture {path} needs matplotlib, which is not installed. Install it: pip install 'gradwire[report]'."
+        )
+
+
+def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> None:
+    """Curves over x, which is drawn by its logarithm, as rates and numbers of nodes are told by doublings. y begins at 0.
+
+    Raises FormatError if there are more panels than can be read.
+    """
+    looks = _looks(panels)
+    with _canvas(path, title, panels, x_label, y_label) as grid:
+        for axes, panel in zip(grid, panels, strict=True):
+            for label, values in panel.curves.items():
+                look = looks[label] % len(COLOURS)
+                axes.plot(
+                    panel.x,
+                    values,
+                    STYLES[look],
+                    label=label,
+                    color=COLOURS[look],
+                    marker=MARKERS[look],
+                    markersize=7,
+                    linewidth=1.8,
+                )
+            axes.set_xscale("log", base=2)
+            ticks = list(panel.x)[:: 1 + (len(panel.x) - 1) // 7]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+
+
+def draw_bars(path: Path, title: str, panels: Sequence[Panel], y_label: str, stacked: bool = False) -> None:
+    """Groups of bars side by side, or, `stacked`, one bar a group made of its values. Raises FormatError as `draw_lines`."""
+    looks = _looks(panels)
+    with _canvas(path, title, panels, "", y_label) as grid:
+        for axes, panel in zip(grid, panels, strict=True):
+            count = 1 if stacked else len(panel.curves)
+            bottoms = [0.0] * len(panel.x)
+            for place, (label, values) in enumerate(panel.curves.items()):
+                look = looks[label] % len(COLOURS)
+                shift = 0.0 if stacked else 0.8 * ((place + 0.5) / count - 0.5)
+                axes.bar(
+                    [group + shift for group in range(len(panel.x))],
+                    values,
+                    0.6 if stacked else 0.8 / count,
+                    bottom=bottoms if stacked else 0.0,
+                    label=label,
+                    color=COLOURS[look],
+                    hatch=HATCHES[look],
+                    edgecolor="white" if look == len(COLOURS) - 2 else "black",
+                    linewidth=0.6,
+                )
+                bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
+            axes.set_xticks(range(len(panel.x)), [str(name) for name in panel.x])
+
+
+def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) -> None:
+    """Write a figure as PNG in one step; with so many colours at most, which makes drawings several times smaller."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi)
+    if colours is not None:
+        from PIL import Image
+
+        reduced = Image.open(drawn).convert("RGB").quantize(colours)
+        drawn = io.BytesIO()
+        reduced.save(drawn, format="png", optimize=True)
+    write_whole(path, drawn.getvalue())
+
+
+@contextmanager
+def _canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> Iterator[list[Any]]:
+    """The axes of each panel in reading order, to draw on; then labels and one legend for all are added, and it is written."""
+    _check_panels(len(panels))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    across = 2 if len(panels) == 4 else min(3, len(panels))
+    down = -(-len(panels) // across)
+    with pyplot.rc_context(LOOK):
+        size = (max(6.0, 3.4 * across), 3.1 * down + 1.3)
+        figure, grid = pyplot.subplots(down, across, figsize=size, layout="constrained", sharey=True, squeeze=False)
+        figure.suptitle(title, fontsize=12)
+        found = list(grid.flat)
+        for unused in found[len(panels) :]:
+            unused.set_visible(False)
+        yield found[: len(panels)]
+        labels: dict[str, Any] = {}
+        for axes, panel in zip(found, panels, strict=False):
+            axes.set_title(panel.title, loc="left", fontsize=11)
+            axes.set_xlabel(x_label)
+            if axes.get_subplotspec().is_first_col():
+                axes.set_ylabel(y_label)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                labels.setdefault(label, handle)
+        columns = max(1, int(size[0] / (0.5 + 0.085 * max(map(len, labels)))))
+        figure.legend(
+            labels.values(), labels.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=10
+        )
+        save(figure, path, dpi=100, colours=64)
+        pyplot.close(figure)
+
+
+def _check_panels(panels: int) -> None:
+    if not 0 < panels <= MOST_PANELS:
+        raise FormatError(
+            f"the picture would have {panels} panels, and 1 to {MOST_PANELS} can be read. Give fewer rates or fewer numbers "
+            "of nodes."
+        )
+
+
+def _looks(panels: Sequence[Panel]) -> dict[str, int]:
+    """A look for each label, by when it comes first."""
+    labels = dict.fromkeys(label for panel in panels for label in panel.curves)
+    return {label: place for place, label in enumerate(labels)}

@@ -1,0 +1,296 @@
+"""The parts of a run's page. Each gives its elements; what the run does not have is left out with a word why."""
+
+import statistics
+from collections.abc import Iterator
+
+from gradwire.core.specs import Identity
+from gradwire.record.run import Interval, Rival, Run, TensorRecord
+from gradwire.report.charts import Bar, Curve, bars, line_chart
+from gradwire.report.html import Element, milliseconds, short, size, tag
+from gradwire.report.predict import Predicted
+from gradwire.report.steps import step_figure, step_table
+from gradwire.report.words import decided, final_loss, share, spread, step_us
+
+__all__ = ["SECTIONS", "made", "section_facts"]
+
+MOST_ROWS = 12
+"""Rows of a list that are seen at once; the others fold out."""
+SMOOTHED_PARTS = 30
+"""A running mean is over this part of the steps."""
+
+
+def section_facts(run: Run) -> Element:
+    """The numbers that people look for first."""
+    facts = {
+        "step, median": milliseconds(step_us(run)) if run.steps else "none",
+        "sent, a step and rank": size(run.wire_bytes),
+        "gradients": size(run.gradient_bytes),
+        "extra memory": size(run.memory.residual_bytes + run.memory.payload_bytes),
+        "steps": str(_count(run)),
+        "ranks, nodes": f"{run.world_size}, {run.nodes}",
+    }
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()), class_="facts")
+
+
+def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """Who decided, what, and why."""
+    yield tag("p", f"The plan came from {run.decision.by}.")
+    yield tag("ul", *(tag("li", line) for line in decided(run)))
+    if run.decision.words:
+        yield tag("pre", "\n".join(run.decision.words))
+    if run.decision.alternatives:
+        yield tag("h3", "Tried on the live job")
+        yield bars([
+            Bar(each.name + " (kept)" * each.kept, milliseconds(each.step_us),
+                [("solid" if each.kept else "hatched", each.step_us)])
+            for each in run.decision.alternatives
+        ])  # fmt: skip
+    if (told := run.plan.prediction) is not None:
+        yield tag(
+            "p",
+            f"The planner expected {milliseconds(told.step_us)} a step, {milliseconds(told.baseline_step_us)} of plain "
+            f"all-reduce, and knew that no plan is below {milliseconds(told.lower_bound_us)}.",
+        )
+
+
+def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """Step times, and what was saved against others."""
+    if not run.steps:
+        yield _left_out("No step was recorded, so there are no times.")
+        return
+    low, high = spread(run)
+    yield tag(
+        "p",
+        f"A step takes {milliseconds(step_us(run))} (median); eight of ten are between {milliseconds(low)} and "
+        f"{milliseconds(high)}.",
+    )
+    if not run.rivals:
+        yield _left_out("Nothing else was measured beside this run: gradwire bench and gradwire demo do that.")
+    rows = [Bar("this run", milliseconds(step_us(run)), [("solid", step_us(run))])]
+    for rival in run.rivals:
+        rows.append(Bar(rival.name, milliseconds(rival.step_us), [("hatched", rival.step_us)]))
+    if run.rivals:
+        yield bars(rows)
+    for rival in run.rivals:
+        yield tag("p", _saved(run, rival))
+        if rival.again is not None:
+            yield tag(
+                "p",
+                f"A/A: {rival.name} against itself in the same run is {_interval(rival.again)}; a ratio within that is noise.",
+                class_="note",
+            )
+        else:
+            yield _left_out(f"{rival.name} was not measured twice, so the noise of its ratio (A/A) is not known.")
+    lengths = Curve("step", [step.step for step in run.steps], [step.step_us / 1e3 for step in run.steps])
+    exposed = Curve("of it exposed exchange", lengths.x, [step.exposed_us / 1e3 for step in run.steps])
+    yield line_chart("Step time", "step", "ms", [lengths, exposed])
+
+
+def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """The timelines side by side."""
+    if predicted.timeline is not None or run.timeline is not None:
+        yield step_figure(predicted.timeline, run.timeline)
+        yield step_table(predicted.timeline, run.timeline)
+    if predicted.timeline is not None and run.timeline is not None:
+        ratio = predicted.timeline.step_us / run.timeline.step_us if run.timeline.step_us else 0.0
+        yield tag("p", f"Predicted over measured: {short(ratio)}.")
+    if predicted.timeline is None:
+        yield _left_out(predicted.why_not)
+    if run.timeline is None:
+        where = "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} only queue their work"
+        yield _left_out(f"The step has no measured timeline: {where}.")
+
+
+def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """Against step and against time."""
+    steps = [(step.step, step.end_s, step.loss) for step in run.steps if step.loss is not None]
+    if not steps:
+        yield _left_out("No loss was logged. Call recording.log(loss=loss) once a step.")
+        return
+    values = [value for _, _, value in steps]
+    rivals = [rival for rival in run.rivals if rival.loss]
+    told = [f"this run {short(final_loss(values))}"]
+    told += [f"{rival.name} {short(final_loss(rival.loss))}" for rival in rivals]
+    yield tag("p", f"Mean loss of the last steps: {', '.join(told)}.")
+    by_step = [Curve("this run", [at for at, _, _ in steps], _smooth(values))]
+    by_time = [Curve("this run", [at for _, at, _ in steps], by_step[0].y)]
+    for rival in rivals:
+        smooth = _smooth(list(rival.loss))
+        by_step.append(Curve(rival.name, range(steps[0][0], steps[0][0] + len(smooth)), smooth))
+        by_time.append(Curve(rival.name, rival.end_s, smooth))
+    yield tag(
+        "div",
+        line_chart("Loss against step", "step", "loss", by_step),
+        line_chart("Loss against time", "seconds", "loss", by_time),
+        class_="pair",
+    )
+    if len(values) >= SMOOTHED_PARTS:
+        yield tag("p", f"Lines are running means over {len(values) // SMOOTHED_PARTS} steps.", class_="note")
+
+
+def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """What each bucket sends, inside the gradients that it holds."""
+    rows = []
+    for index, (record, bucket) in enumerate(zip(run.buckets, run.plan.buckets, strict=True)):
+        specs = sorted({repr(spec) for spec in bucket.specs})
+        count = len(bucket.tensors)
+        name = f"{index}: {bucket.tensors[0]}" + f" and {count - 1} more" * (count > 1)
+        pieces = f", {record.chunks} chunks" * (record.chunks > 1)
+        rows.append(
+            Bar(
+                name,
+                f"{size(record.wire_bytes)} of {size(record.gradient_bytes)}, {' and '.join(specs)}{pieces}",
+                [("solid", record.inter_bytes), ("dotted", record.intra_bytes)],
+                record.gradient_bytes,
+            )
+        )
+    inter, intra = (sum(getattr(b, field) for b in run.buckets) for field in ("inter_bytes", "intra_bytes"))
+    yield tag(
+        "p",
+        f"A rank sends {size(run.wire_bytes)} a step: {size(inter)} between nodes and {size(intra)} inside its node.",
+    )
+    yield tag(
+        "p",
+        *_keys({"solid": "between nodes", "dotted": "inside the node", "outline": "the gradients themselves"}),
+    )
+    yield from _folded(rows, "buckets")
+
+
+def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """What one encode loses of each tensor."""
+    compressed = {name for b in run.plan.buckets for name in b.tensors if not isinstance(b.spec_of(name), Identity)}
+    if not compressed:
+        yield _left_out("Nothing is compressed, so nothing is lost.")
+        return
+    measured = [tensor for tensor in run.tensors if tensor.error and tensor.name in compressed]
+    if not measured:
+        yield _left_out("No error was measured: record with error_steps above 0. What is summed in rounds has none.")
+        return
+    rows = []
+    for tensor in sorted(measured, key=lambda each: -_mean_error(each)):
+        told = (
+            f"{short(100 * _mean_error(tensor))} %, {short(tensor.bits[-1][1]) if tensor.bits else '?'} bits an element"
+        )
+        rows.append(Bar(tensor.name, told, [("hatched", _mean_error(tensor))]))
+    yield tag(
+        "p",
+        "Relative l2 error of one encode of a rank's gradient, mean over the steps in which it was measured. Residuals, which "
+        "return what was lost, are left out.",
+    )
+    yield from _folded(rows, "tensors")
+    without = len(compressed) - len(measured)
+    if without:
+        yield _left_out(
+            f"{without} compressed tensors were not measured: the run was short, or their spec sums in rounds."
+        )
+
+
+def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """Bits by tensor over time."""
+    known = [tensor for tensor in run.tensors if tensor.bits and tensor.numel]
+    if not known:
+        yield _left_out("The run has no bits by tensor.")
+        return
+    last = [(tensor.bits[-1][1], tensor.numel) for tensor in known]
+    mean = sum(b * n for b, n in last) / sum(n for _, n in last)
+    least, most = min(b for b, _ in last), max(b for b, _ in last)
+    yield tag(
+        "p", f"At the end an element takes {short(mean)} bits on average, by tensor {short(least)} to {short(most)}."
+    )
+    changes = sorted({step for tensor in known for step, _ in tensor.bits})
+    if len(changes) == 1:
+        yield _left_out("The bits of no tensor changed during the run.")
+        return
+    end = max([changes[-1], *(step.step for step in run.steps)])
+    at: list[float] = [changes[0], *(step for step in changes[1:] for _ in range(2)), end]
+    means, lows, highs = [], [], []
+    for step in changes:
+        now = [(_at(tensor, step), tensor.numel) for tensor in known]
+        there = [(b, n) for b, n in now if b is not None]
+        means += [sum(b * n for b, n in there) / sum(n for _, n in there)] * 2
+        lows += [min(b for b, _ in there)] * 2
+        highs += [max(b for b, _ in there)] * 2
+    curves = [Curve("mean over elements", at, means), Curve("most", at, highs), Curve("least", at, lows)]
+    yield line_chart("Bits an element", "step", "bits", curves)
+
+
+def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """What gradwire holds beside the training itself."""
+    gradients, residuals, payloads = run.memory.gradient_bytes, run.memory.residual_bytes, run.memory.payload_bytes
+    rows = [
+        Bar("gradients", f"{size(gradients)}, which training takes anyway", [("solid", gradients)]),
+        Bar("residuals and the like", size(residuals), [("hatched", residuals)]),
+        Bar("payloads and partial sums", size(payloads), [("dotted", payloads)]),
+    ]
+    yield bars(rows)
+
+
+SECTIONS = {
+    "What was decided and why": decision,
+    "Speed and what it saved": speed,
+    "One step": one_step,
+    "Loss": loss,
+    "Bytes by bucket": bytes_by_bucket,
+    "Error by tensor": errors,
+    "Bits over time": bits,
+    "Memory of one rank": memory,
+}
+
+
+def made(run: Run) -> Element:
+    """Where the numbers come from."""
+    about = f"{run.model} on {run.device}, recorded by rank 0 on {run.made.host} at {run.made.date} by"
+    return tag("p", f"{about} ", tag("code", run.made.command), class_="note")
+
+
+def _saved(run: Run, rival: Rival) -> str:
+    """Time and bytes against another way of training."""
+    count = _count(run)
+    seconds = (rival.step_us - step_us(run)) * count / 1e6
+    words = f"Against {rival.name}: {_interval(rival.speedup, ' times as fast')}. "
+    words += f"Over {count} steps that {'saved' if seconds >= 0 else 'cost'} {short(abs(seconds))} s"
+    if rival.sent_bytes is None:
+        return words + "."
+    fewer = (rival.sent_bytes - run.wire_bytes) * count
+    what = "saved" if fewer >= 0 else "cost"
+    return f"{words}, and {what} {size(abs(fewer))} a rank: {share(run.wire_bytes, rival.sent_bytes)}."
+
+
+def _interval(told: Interval, what: str = "") -> str:
+    return f"{told.ratio:.2f}{what} (95 % interval {told.low:.2f} to {told.high:.2f})"
+
+
+def _count(run: Run) -> int:
+    """Steps of the run; not all are in a long one's record."""
+    return run.steps[-1].step - run.steps[0].step + 1 if run.steps else 0
+
+
+def _left_out(why: str) -> Element:
+    return tag("p", why, class_="note")
+
+
+def _keys(patterns: dict[str, str]) -> list[Element]:
+    return [tag("span", tag("i", class_=f"swatch {p}"), f" {name}", class_="key") for p, name in patterns.items()]
+
+
+def _folded(rows: list[Bar], what: str) -> Iterator[Element]:
+    if len(rows) <= MOST_ROWS:
+        yield bars(rows)
+        return
+    yield bars(rows[:MOST_ROWS])
+    yield tag("details", tag("summary", f"All {len(rows)} {what}"), bars(rows))
+
+
+def _mean_error(tensor: TensorRecord) -> float:
+    return statistics.fmean(error for _, error in tensor.error)
+
+
+def _at(tensor: TensorRecord, step: int) -> float | None:
+    """The bits of a tensor in a step; None before it was known."""
+    return next((value for begin, value in reversed(tensor.bits) if begin <= step), None)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """The running mean over the last ones."""
+    window = max(1, len(values) // SMOOTHED_PARTS)
+    return [statistics.fmean(values[max(0, index + 1 - window) : index + 1]) for index in range(len(values))]

@@ -1,0 +1,155 @@
+"""One step, predicted and measured side by side: a track for each resource, on one scale of time."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from gradwire.report.charts import percent, ticks
+from gradwire.report.html import Element, milliseconds, short, tag
+from gradwire.sim.timeline import Event, Timeline
+
+__all__ = ["KINDS", "step_figure", "step_table"]
+
+KINDS = {
+    "optimizer": "optimizer",
+    "forward": "forward",
+    "backward": "backward",
+    "comp": "encode",
+    "decomp": "decode",
+    "launch": "launch",
+    "allreduce": "all-reduce",
+    "alltoall": "reduce phase",
+    "reducescatter": "reduce phase",
+    "reduce": "reduce phase",
+    "gather": "reduce phase",
+    "allgather": "gather phase",
+    "broadcast": "gather phase",
+}
+"""What the page calls tasks, and what it draws alike."""
+MOST_TRACKS = 4
+NARROW = 0.002
+"""Of the length: what is narrower is drawn as one with a neighbour of its kind."""
+PARTED, LABELLED = 0.005, 0.04
+"""Of the length: what is wider is parted from its neighbours, and has its bucket's number."""
+
+
+class _Piece(NamedTuple):
+    kind: str
+    start_us: float
+    end_us: float
+    told: str
+    label: str
+
+
+def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Element:
+    """The tracks of those that there are; at least one is."""
+    shown = [(name, t) for name, t in (("predicted", predicted), ("measured", measured)) if t is not None]
+    length = max([t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]) or 1.0
+    lanes, kinds = [], set()
+    for row in ("compute", "codec", "intra link", "inter link"):
+        for name, timeline in shown:
+            pieces = _joined(sorted(_pieces(timeline, row), key=lambda piece: piece.start_us), length)
+            if pieces:
+                kinds |= {piece.kind for piece in pieces}
+                lanes.append(tag("div", tag("span", row, " ", tag("em", name)), _track(pieces, length), class_="lane"))
+    marks = [tag("span", short(value / 1e3), style=f"left:{percent(value, length)}") for value in ticks(0.0, length)]
+    keys = [
+        tag("span", tag("i", class_=f"swatch {_class(kind)}"), f" {kind}", class_="key")
+        for kind in dict.fromkeys([*KINDS.values(), "other"])
+        if kind in kinds
+    ]
+    return tag(
+        "figure",
+        tag("figcaption", *keys),
+        tag("div", *lanes, tag("div", tag("span"), tag("div", *marks, class_="x"), class_="lane"), class_="lanes"),
+        tag("div", "milliseconds from the begin of the step", class_="unit right"),
+    )
+
+
+def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element:
+    """The step's parts, a column for each timeline that there is."""
+    shown = [(name, t) for name, t in (("predicted", predicted), ("measured", measured)) if t is not None]
+    rows = {
+        "step": "step_us",
+        "optimizer": "optimizer_us",
+        "forward": "forward_us",
+        "backward": "backward_us",
+        "exposed communication": "exposed_comm_us",
+        "exposed encodes and decodes": "exposed_codec_us",
+        "idle": "idle_us",
+    }
+    head = tag("tr", tag("th", "per step"), *(tag("th", name) for name, _ in shown))
+    body = [
+        tag(
+            "tr",
+            tag("th", what),
+            *(
+                tag("td", milliseconds(getattr(t, field) / (1 if field == "step_us" else max(1, t.steps))))
+                for _, t in shown
+            ),
+        )
+        for what, field in rows.items()
+    ]
+    return tag("table", tag("thead", head), tag("tbody", *body))
+
+
+def _pieces(timeline: Timeline, row: str) -> Iterator[_Piece]:
+    for event in timeline.events:
+        own_work = event.bucket >= 0 and not event.resource.endswith("link")
+        if row == ("codec" if own_work else event.resource) and event.end_us > event.start_us:
+            times = f"{milliseconds(event.start_us)} to {milliseconds(event.end_us)}"
+            label = "" if event.bucket < 0 else str(event.bucket)
+            yield _Piece(
+                KINDS.get(event.what, "other"), event.start_us, event.end_us, f"{_name(event)}: {times}", label
+            )
+
+
+def _name(event: Event) -> str:
+    if event.bucket < 0:
+        return f"{event.what} {event.tensor}".rstrip()
+    return f"{event.what}, bucket {event.bucket}" + f", chunk {event.chunk}" * (event.chunk > 0)
+
+
+def _joined(pieces: Sequence[_Piece], length: float) -> list[_Piece]:
+    """Narrow neighbours of one kind as one piece, so that a page of any model stays small."""
+    result: list[_Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        narrow = min(piece.end_us - piece.start_us, piece.start_us - last.end_us if last else length) < NARROW * length
+        near = last is not None and 0 <= piece.start_us - last.end_us < NARROW * length
+        if (
+            last is not None
+            and last.kind == piece.kind
+            and narrow
+            and near
+            and not (piece.label and last.label != piece.label)
+        ):
+            told = last.told.partition(" … ")[0] + " … " + piece.told
+            result[-1] = last._replace(end_us=piece.end_us, told=told)
+        else:
+            result.append(piece)
+    return result
+
+
+def _track(pieces: Sequence[_Piece], length: float) -> Element:
+    """Pieces at the same time, such as those of several lanes, lie under each other."""
+    free_at: list[float] = []
+    placed: list[tuple[int, _Piece]] = []
+    for piece in pieces:
+        place = next((at for at, time in enumerate(free_at) if time <= piece.start_us), len(free_at))
+        if place == len(free_at):
+            free_at.append(piece.end_us)
+        free_at[place] = piece.end_us
+        placed.append((min(place, MOST_TRACKS - 1), piece))
+    rows = min(len(free_at), MOST_TRACKS)
+    track = tag("div", class_="track", style=f"--rows:{rows}")
+    for place, piece in placed:
+        part = (piece.end_us - piece.start_us) / length
+        style = f"left:{percent(piece.start_us, length)};width:{percent(part, 1.0)};--row:{place}"
+        label = [tag("b", piece.label)] if piece.label and part > LABELLED else []
+        look = _class(piece.kind) + " wide" * (part > PARTED)
+        track.append(tag("i", *label, class_=look, style=style, title=piece.told))
+    return track
+
+
+def _class(kind: str) -> str:
+    return "k-" + kind.replace(" ", "-")

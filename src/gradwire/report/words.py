@@ -1,0 +1,102 @@
+"""What a run comes to, in sentences and numbers."""
+
+import statistics
+from collections.abc import Sequence
+
+from gradwire.core.specs import Identity
+from gradwire.record.run import Run
+from gradwire.report.html import milliseconds, short, size
+
+__all__ = ["decided", "final_loss", "share", "spread", "step_us", "summary"]
+
+FINAL_STEPS = 10
+"""The final loss is the mean of so many last steps: a single batch says little."""
+
+
+def step_us(run: Run) -> float:
+    """The median step, without those of the warm-up."""
+    return statistics.median(_lengths(run)) if run.steps else 0.0
+
+
+def spread(run: Run) -> tuple[float, float]:
+    """The steps' tenth and ninetieth percentile."""
+    lengths = sorted(_lengths(run))
+    return lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
+
+
+def _lengths(run: Run) -> list[float]:
+    first = run.steps[0].step + run.warmup_steps
+    counted = [step for step in run.steps if step.step >= first]
+    return [step.step_us for step in counted or run.steps]
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """The mean of the last ones."""
+    return statistics.fmean(losses[-FINAL_STEPS:])
+
+
+def summary(run: Run) -> str:
+    """The first line of the page, and of the command."""
+    if not run.steps:
+        return "No step was recorded: the loop ended before a first one."
+    sends = f"sends {size(run.wire_bytes)} a step and rank, where gradients are {size(run.gradient_bytes)}"
+    if not run.rivals:
+        low, high = spread(run)
+        return (
+            f"A step takes {milliseconds(step_us(run))} (median; most are between {milliseconds(low)} and "
+            f"{milliseconds(high)}) and {sends}."
+        )
+    rival = run.rivals[0]
+    speed = rival.speedup
+    interval = f"95 % interval {speed.low:.2f} to {speed.high:.2f}"
+    if speed.low > 1:
+        told = f"{speed.ratio:.2f} times as fast as {rival.name} ({interval})"
+    elif speed.high < 1:
+        told = f"slower than {rival.name}, at {speed.ratio:.2f} times its speed ({interval})"
+    else:
+        told = f"no faster and no slower than {rival.name} can be told apart ({speed.ratio:.2f} times, {interval})"
+    bytes_told = f"; {share(run.wire_bytes, rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
+    return (
+        f"gradwire is {told}: {milliseconds(step_us(run))} a step instead of {milliseconds(rival.step_us)}. "
+        f"It {sends}{bytes_told}."
+    )
+
+
+def share(nbytes: float, others: float) -> str:
+    """How many times fewer bytes, or more.
+
+    >>> share(10, 80), share(10, 5), share(10, 10)
+    ('8 times fewer bytes', '2 times more bytes', 'no fewer bytes')
+    """
+    if not nbytes or not others or abs(nbytes - others) < 0.005 * others:
+        return "no fewer bytes"
+    return (
+        f"{short(others / nbytes)} times fewer bytes"
+        if nbytes < others
+        else f"{short(nbytes / others)} times more bytes"
+    )
+
+
+def decided(run: Run) -> list[str]:
+    """What the plan does, a line for each spec and option, the most bytes first."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, bucket in enumerate(run.plan.buckets):
+        specs = sorted({repr(spec) for spec in bucket.specs if not isinstance(spec, Identity)})
+        way = " then ".join(dict.fromkeys(bucket.link_tasks))
+        groups.setdefault((" and ".join(specs) or "uncompressed", way), []).append(index)
+    lines = []
+    for (spec, way), indices in sorted(groups.items(), key=lambda item: -_gradient_bytes(run, item[1])):
+        tensors = sum(len(run.plan.buckets[index].tensors) for index in indices)
+        nbytes = _gradient_bytes(run, indices)
+        lines.append(
+            f"{_count(tensors, 'tensor')} of {size(nbytes)} in {_count(len(indices), 'bucket')}: {spec}, by {way}."
+        )
+    return lines
+
+
+def _gradient_bytes(run: Run, indices: Sequence[int]) -> int:
+    return sum(run.buckets[index].gradient_bytes for index in indices)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,211 @@
+"""The planner's inner loops in C++ (csrc/planner.cpp), through ctypes: the timelines of `gradwire.sim.replay` and the searches on
+them, some hundred times as fast, with the same result to the femtosecond. Where it was not built, Python does it.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+__all__ = ["Native", "NativeOffload", "NativeSelection", "TooLongError", "native_line"]
+
+LIBRARY = Path(__file__).parents[1] / "kernels" / "_planner.so"
+_ABOVE_LIMIT, _TOO_LONG = -1, -2
+_LONGEST = 2**62
+"""Femtoseconds, over an hour: longer steps are left to Python, whose whole numbers have no end."""
+
+
+class TooLongError(Exception):
+    """A step may take longer than 64 bits of femtoseconds can say: ask the Python twin."""
+
+
+class Coded(Protocol):
+    """What is needed of a `gradwire.sim.replay.Program`."""
+
+    @property
+    def tasks(self) -> tuple[tuple[int, int, int, int], ...]: ...
+
+    @property
+    def links(self) -> tuple[int, ...]: ...
+
+    @property
+    def busy(self) -> tuple[int, int, int, int]: ...
+
+    @property
+    def codecs(self) -> int: ...
+
+
+class NativeSelection(NamedTuple):
+    """What Algorithm 1 found; see `gradwire.planner.select.Selection`."""
+
+    chosen: list[int]
+    step: int
+    begins: list[int]
+    ends: list[int]
+    candidates: int
+    simulated: int
+    ruled_out: int
+
+
+class NativeOffload(NamedTuple):
+    """What Algorithm 2 found; see `gradwire.planner.offload.Offload`."""
+
+    counts: list[int]
+    step: int
+    begins: list[int]
+    ends: list[int]
+    simulated: int
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    library.gw_line.restype = ctypes.c_void_p
+    library.gw_free.argtypes = [ctypes.c_void_p]
+    for name in ("gw_step", "gw_select", "gw_offload"):
+        getattr(library, name).restype = ctypes.c_int64
+    return library
+
+
+def native_line(after: Sequence[int], workers: int) -> "Native | None":
+    """The C++ twin of a Replayer; None where it was not built, or if the times are too long for it."""
+    library = _library()
+    if library is None or after[-1] >= _LONGEST:
+        return None
+    return Native(library, after, workers)
+
+
+class Native:
+    """One model's computation, and every program that was ever asked for."""
+
+    def __init__(self, library: ctypes.CDLL, after: Sequence[int], workers: int) -> None:
+        self._library = library
+        self._line = ctypes.c_void_p(library.gw_line(_longs(after), len(after), workers))
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Coded] = []  # alive, so that no other program gets the same id
+
+    def __del__(self) -> None:
+        self._library.gw_free(self._line)
+
+    def step(self, programs: Sequence[Coded], releases: Sequence[int], skew: int, limit: int) -> int | None:
+        """Femtoseconds, or None above `limit`. Raises TooLongError."""
+        numbers = self._all(programs)
+        count = len(programs)
+        found: int = self._library.gw_step(
+            self._line, numbers, _ints(releases), count, skew, ctypes.c_int64(min(limit, _LONGEST))
+        )
+        if found == _TOO_LONG:
+            raise TooLongError
+        return None if found == _ABOVE_LIMIT else found
+
+    def select(
+        self,
+        tables: Sequence[Sequence[Coded]],
+        sizes: Sequence[int],
+        order: Sequence[int],
+        skew: int,
+        prune: bool,
+        looks: int | None,
+    ) -> NativeSelection:
+        """Algorithm 1. sizes: whole numbers from 0 on, equal where sizes are. order: of the visits. Raises TooLongError."""
+        count, width = len(tables), max(map(len, tables))
+        rows: dict[int, list[int]] = {}
+        for table in tables:
+            if id(table) not in rows:
+                rows[id(table)] = [self._number(program) for program in table] + [-1] * (width - len(table))
+        numbers = _ints([number for table in tables for number in rows[id(table)]])
+        chosen, begins, ends, counts = _ints([0] * count), _longs([0] * count), _longs([0] * count), _longs([0] * 3)
+        cut = -1 if looks is None else looks
+        found: int = self._library.gw_select(
+            self._line,
+            numbers,
+            count,
+            width,
+            _ints(sizes),
+            _ints(order),
+            len(order),
+            skew,
+            prune,
+            cut,
+            chosen,
+            begins,
+            ends,
+            counts,
+        )
+        if found == _TOO_LONG:
+            raise TooLongError
+        return NativeSelection(list(chosen), found, list(begins), list(ends), *counts)
+
+    def offload(
+        self,
+        programs: Sequence[Coded],
+        moved: Sequence[Coded | None],
+        members: Sequence[Sequence[int]],
+        skew: int,
+        exhaustive: bool,
+    ) -> NativeOffload:
+        """Algorithm 2. moved: None where a tensor stays. members: tensors of each group, ascending. Raises TooLongError."""
+        count, groups = len(programs), len(members)
+        elsewhere = _ints([-1 if program is None else self._number(program) for program in moved])
+        flat = [tensor for group in members for tensor in group]
+        until = [sum(map(len, members[: group + 1])) for group in range(groups)]
+        counts, begins, ends, simulated = (
+            _ints([0] * groups),
+            _longs([0] * count),
+            _longs([0] * count),
+            _longs([0]),
+        )
+        found: int = self._library.gw_offload(
+            self._line,
+            self._all(programs),
+            elsewhere,
+            count,
+            _ints(flat),
+            _ints(until),
+            groups,
+            skew,
+            exhaustive,
+            counts,
+            begins,
+            ends,
+            simulated,
+        )
+        if found == _TOO_LONG:
+            raise TooLongError
+        return NativeOffload(list(counts), found, list(begins), list(ends), simulated[0])
+
+    def _all(self, programs: Sequence[Coded]) -> "ctypes.Array[ctypes.c_int32]":
+        known = self._numbers
+        try:
+            return _ints([known[id(program)] for program in programs])
+        except KeyError:
+            return _ints([self._number(program) for program in programs])
+
+    def _number(self, program: Coded) -> int:
+        number = self._numbers.get(id(program))
+        if number is None:
+            if sum(program.busy) >= _LONGEST:
+                raise TooLongError
+            tasks = _longs([value for task in program.tasks for value in task])
+            links = _longs(program.links)
+            number = self._library.gw_add(
+                self._line, tasks, len(program.tasks), links, len(program.links), program.codecs
+            )
+            self._numbers[id(program)] = number
+            self._kept.append(program)
+        return number
+
+
+def _longs(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    held = array("q", values)
+    return (ctypes.c_int64 * len(held)).from_buffer(held)
+
+
+def _ints(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int32]":
+    held = array("i", values)
+    return (ctypes.c_int32 * len(held)).from_buffer(held)

@@ -1,0 +1,196 @@
+"""Bits by tensor that follow the gradients, on real ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, Worlds, digest
+
+import gradwire as gw
+from gradwire.auto.bits import WIDTHS, Assigned, assign, with_bits
+from gradwire.core import TensorInfo
+from gradwire.planner.adaptive import BIT_RULES
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
+SIZES = [(64, 300), (40, 500), (300, 70), 50, (20, 90)]
+SCALES = (1.0, 0.01, 30.0, 1.0, 0.3)
+
+
+class Layers(Given):
+    """Matrices with gradients of very different scales, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        generator = torch.Generator().manual_seed(0)
+        for index, shape in enumerate(SIZES):
+            values = torch.randn(shape, generator=generator)
+            self.register_parameter(f"p{index}", torch.nn.Parameter(values))
+
+    def random_gradients(self, *words: int) -> list[torch.Tensor]:
+        return [gradient * scale for gradient, scale in zip(super().random_gradients(*words), SCALES, strict=True)]
+
+
+def train(handle: gw.Handle, model: Layers, steps: range) -> None:
+    for number in steps:
+        model.zero_grad()
+        model(model.random_gradients(dist.get_rank(), number)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+
+
+def adapt(rule: str) -> tuple[dict[str, int], Assigned, int, int, int, bool, str]:
+    model = Layers()
+    rules = [("p4", gw.ErrorFeedback(gw.TopK(0.1)))]
+    adaptive = gw.AdaptiveBits(period=20, rule=rule, rules=rules)
+    handle = gw.parallelize(model, plan=adaptive)
+    train(handle, model, range(5))
+    before = handle.stats().wire_bytes
+    train(handle, model, range(5, 35))
+    decision, stats = handle.decision, handle.stats()
+    of_rules = [bucket.spec_of("p4") for bucket in handle.plan.buckets if "p4" in bucket.tensors]
+    several = [bucket for bucket in handle.plan.buckets if len(set(bucket.specs)) > 1]
+    told = (
+        dict(decision.bits),
+        decision,
+        before,
+        stats.wire_bytes,
+        len(stats.decisions),
+        of_rules == [rules[0][1]] and len(several) > 0,
+        digest(model.parameters()),
+    )
+    handle.detach()
+    return told
+
+
+@pytest.mark.parametrize("rule", BIT_RULES)
+def test_bits_follow_errors_within_the_budget(worlds: Worlds, rule: str) -> None:
+    first, second = worlds.run(2, adapt, rule)
+    assert first[0] == second[0] and first[-1] == second[-1], "ranks differ"
+    bits, decision, before, after, decisions, others_kept, _ = first
+    assert set(bits) == {"p0", "p1", "p2"}, "vectors and tensors with a rule are not adapted"
+    assert decision.error <= 2.0
+    assert decision.nbytes < decision.uniform_nbytes and after < before
+    assert bits["p1"] == WIDTHS[0] and bits["p2"] >= max(bits.values()), "small errors count little"
+    assert decisions == 2 and others_kept
+
+
+def test_the_exact_rule_is_at_least_as_small_as_the_others() -> None:
+    infos = [TensorInfo(f"t{index}", (1000 * (index + 1),), "float32") for index in range(6)]
+    rows = [[(index + 1) * 4.0**-width * 100 for width in WIDTHS] + [index + 1.0, 0.5] for index in range(6)]
+    sizes = {rule: assign(gw.AdaptiveBits(rule=rule), infos, rows).nbytes for rule in BIT_RULES}
+    assert sizes["exact"] <= min(sizes.values())
+
+
+def resume() -> tuple[bool, bool]:
+    model, again = Layers(), Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=15))
+    train(handle, model, range(20))
+    state, weights = handle.state_dict(), {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(handle, model, range(20, 40))
+    other = gw.parallelize(again, plan=gw.AdaptiveBits(period=15))
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    adapted = len({spec for bucket in other.plan.buckets for spec in bucket.specs}) > 2
+    train(other, again, range(20, 40))
+    same = digest(model.parameters()) == digest(again.parameters())
+    handle.detach()
+    other.detach()
+    return adapted, same
+
+
+def test_a_resumed_run_goes_on_with_the_bits_it_had(worlds: Worlds) -> None:
+    assert worlds.run(2, resume) == [(True, True)] * 2
+
+
+def adapt_blocks() -> tuple[gw.Plan, Assigned, bool, str]:
+    """Spiky gradients in one matrix: a spike spoils a large block, and no even one. Another has bits of its own."""
+    model = Layers()
+    rules = [("p4", gw.QSGD(bits=8))]
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=12, block=128, blocks=(32, 1024), rules=rules))
+    for number in range(26):
+        model.zero_grad()
+        gradients = [torch.ones_like(g) * g.sign() for g in model.random_gradients(dist.get_rank(), number)]
+        gradients[0].view(-1)[::160] *= 50
+        model(gradients).backward()
+    told = handle.plan, handle.decision, len(handle.decisions) == 2, digest(p.grad for p in model.parameters())
+    handle.detach()
+    return told
+
+
+def test_blocks_are_chosen_too(worlds: Worlds) -> None:
+    (plan, decision, twice, sums), other = worlds.run(2, adapt_blocks)
+    assert plan == other[0] and sums == other[-1], "ranks differ"
+    assert twice and decision.proven and decision.error <= 2.0
+    assert decision.blocks["p0"] == 32 and {decision.blocks[name] for name in ("p1", "p2")} == {1024}
+    specs = {name: bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
+    assert specs["p3"] == gw.Identity()
+    assert specs["p4"] == gw.QSGD(bits=8) and "p4" not in decision.bits
+    assert all(specs[name] == gw.QSGD(bits=decision.bits[name], block=decision.blocks[name]) for name in decision.bits)
+    assert "in blocks of 32, 1024" in str(decision)
+
+
+def not_finite() -> tuple[int, int]:
+    """The measured step has a NaN: bits stay, and the next period's step decides."""
+    model = Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=12))
+    for number in range(30):
+        model.zero_grad()
+        gradients = model.random_gradients(dist.get_rank(), number)
+        if number == 10:
+            gradients[0][0, 0] = float("nan")
+        model(gradients).backward()
+        if number == 11:
+            between = len(handle.decisions)
+    told = between, len(handle.decisions)
+    handle.detach()
+    return told
+
+
+def test_gradients_that_are_not_finite_decide_nothing(worlds: Worlds) -> None:
+    assert worlds.run(2, not_finite) == [(0, 1)] * 2
+
+
+def test_a_plan_with_bits_is_the_same_plan_otherwise() -> None:
+    adaptive = gw.AdaptiveBits()
+    infos = [
+        TensorInfo("a", (100, 10), "float32"),
+        TensorInfo("b", (10,), "float32"),
+        TensorInfo("c", (30, 10), "float32"),
+    ]
+    plan = adaptive.policy.plan(infos)
+    other = with_bits(plan, adaptive, {"a": 2, "c": 7})
+    assert [bucket.tensors for bucket in other.buckets] == [bucket.tensors for bucket in plan.buckets]
+    assert other.launch == plan.launch
+    assert {name: bucket.spec_of(name) for bucket in other.buckets for name in bucket.tensors} == {
+        "a": gw.QSGD(bits=2),
+        "b": gw.Identity(),
+        "c": gw.QSGD(bits=7),
+    }
+    assert with_bits(other, adaptive, {"a": 4, "c": 4}).digest() == plan.digest()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"alpha": 0.5},
+        {"period": 1},
+        {"rule": "best"},
+        {"block": 100},
+        {"blocks": (100,)},
+        {"blocks": (128, 256)},
+        {"blocks": (256,), "rule": "linear"},
+    ],
+)
+def test_wrong_values_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises((gw.PlanError, gw.SpecError), match=next(iter(wrong)).rstrip("s")):
+        gw.AdaptiveBits(**wrong)

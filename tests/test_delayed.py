@@ -1,0 +1,169 @@
+"""The delayed schedule against its recurrences, bit for bit."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_steps import Reference, exact_mean
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+STEPS = 12
+
+
+def make_model() -> torch.nn.Module:
+    generator = seeded(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def gradient(model: torch.nn.Module, step: int, rank: int) -> None:
+    generator = seeded(step, rank)
+    inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def engine(schedule: gw.Delayed, make_optimizer: Any, look: bool, plan: Any = None) -> tuple[list[str], list[str]]:
+    """Digests of W after each step, which are looked at in every step or only at the end, and of L after it."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule))
+    after, own = [], []
+    for step in range(STEPS):
+        gradient(model, step, dist.get_rank())
+        optimizer.step()
+        optimizer.zero_grad()
+        own.append(digest(layer.weight for layer in (model[0], model[2])))
+        if look or step == STEPS - 1:
+            after.append(digest(model.state_dict().values()))
+    handle.detach()
+    return after, own
+
+
+def reference(schedule: gw.Delayed, make_optimizer: Any, ranks: int) -> Reference:
+    expected = Reference(schedule, make_model, make_optimizer, gradient, ranks)
+    expected.run(STEPS)
+    return expected
+
+
+SCHEDULES = {
+    "OD-SGD": gw.Delayed(k=1),
+    "CD-SGD": gw.Delayed(k=2),
+    "after a warm-up": gw.Delayed(k=5, warmup_steps=3),
+    "never corrects": gw.Delayed(k=None),
+    "own local rate": gw.Delayed(k=5, local_lr=0.02),
+    "no local step": gw.Delayed(k=None, local_lr=0),
+    "BIT-SGD": gw.Delayed(k=None, local_update=False),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_are_those_of_the_recurrences(worlds: Worlds, name: str, make_optimizer: Any) -> None:
+    expected = reference(SCHEDULES[name], make_optimizer, ranks=2)
+    after = [digest(weights) for weights in expected.history]
+    looked = worlds.run(2, engine, SCHEDULES[name], make_optimizer, True)
+    assert [each for each, _ in looked] == [after, after]
+    unseen = worlds.run(2, engine, SCHEDULES[name], make_optimizer, False)
+    assert [each for each, _ in unseen] == [after[-1:], after[-1:]]
+    assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
+
+
+FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
+
+
+class Sent:
+    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule."""
+
+    def __init__(self, schedule: gw.Delayed, plan: gw.Plan) -> None:
+        self.schedule, self.carrier = schedule, make_model()
+        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
+
+    def mean(self, step: int, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        count, k = step - self.schedule.warmup_steps, self.schedule.k
+        if count < 0 or (k is not None and count % k == 0):
+            return self._corrected(gradients) if self.schedule.flush else exact_mean(step, gradients)
+        rank = dist.get_rank()
+        state = self.handle.state_dict()
+        self.handle.load_state_dict(state | {f"rank{rank}/step": torch.tensor(step)})  # random streams depend on it
+        self.carrier.zero_grad()
+        own = zip(self.carrier.parameters(), gradients[rank], strict=True)
+        torch.stack([(p * g).sum() for p, g in own]).sum().backward()
+        return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]
+
+    def _corrected(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """With what was kept back, which is a part of the mean, and is forgotten then."""
+        everybody: list[Any] = [None] * len(gradients)
+        state = self.handle.state_dict()
+        dist.all_gather_object(everybody, {key: value for key, value in state.items() if "/residual/" in key})
+        total = exact_mean(0, gradients)
+        for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
+            # each rank adds its own, all encodes together, before ranks are added up
+            parts = [sum(v for key, v in kept.items() if key.endswith(f"/{name}")) for kept in everybody]
+            shares = [g[index] * 0.5 + part.view(parameter.shape) for g, part in zip(gradients, parts, strict=True)]
+            total[index] = shares[0] + shares[1]
+        self.handle.load_state_dict({k: torch.zeros_like(v) if "/residual/" in k else v for k, v in state.items()})
+        return total
+
+
+def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
+    """W after each step, by the recurrences and by the engine, and how far the last is from W of uncompressed gradients."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    plan = handle.plan
+    handle.detach()
+    sent = Sent(schedule, plan)
+    expected = Reference(schedule, make_model, momentum, gradient, 2, sent.mean)
+    expected.run(STEPS)
+    sent.handle.detach()
+    after, _ = engine(schedule, momentum, True, plan)
+    uncompressed = reference(schedule, momentum, 2).history[-1]
+    distance = sum((a - b).norm().item() for a, b in zip(expected.history[-1], uncompressed, strict=True))
+    return [digest(weights) for weights in expected.history], after, distance
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.Delayed(k=None),
+        gw.Delayed(k=2),
+        gw.Delayed(k=2, flush=True),
+        gw.Delayed(k=5, warmup_steps=2),
+        gw.Delayed(k=3, local_update=False),
+    ],
+    ids=repr,
+)
+def test_compressed_steps_are_those_of_the_recurrences(worlds: Worlds, schedule: gw.Delayed) -> None:
+    for expected, after, distance in worlds.run(2, compressed, schedule):
+        assert after == expected
+        assert distance > 1e-4, "nothing was compressed"
+
+
+def test_corrections_of_every_step_are_exact(worlds: Worlds) -> None:
+    """OD-SGD with compressed buckets that are never used, and other corrections in their place."""
+    schedule = gw.Delayed(k=1)
+    expected = [digest(weights) for weights in reference(schedule, momentum, 2).history]
+    assert [
+        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+    ] == [
+        expected,
+        expected,
+    ]
+    cheap = gw.Uniform(gw.QSGD(bits=2), schedule=gw.Delayed(k=1, correction=gw.QSGD(bits=8)))
+    first, second = (after for after, _ in worlds.run(2, engine, schedule, momentum, True, cheap))
+    assert first == second and first[-1] != expected[-1]

@@ -1,0 +1,110 @@
+"""Restricted searches, numbered cures, the offload's way, and a bound that stays below every plan."""
+
+import json
+
+import msgspec
+import pytest
+from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noqa: F401
+
+from gradwire.core import Costs, Identity
+from gradwire.errors import PlanError
+from gradwire.planner.drafts import Job, Limits
+from gradwire.planner.joint import joint
+from gradwire.planner.methods import explanation, make
+from gradwire.planner.named import RESTRICTED
+from gradwire.planner.options import option_of
+from gradwire.planner.starts import drafts_to_start_from
+from gradwire.sim.simulator import FS_PER_US
+
+
+@pytest.mark.parametrize("restrict", [*RESTRICTED, "myopic"])
+def test_restricted_searches_stay_in_their_part(restrict):
+    limits = Limits(restrict=restrict, exempt_vectors=False)
+    made = make(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=limits), "bytecomp")
+    used = [option_of(part.choice.option) for part in made.draft.parts]
+    assert all(RESTRICTED.get(restrict, lambda option: True)(option) for option in used)
+    free = make(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=Limits(exempt_vectors=False)))
+    assert made.plan.prediction.step_us >= free.plan.prediction.lower_bound_us
+    if restrict in ("all-compressed", "myopic"):
+        with pytest.raises(PlanError, match=r"1\. use the method bytecomp; 2\. "):
+            make(job_of(1, 8, nodes=4, ranks_per_node=2, limits=limits))
+    else:
+        job = job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=limits)
+        assert all(RESTRICTED[restrict](option_of(part.choice.option)) for part in joint(job).parts)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cluster", "cures"),
+    [
+        (Limits(max_encodes=0), {"nodes": 2}, ["1. allow 1 encode (max_encodes, leaves ", "2. give no spec"]),
+        (Limits(restrict="inter-allgather"), {"nodes": 2, "ranks_per_node": 1}, ["1. search without restrict", "2. plan for"]),
+        (Limits(restrict="alltoall+alltoall", max_encodes=1), {"nodes": 2, "ranks_per_node": 2}, ["1. allow 2 encodes"]),
+    ],
+)  # fmt: skip
+def test_cures_are_numbered_and_work(limits, cluster, cures):
+    with pytest.raises(PlanError) as refused:
+        job_of(0, 4, limits=limits, **cluster)
+    assert all(cure in str(refused.value) for cure in cures), refused.value
+    profile, links = made_up(0, 4, **cluster)
+    assert Job(profile, links, Costs(codecs=CODECS), (), limits).plain  # give no spec
+    if limits.max_encodes is not None:
+        encodes = limits.max_encodes + 1
+        assert job_of(0, 4, limits=Limits(max_encodes=encodes, restrict=limits.restrict), **cluster).coded
+
+
+def test_too_little_memory_says_how_much_is_enough():
+    with pytest.raises(PlanError, match=r"1\. allow (\d+) bytes") as refused:
+        joint(job_of(2, 8, limits=Limits(memory_bytes=1)))
+    enough = int(str(refused.value).split("allow ")[1].split(" ")[0])
+    assert joint(job_of(2, 8, limits=Limits(memory_bytes=enough)))
+
+
+def test_what_must_not_be_compressed_and_must_be():
+    limits = Limits(restrict="all-compressed")
+    with pytest.raises(PlanError, match=r"must stay uncompressed.*1\. let all tensors be compressed"):
+        make(job_of(1, 8, limits=limits), "bytecomp")
+
+
+def test_the_explanation_tells_how_the_offload_was_searched():
+    few = make(job_of(3, 4, gbps=1.0), "bytecomp")
+    assert "all products of counts" in explanation(job_of(3, 4, gbps=1.0), few)
+    restricted = Limits(restrict="inter-allgather")
+    job = job_of(5, 90, gbps=1.0, nodes=4, ranks_per_node=2, limits=restricted)
+    assert "coordinate descent" in explanation(job, make(job, "bytecomp"))
+    alone = job_of(3, 4, limits=Limits(devices=("gpu",)))
+    assert "Nothing is offloaded" in explanation(alone, make(alone, "bytecomp"))
+
+
+def test_restrict_on_the_command_line(files):  # noqa: F811
+    done = plan(files, "--spec", "qsgd4", "--method", "bytecomp", "--restrict", "inter-allgather", "--json")
+    assert done.exit_code == 0, done.output
+    buckets = json.loads(done.output)["buckets"]
+    assert all(RESTRICTED["inter-allgather"](option_of(bucket["option"])) for bucket in buckets)
+    assert "'fast'" in str(plan(files, "--restrict", "fast").exception)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_below_the_bound(seed):
+    job = job_of(seed, 9, gbps=[1.0, 10.0, 1000.0][seed % 3], limits=Limits(exempt_vectors=seed % 2 == 0))
+    least_us = job.lower_bound_us()
+    drafts = [*drafts_to_start_from(job), joint(job)]
+    assert min(job.step(draft) for draft in drafts) / FS_PER_US >= least_us
+
+
+def test_the_bound_knows_the_last_tensors_own_tasks():
+    """One tensor, ready at once: the step is its own tasks, and so is the bound but for 64 bytes of each payload."""
+    job = job_of(0, 1, gbps=1.0, limits=Limits(exempt_vectors=False, devices=("gpu",)))
+    assert job.lower_bound_us() == pytest.approx(job.step(joint(job)) / FS_PER_US, rel=0.02)
+
+
+def test_times_that_fall_do_not_lift_the_bound():
+    job = job_of(0, 2)
+    falling = [msgspec.structs.replace(codec, encode=((4096, 900.0), (2**22, 1.0))) for codec in CODECS]
+    odd = Job(job.profile, job.cluster, Costs(codecs=falling), [SPEC])
+    size = odd.size((0,), SPEC)
+    larger = size._replace(raw=2**22)
+    for option in odd.coded:
+        assert (
+            odd.pricer.sequence_us(option, SPEC, size) <= sum(odd.pricer.program(option, SPEC, larger).busy) / FS_PER_US
+        )
+    assert odd.pricer.sequence_us(odd.plain[0].option, Identity(), size) > 0

@@ -1,0 +1,120 @@
+"""The C++ timelines and searches beside their Python twins: equal to the femtosecond, on everything they may be given."""
+
+import random
+
+import pytest
+from test_planner_joint import job_of
+from test_planner_select import SPEC, case, options_of, tables_of
+
+from gradwire.planner.joint import joint
+from gradwire.planner.offload import offload, on_cpu
+from gradwire.planner.programs import bytes_of
+from gradwire.planner.select import select_options
+from gradwire.planner.starts import bytecomp
+from gradwire.sim import native
+from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL
+from gradwire.sim.replay import Program, Replayer
+from gradwire.sim.rules import Rules
+
+needed = pytest.mark.skipif(native._library() is None, reason="csrc/planner.cpp was not built (no g++)")
+
+
+def twins(line):
+    """The same line in C++ and in Python."""
+    gaps = [after - before for before, after in zip(line.after, line.after[1:], strict=False)]
+    here = Replayer(line.after[0], gaps, line.workers)
+    assert here.native is not None
+    return here, Replayer(line.after[0], gaps, line.workers, native=False)
+
+
+def random_program(rng):
+    """Any order of tasks on all four resources, some of no length, with up to four exchanges."""
+    links = [rng.choice([INTRA, INTER]) for _ in range(rng.randint(1, 4))]
+    tasks = []
+    for phase, link in enumerate(links):
+        for _ in range(rng.randint(0, 2)):
+            tasks.append((rng.choice([COMPUTE, POOL]), rng.choice([0, 3, rng.randint(1, 40)]), 0, phase))
+        tasks.append((link, rng.randint(0, 60), 0, phase))
+    for _ in range(rng.randint(0, 2)):
+        tasks.append((rng.choice([COMPUTE, POOL]), rng.randint(0, 30), rng.choice([0, 1, 2]), len(links) - 1))
+    busy = [sum(task[1] for task in tasks if task[0] == resource) for resource in range(4)]
+    return Program(tuple(tasks), tuple(links), tuple(busy), sum(task[0] < INTRA for task in tasks))
+
+
+@needed
+@pytest.mark.parametrize("seed", range(200))
+def test_steps_are_the_same_to_the_femtosecond(seed):
+    rng = random.Random(seed)
+    tensors = rng.randint(1, 40)
+    here, there = twins(Replayer(rng.randint(0, 50), [rng.randint(0, 50) for _ in range(tensors)], rng.randint(1, 3)))
+    releases = sorted({*rng.sample(range(1, tensors + 1), rng.randint(1, tensors)), tensors})
+    for skew in (0, 1, 3):
+        programs = [random_program(rng) for _ in releases]
+        step = there.run(programs, releases, skew).step
+        assert here.step(programs, releases, skew) == step
+        assert here.step(programs, releases, skew, step) == step
+        assert here.step(programs, releases, skew, step - 1) is None
+
+
+@needed
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("looks", [None, 2])
+def test_selections_are_the_same(seed, looks):
+    rules = Rules(decode_calls=["one", "each"][seed % 2], codec_on=["compute", "own thread"][seed % 3 == 0])
+    rng, simulator, pricer, line = case(seed, rules, most=12)
+    options = sorted(options_of(simulator, devices=["gpu"]), key=lambda option: option.compresses)
+    kept = sorted(rng.sample(range(len(options)), min(25, len(options))))
+    tables = tables_of(simulator, pricer, [options[0], *(options[i] for i in kept if i)])
+    plain = sum(not program.codecs for program in tables[0])
+    tables[1:] = [rng.choice([table, table[:plain]]) for table in tables[1:]]  # some must not be compressed
+    sizes = [tensor.nbytes for tensor in simulator.profile.tensors]
+    here, there = twins(line)
+    for skew, prune in ((1, True), (0, True), (1, False)):
+        found, expected = (select_options(each, tables, sizes, skew, prune, looks) for each in (here, there))
+        assert found[2:] == expected[2:] and found.chosen == expected.chosen
+        assert found.replayed[2:] == expected.replayed[2:] and found.replayed.step == expected.replayed.step
+
+
+@needed
+@pytest.mark.parametrize("seed", range(20))
+def test_offloads_are_the_same(seed):
+    rng, simulator, pricer, line = case(seed, most=9)
+    options = [option for option in options_of(simulator, devices=["gpu"]) if option.compresses]
+    rows = simulator.profile.tensors
+    sizes, chosen = [bytes_of([t], SPEC) for t in rows], [rng.choice(options).tasks for _ in rows]
+    programs = [pricer.program(option, SPEC, size) for option, size in zip(chosen, sizes, strict=True)]
+    moved = {i: pricer.program(on_cpu(o), SPEC, sizes[i]) for i, o in enumerate(chosen) if rng.random() < 0.8}
+    here, there = twins(line)
+    for most in (1, 100_000):
+        found, expected = (offload(each, programs, moved, sizes, most=most) for each in (here, there))
+        assert (found.tensors, found.exhaustive, found.simulated) == expected[:1] + expected[2:]
+        assert found.replayed[2:] == expected.replayed[2:] and found.replayed.step == expected.replayed.step
+
+
+@needed
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_are_the_same(seed):
+    here, there = job_of(seed, 24, gbps=1.0), job_of(seed, 24, gbps=1.0)
+    assert here.line.native is not None
+    there.line.native = None
+    assert joint(here) == joint(there)
+    assert bytecomp(here, looks=2) == bytecomp(there, looks=2)
+
+
+@needed
+def test_steps_that_64_bits_cannot_hold_are_left_to_python():
+    long = 2**61
+    program = Program(((INTER, long, 0, 0),), (INTER,), (0, 0, 0, long), 0)
+    line = Replayer(0, [1, 1, 1, 1])
+    assert line.native is not None
+    assert line.step([program] * 4, [1, 2, 3, 4], 1) == 1 + 4 * long
+    assert select_options(line, [[program]] * 4, [4] * 4).replayed.step == 1 + 4 * long
+    assert Replayer(0, [2**63]).native is None
+
+
+def test_without_the_library_python_does_it(monkeypatch):
+    monkeypatch.setattr(native, "_library", lambda: None)
+    line = Replayer(0, [10])
+    program = Program(((INTER, 5, 0, 0),), (INTER,), (0, 0, 0, 5), 0)
+    assert line.native is None
+    assert line.step([program], [1], 1) == 15

@@ -1,0 +1,290 @@
+"""The page of a run says what is in its record, whatever is in it, and fits a phone."""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fuzz import DOCUMENTS
+from hypothesis import HealthCheck, given, settings
+from made_up_runs import CLUSTER, COSTS, NASTY, PROFILE, made_up_run
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from gradwire.bench.recorded import Measured, beside
+from gradwire.cli import app
+from gradwire.errors import FormatError, GradwireError
+from gradwire.record.run import Run
+from gradwire.record.tensorboard import export
+from gradwire.report.html import as_html
+from gradwire.report.page import page
+from gradwire.report.predict import Predicted, predicted
+from gradwire.report.sections import SECTIONS
+from gradwire.report.steps import step_figure
+from gradwire.report.words import summary
+from gradwire.sim.timeline import Event
+
+NOTHING = Predicted(None, "Nobody predicted it.")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Page(HTMLParser):
+    """What a reader sees: text, headings, and the elements with their attributes."""
+
+    def __init__(self, markup: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self._texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(markup)
+        assert self._open == []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((name, dict(attributes)))
+        if name not in ("meta",):
+            self._open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self._open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self._texts.append((self._open[-1] if self._open else "", data))
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(text for _, text in self._texts).split())
+
+    def texts(self, name: str) -> list[str]:
+        return [text for within, text in self._texts if within == name]
+
+    def of_class(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for _, attributes in self.elements if name in (attributes.get("class") or "").split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with all that there can be."""
+    folder = tmp_path_factory.mktemp("run")
+    made_up_run().save(folder / "run.json")
+    PROFILE.save(folder / "profile.json")
+    CLUSTER.save(folder / "cluster.json")
+    COSTS.save(folder / "costs.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def markup(folder: Path) -> str:
+    result = CliRunner().invoke(app, ["report", str(folder), "-o", str(folder / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("gradwire is 6.27 times as fast as plain DDP") and "page.html" in result.output
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+NUMBERS = [
+    *("6.27 times as fast", "6.11 to 6.43", "44.2 ms", "277 ms", "1.51 MB", "8.39 MB", "5.57 times fewer bytes"),
+    *("120", "2, 2", "the planner of this test", "bucket 1 gains 31 ms.", "4 bits (kept)", "saved 28 s"),
+    *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits an element"),
+    *("7.86 MB", "3.15 MB", "python train.py --model 'a b'", "nowhere", "2026-01-01", "Made up."),
+    *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average, by tensor 3.12 to 32"),
+]
+
+
+def test_the_page_says_what_the_record_holds(markup: str) -> None:
+    page = Page(markup)
+    assert [number for number in NUMBERS if number not in page.text] == []
+    assert page.texts("h2") == [*SECTIONS, "How this was measured"]
+    assert page.texts("p")[0] == summary(made_up_run())
+
+
+def test_numbers_that_no_field_checks_are_finite_too() -> None:
+    told = made_up_run().to_dict()
+    told["timeline"]["idle_us"] = float("inf")
+    with pytest.raises(FormatError, match=r"timeline\.idle_us is inf"):
+        Run.from_dict(told)
+
+
+def test_what_ranks_do_for_an_exchange_is_no_computation() -> None:
+    timeline = made_up_run().timeline
+    assert timeline is not None
+    launch = Event("launch", "compute", 100.0, 30_000.0, 3, 0, 0)
+    shown = Page(as_html(step_figure(None, replace(timeline, events=(launch, Event("?", "compute", 0.0, 9e4))))))
+    assert [text.strip() for text in shown.texts("span") if text in ("compute ", "codec ")] == ["compute", "codec"]
+    assert [a["class"] for a in shown.of_class("wide")] == ["k-other wide", "k-launch wide"]
+
+
+def test_names_are_text_and_nothing_is_fetched_or_run(markup: str) -> None:
+    page = Page(markup)
+    assert NASTY.replace("\0", "\N{REPLACEMENT CHARACTER}") in page.text
+    names = {name for name, _ in page.elements}
+    assert names.isdisjoint({"script", "link", "img", "iframe", "a", "object"})
+    assert not re.search(r"https?:|url\(|@import", markup)
+    assert [a for _, a in page.elements if any(key.startswith("on") or key in ("src", "href") for key in a)] == []
+
+
+def test_both_timelines_are_drawn_per_resource(markup: str, folder: Path) -> None:
+    page = Page(markup)
+    rows = [text for text in page.texts("span") if text.strip() in ("compute", "codec", "inter link")]
+    assert [row.strip() for row in rows] == ["compute", "compute", "codec", "codec", "inter link", "inter link"]
+    assert page.texts("em") == ["predicted", "measured"] * 3
+    told = [str(attributes.get("title")) for _, attributes in page.elements if attributes.get("title")]
+    measured = made_up_run().timeline
+    assert measured is not None
+    for event in measured.events:
+        if event.resource == "inter link":
+            chunk = f", chunk {event.chunk}" * (event.chunk > 0)
+            assert any(each.startswith(f"{event.what}, bucket {event.bucket}{chunk}: ") for each in told)
+    simulated = predicted(made_up_run(), folder).timeline
+    assert simulated is not None and f"{simulated.step_us / 1e3:.3g} ms" in page.text
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_a_short_run_lacks_is_left_out_with_a_word_why(steps: int) -> None:
+    run = made_up_run(steps, rivals=False)
+    run = replace(run, decision=replace(run.decision, words=(), alternatives=()))
+    if steps == 0:
+        run = replace(run, tensors=(), notes=())
+    shown = Page(page(run, NOTHING))
+    assert shown.texts("h2")[: len(SECTIONS)] == list(SECTIONS)
+    assert shown.texts("h3") == [], "nothing was tried"
+    reasons = ["Nobody predicted it.", "no measured timeline: no whole step was recorded"]
+    reasons += (
+        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["Nothing else"]
+    )
+    assert [reason for reason in reasons if reason not in shown.text] == []
+    lines = [attributes["points"] for name, attributes in shown.elements if name == "polyline"]
+    assert all(lines) and bool(lines) == bool(steps)
+    assert "nan" not in shown.text.lower() and shown.of_class("track") == []
+
+
+def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
+    run = made_up_run()
+    slow = replace(run.rivals[0], speedup=replace(run.rivals[0].speedup, ratio=0.8, low=0.7, high=0.9), again=None)
+    text = Page(page(replace(run, rivals=(slow,)), NOTHING)).text
+    assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is not known" in text
+    same = replace(slow, speedup=replace(slow.speedup, high=1.1))
+    assert "no faster and no slower than plain DDP can be told apart" in summary(replace(run, rivals=(same,)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=DOCUMENTS[Run])
+def test_every_record_that_can_be_read_has_a_page(run: Run) -> None:
+    shown = Page(page(run, NOTHING))
+    assert shown.texts("h2") == [*SECTIONS, "How this was measured"]
+
+
+def test_a_profile_of_another_model_is_a_reason_and_no_failure(tmp_path: Path) -> None:
+    replace(PROFILE, tensors=PROFILE.tensors[:3]).save(tmp_path / "profile.json")
+    CLUSTER.save(tmp_path / "cluster.json")
+    told = predicted(made_up_run(), tmp_path)
+    assert told.timeline is None and "The step was not predicted" in told.why_not
+    assert predicted(made_up_run(), tmp_path / "none").why_not.startswith(
+        "The step was not predicted: the folder has no"
+    )
+
+
+def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"run\.json: cannot be read"):
+        Run.read(tmp_path / "run.json")
+    with pytest.raises(FormatError, match=r"buckets has 5 entries, and plan.buckets has 6"):
+        replace(made_up_run(), buckets=made_up_run().buckets[1:])
+
+
+def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
+    alone = made_up_run(30, rivals=False)
+    ours = Measured([2000.0] * 30, [1.0 - 0.01 * step for step in range(30)], 100)
+    ddp = Measured([9000.0] * 3 + [6000.0] * 27, [1.1] * 30, 800)
+    run = beside(alone, ours, {"gradwire:qsgd4": ours, "floor": ours, "ddp-2mb": ours, "ddp": ddp}, 3, 5)
+    assert [rival.name for rival in run.rivals] == ["plain DDP", "DDP, 2 MB buckets"]
+    first = run.rivals[0]
+    assert (first.speedup.ratio, first.step_us, first.sent_bytes) == (3.0, 6000.0, 800)
+    assert first.again is not None and first.again.ratio == 1.0
+    assert first.end_s[:4] == pytest.approx((0.009, 0.018, 0.027, 0.033))
+    assert run.steps[3].end_s == pytest.approx(0.008) and run.steps[3].loss == pytest.approx(0.97)
+    assert {step.step_us for step in run.steps} == {2000.0}
+
+
+def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(GradwireError, match=r"pip install 'gradwire\[report\]'"):
+        export(made_up_run(), tmp_path)
+    written: list[tuple[Any, ...]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def __enter__(self) -> "SummaryWriter":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            written.append(("closed",))
+
+        def add_scalar(self, *arguments: Any) -> None:
+            written.append(arguments)
+
+    fake = ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    run = made_up_run(3)
+    export(run, tmp_path)
+    assert written[-1] == ("closed",)
+    assert ("loss", run.steps[2].loss, 2) in written and ("exposed_us", 4100.0, 0) in written
+    assert ("bits/head.weight", 32.0, 0) in written and len({name for name, *_ in written}) > 30
+
+
+def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
+    why = "the extra gradwire[report] is not installed: what TensorBoard reads cannot be seen"
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=why)
+    run = made_up_run(3)
+    export(run, tmp_path)
+    read = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    losses = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert losses == [(step.step, pytest.approx(step.loss)) for step in run.steps]
+    assert [event.value for event in read.Scalars("bits/head.weight")] == [32.0]
+    assert {"step_us", "exposed_us", "codec_us"} < set(read.Tags()["scalars"])
+
+
+MEASURE = """
+<script>onload = () => {
+  const told = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument.documentElement, width = frame.clientWidth;
+    const wide = [...page.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > width + 1).length;
+    return width + " " + page.scrollWidth + " " + wide + " " + page.querySelector(".lead").innerText;
+  });
+  document.body.innerText = told.join("\\n");
+}</script>
+"""
+
+
+def in_chromium(markup: str, widths: Sequence[int], tmp_path: Path) -> str:
+    """What the script above found of the page in frames of these widths."""
+    frame = '<iframe scrolling="no" srcdoc="{}" style="border:0;width:{}px;height:4000px"></iframe>'
+    frames = "".join(frame.format(html.escape(markup), width) for width in widths)
+    (tmp_path / "frames.html").write_text(f"<!DOCTYPE html><body>{frames}{MEASURE}", encoding="utf-8")
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1400,900",
+        f"--user-data-dir={tmp_path}",
+    ]
+    command = [str(CHROMIUM), *options, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return html.unescape(done.stdout)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page in")
+def test_a_browser_shows_the_numbers_and_nothing_is_wider_than_a_phone(markup: str, tmp_path: Path) -> None:
+    seen = in_chromium(markup, (360, 1280), tmp_path)
+    for width in (360, 1280):
+        assert f"{width} {width} 0 {summary(made_up_run())}" in seen, seen
+    broken = markup.replace("<body>", '<body><p style="width:700px">too wide</p>')
+    assert "360 360" not in in_chromium(broken, (360,), tmp_path), "this test must see what is too wide"
