@@ -1,5 +1,6 @@
 """Recording: what `handle.record` writes is what happened, and training goes on as without it."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from torch import nn
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine.executor import Task, TaskTimes
 from gradwire.errors import StepStateError
+from gradwire.record.recording import Watched
 from gradwire.record.run import Run
+from gradwire.record.timeline import Sent, measured_timeline
 from gradwire.sim.timeline import Timeline
 
 STEPS = 7
@@ -134,10 +138,22 @@ def test_no_step_one_step_and_a_loop_that_fails(worlds: Worlds, tmp_path: Path) 
     assert told[2] == "0" and "loss has shape (2,)" in told[3] and told[4] == "1"
 
 
+class Pause(nn.Module):
+    """Forward and backward take their time, so that exchanges fall into both however the threads are scheduled."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        outputs = inputs * 1.0
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: time.sleep(0.03))
+        return outputs
+
+
 def overlapping(folder: str, schedule: str) -> None:
-    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 3))
+    model = nn.Sequential(nn.Linear(40, 300), Pause(), nn.ReLU(), nn.Linear(300, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), schedule=schedule))
+    policy = gw.Uniform(gw.QSGD(bits=4), schedule=schedule, bucket_bytes=4_000)
+    handle = gw.parallelize(model, optimizer, plan=policy)
     with handle.record(folder) as recording:
         for number in range(STEPS):
             loss = model(torch.randn(8, 40, generator=seeded(dist.get_rank(), number))).square().mean()
@@ -154,6 +170,25 @@ def test_steps_that_overlap_show_exchanges_in_their_own_time(schedule: str, worl
     run = Run.read(tmp_path)
     assert STEPS - 1 <= len(run.steps) <= STEPS and all(step.loss is not None for step in run.steps)
     assert run.timeline is not None and run.timeline.schedule == schedule
-    gathers = [event for event in run.timeline.events if event.what == "allgather"]
-    assert gathers and {event.step for event in gathers} <= {-1, 0}
+    links = [event for event in run.timeline.events if event.resource == "intra link"]
+    assert links and {event.step for event in links} <= {-1, 0}
     assert all(0 <= event.start_us <= run.timeline.step_us for event in run.timeline.events)
+
+
+def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_on() -> None:
+    option = ("comp:cpu", "alltoall", "decomp:cpu", "comp:cpu", "allgather", "decomp:cpu")
+
+    def times(began: float, ended: float, phase: int = 1) -> TaskTimes:
+        coding = 0.1 * (ended - began)
+        return TaskTimes(Task(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)])
+
+    before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
+    own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
+    watched = Watched(1.0, 0.0, 1.1, 1.4, [("w", 1.9)], before, own, 2.0)
+    timeline = measured_timeline(watched.moments(), "pipelined", 1, Sent(0, 0, 0))
+    shown = [(e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"]
+    assert shown == [
+        ("allgather", 11_000, 179_000, -1),
+        ("alltoall", 320_000, 480_000, -1),
+        ("alltoall", 620_000, 780_000, 0),
+    ]

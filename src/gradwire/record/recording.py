@@ -78,7 +78,7 @@ class Recording:
         self._losses: dict[int, Any] = {}
         self._seen, self._every = 0, 1
         self._tensors = Tensors(group)
-        self._watched: deque[_Watched] = deque(maxlen=TIMELINE_STEPS)
+        self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
         """What lanes do for the step in hand; they may go on with it in the next one."""
         self._codec_us: list[float] = []
@@ -274,7 +274,7 @@ class Recording:
             ended = self._forward if self._ended is None else self._ended
             before, self._times = self._times, self._engine.executor.times
             self._watched.append(
-                _Watched(ended, self._aside_s, self._forward, self._in_backward, self._ready, before, self._times, now)
+                Watched(ended, self._aside_s, self._forward, self._in_backward, self._ready, before, self._times, now)
             )
         if self._seen % self._every == 0:
             self._steps.append(
@@ -305,7 +305,7 @@ class Recording:
         self._saved = time.perf_counter()
 
 
-class _Watched(NamedTuple):
+class Watched(NamedTuple):
     """When what happened in one step. Lanes may still add to what they do for it."""
 
     ended: float
@@ -319,7 +319,7 @@ class _Watched(NamedTuple):
     finished: float
 
     def moments(self) -> Moments:
-        """With the tasks that began in the step's time, those of the step before too."""
+        """With the tasks that ran in the step's time, those of the step before too: a gather may begin just before it does."""
 
         def shown(moment: float) -> float:
             return max(moment, self.ended)
@@ -337,6 +337,6 @@ class _Watched(NamedTuple):
             )
             for times, step in ((self.before, -1), (self.own, 0))
             for each in list(times)
-            if self.ended - self.aside_s <= each.began <= self.finished
+            if self.ended - self.aside_s < each.ended and each.began <= self.finished
         ]
         return Moments(self.ended, self.forward, self.backward, self.ready, tasks, self.finished)

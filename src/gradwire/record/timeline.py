@@ -47,7 +47,7 @@ class Moments(NamedTuple):
     ready: Sequence[tuple[str, float]]
     """Each tensor, and when its gradient was there."""
     tasks: Sequence[LaneTask]
-    """Those that began in this time."""
+    """Those that ran in this time, cut off at its beginning."""
     finished: float
     """When the exchange was over; in the `pipelined` and `delayed` schedules when backward was."""
 
@@ -149,7 +149,7 @@ def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event
     for number, (start, end) in enumerate(codec):
         what = "decomp" if number else "comp"
         index = _nearest(option, place, what)
-        if index >= 0:
+        if index >= 0 and end > start:  # cut off: before the step
             yield event(what, RESOURCES[COMPUTE], start, end, index)
 
 
