@@ -1,15 +1,19 @@
-# The commands to remember: make demo | test | check | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | test | test-again | check | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check bench soak fuzz fmt clean
+.PHONY: demo test test-again check bench soak fuzz fmt clean
 demo: .venv/.ready
 	$(PY) -m gradwire demo
 
 # files in the order of tests/conftest.py: the longest first
 test: .venv/.ready
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+
+# those that failed in the last run, one after the other
+test-again: .venv/.ready
+	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
 check: .venv/.ready
 	$(PY) -m ruff check src tests benchmarks examples setup.py
