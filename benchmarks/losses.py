@@ -9,6 +9,7 @@ momentum (AdamW) is trained with DGC(momentum=0).
 """
 
 import json
+import math
 import statistics
 import sys
 from typing import Any
@@ -22,7 +23,9 @@ from benchmarks.common import RESULTS
 PATH = RESULTS / "losses.json"
 WINDOW = 20
 TOGETHER = 5
-PLAIN = ("ddp", "ddp-powersgd")
+HALFWAY = "ddp, half the steps"
+"""Of DDP, too, but at half the steps: how fast the loss falls in the second half."""
+PLAIN = ("ddp", HALFWAY, "ddp-powersgd")
 BOUND = 0.03
 """How far above DDP's loss a method with error feedback may end."""
 
@@ -42,7 +45,11 @@ def report(finals: dict[str, Any]) -> int:
     for job, found in finals.items():
         for method in found if "ddp" in found else ():
             above = above_ddp(found, method)
-            print(f"{job}, {method}: {above:+.2%} against ddp ({len(found[method])} seeds)")
+            more = steps_for_one(found, method)
+            print(
+                f"{job}, {method}: {above:+.2%} against ddp ({len(found[method])} seeds)"
+                + (f", {more:.2f} steps for one" if more is not None and method not in ("ddp", HALFWAY) else "")
+            )
             if method in feeding_back and above > BOUND:
                 beyond.append(f"{method} on {job}: {above:+.2%}")
     for each in beyond:
@@ -56,10 +63,20 @@ def above_ddp(found: dict[str, dict[str, float]], method: str) -> float:
     return sum(found[method][s] for s in seeds) / sum(found["ddp"][s] for s in seeds) - 1
 
 
+def steps_for_one(found: dict[str, dict[str, float]], method: str) -> float | None:
+    """About how many steps of a method bring the loss as far as one of DDP: where that falls as steps ** -p in the second half, a
+    loss that is r times as high takes r ** (1 / p) times the steps. None where p was not measured."""
+    if HALFWAY not in found:
+        return None
+    p = math.log2(1 + above_ddp(found, HALFWAY))
+    return (1 + above_ddp(found, method)) ** (1 / p) if p > 0 else None
+
+
 def train(job: str, seed: int, steps: int, methods: list[str]) -> dict[str, float]:
     """Mean loss over ranks and the last steps, by method."""
     curves = paired.on_two_ranks("benchmarks.losses", job, seed, steps, methods)
-    return {method: statistics.mean(curve[-WINDOW:]) for method, curve in curves.items()}
+    ends = {method: steps // 2 if method == HALFWAY else steps for method in curves}
+    return {method: statistics.mean(curve[ends[method] - WINDOW : ends[method]]) for method, curve in curves.items()}
 
 
 def _rank(job_name: str, seed: int, steps: int, methods: list[str]) -> None:
@@ -72,7 +89,10 @@ def _rank(job_name: str, seed: int, steps: int, methods: list[str]) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     job = make_job(job_name, seed)
-    running = {name: build(name, job, seed, dist.new_group(list(range(world)))) for name in methods}
+    running = {
+        name: build("ddp" if name == HALFWAY else name, job, seed, dist.new_group(list(range(world))))
+        for name in methods
+    }
     curves: dict[str, list[float]] = {name: [] for name in methods}
     for step in range(steps):
         batch = job.batch(rank, world, step)

@@ -57,6 +57,19 @@ def test_of_plans_that_are_alike_the_most_accurate_is_taken() -> None:
     assert chosen(trial) == "B"
 
 
+@pytest.mark.parametrize(("lossy_us", "expected"), [(30.0, "A"), (22.0, "lossy"), (18.0, "lossy")])
+def test_what_needs_more_steps_for_a_loss_has_to_be_faster_by_as_much(lossy_us: float, expected: str) -> None:
+    real_us = (lossy_us, 60.0, 100.0)
+    lossy = Candidate("lossy", lossy_us, loss=2, steps_for_one=2.5)
+    trial = Trial([lossy, Candidate("A", 60.0, loss=1), Candidate("plain", 100.0, plain=True)])
+    while (turn := trial.turn) is not None:
+        trial.took(real_us[turn.candidate])
+    assert chosen(trial) == expected
+    # what deciding cost is told in steps, not in what they do
+    spent = sum(us * len(times) for us, times in zip(real_us, trial.times, strict=True))
+    assert 0 <= trial.cost_us < spent + 3 * sum(real_us)
+
+
 def test_predictions_that_are_wrong_do_not_decide() -> None:
     trial = tried({"A": 300.0, "plain": 100.0}, predicted_us={"A": 10.0, "plain": 500.0})
     assert chosen(trial) == "plain"
@@ -90,9 +103,12 @@ def test_the_choice_is_never_clearly_slower_than_plain(plain: float, others: lis
 @given(plain=st.floats(10, 1000), others=st.lists(st.floats(0.02, 50.0), min_size=1, max_size=4))
 def test_deciding_costs_what_it_may(plain: float, others: list[float]) -> None:
     real = {f"c{index}": plain * factor for index, factor in enumerate(others)} | {"plain": plain}
-    trial = tried(real, known_us=1.5 * plain)
-    # a step that is hopeless cannot be known before it ends
-    assert trial.cost_us <= allowance_us(min(real.values()), plain) + len(others) * max(real.values())
+    known_us = 1.5 * plain
+    trial = tried(real, known_us=known_us)
+    # a look is three steps, however fast those turn out to be that come later; one step where that is hopeless, which is seen
+    # when it ends
+    looks = sum(us if us > 4 * known_us else 3 * us for us in real.values())
+    assert trial.cost_us <= allowance_us(min(real.values()), plain) + looks
 
 
 @pytest.mark.parametrize(("plain_us", "most"), [(100.0, 1), (20.0, 3)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.auto.accuracy import first_policy, kind_of, schedules_of, specs_of
+from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, kind_of, schedules_of, specs_of
 from gradwire.auto.bits import with_bits
 from gradwire.auto.planning import MOST_TRIED, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
@@ -42,6 +42,19 @@ def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -
     assert used <= {Identity(), *specs}
     compressed = [offer for offer in made if not offer.candidate.plain and offer.candidate.loss > 0]
     assert not compressed if accuracy == "exact" else (compressed or gbps > 1)
+
+
+@pytest.mark.parametrize(("gbps", "lossy"), [(0.0001, True), (0.1, False)])
+def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_pays(gbps: float, lossy: bool) -> None:
+    specs = specs_of("aggressive", TENSORS)
+    made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.2)
+    steps = [offer.candidate.steps_for_one for offer in made]
+    assert (steps[0] > 1.0) == lossy and set(steps) <= {1.0, *STEPS_FOR_ONE.values()}
+    least = min(offer.candidate.predicted_us * each for offer, each in zip(made, steps, strict=True))
+    others = [offer for offer in made if not offer.candidate.plain]
+    assert all(offer.candidate.predicted_us * offer.candidate.steps_for_one <= 1.5 * least for offer in others)
+    plain = next(offer.candidate for offer in made if offer.candidate.plain)
+    assert plain.steps_for_one == 1.0
 
 
 def test_a_running_plan_comes_first_and_once() -> None:

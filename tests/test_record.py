@@ -186,7 +186,9 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
     own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
     watched = Watched(1.0, 0.0, 1.1, 1.4, [("w", 1.9)], before, own, 2.0)
     timeline = measured_timeline(watched.moments(), "pipelined", 1, Sent(0, 0, 0))
-    shown = [(e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"]
+    shown = [
+        (e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"
+    ]
     assert shown == [
         ("allgather", 11_000, 179_000, -1),
         ("alltoall", 320_000, 480_000, -1),

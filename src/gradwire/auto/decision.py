@@ -23,6 +23,8 @@ class Tried:
     """Median of the steps that counted, of the slowest rank; None if it was not run."""
     steps: int
     """How many counted."""
+    steps_for_one: float = 1.0
+    """So many of its steps bring the loss as far as one of plain all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Decision:
         return (
             f"{runs}; {beside}. Decided in {self.took_steps} steps ({self.why}), which cost {self.cost_us / 1e6:.2f} s, "
             f"{part:.1f} % of 1000 steps. {self.exposed_us / 1e3:.1f} ms of a step wait for exchanges{self._elsewhere}."
+            + "".join(
+                f" {each.name} took {each.measured_us / 1e3:.1f} ms, but needs about {each.steps_for_one:g} times the steps."
+                for each in self.tried
+                if each.measured_us and each.measured_us < measured and each.steps_for_one > chosen.steps_for_one
+            )
             + "".join(f" Not tried: {each}." for each in self.refused)
         )
 

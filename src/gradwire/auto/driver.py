@@ -72,7 +72,7 @@ _GOES_ON = (
 )
 
 _Phase = Callable[[Live, float], None]
-_Told = tuple[list[tuple[str, float, bool, int, int, dict[str, Any]]], list[Candidate]]
+_Told = tuple[list[tuple[Candidate, dict[str, Any]]], list[Candidate]]
 """Candidates with their plans; and those that are only foreseen."""
 
 
@@ -252,7 +252,7 @@ class Auto:
             self._costs = codecs_of(live, [*specs, *(corrections if specs else ())], seconds)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed)
-        return [(*offer.candidate, offer.plan.to_dict()) for offer in made], foreseen(*job, others)
+        return [(offer.candidate, offer.plan.to_dict()) for offer in made], foreseen(*job, others)
 
     def _kept(self) -> Plan | None:
         """The chosen plan, if its schedule can still run."""
@@ -304,7 +304,13 @@ class Auto:
         assert index is not None
         self._change_to(live, index)
         tried = [
-            Tried(candidate.name, candidate.predicted_us, trial.median_us(place), len(trial.times[place]))
+            Tried(
+                candidate.name,
+                candidate.predicted_us,
+                trial.median_us(place),
+                len(trial.times[place]),
+                candidate.steps_for_one,
+            )
             for place, candidate in enumerate(trial.candidates)
         ]
         plain = next(place for place, candidate in enumerate(trial.candidates) if candidate.plain)
@@ -368,7 +374,7 @@ class Auto:
 def _read(text: str) -> tuple[list[Offer], list[Candidate]]:
     """What rank 0 made; nothing where it could not."""
     made, elsewhere = msgspec.json.decode(text, type=_Told) if text else ([], [])
-    return [Offer(Candidate(*offer[:-1]), Plan.from_dict(offer[-1])) for offer in made], elsewhere
+    return [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in made], elsewhere
 
 
 def _over_ranks(rows: list[list[float]]) -> tuple[list[float], list[float]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.auto.accuracy import cycle_of, kind_of, policy_of
+from gradwire.auto.accuracy import cycle_of, kind_of, policy_of, steps_for_one
 from gradwire.auto.trial import Candidate
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -26,7 +26,7 @@ __all__ = ["MOST_TRIED", "Offer", "foreseen", "offers", "words_of"]
 MOST_TRIED = 3
 """Plans that are tried beside plain all-reduce; for each further kind of schedule that is allowed one more."""
 _WORTH = 1.5
-"""Those that are predicted to be so many times slower than the best are not."""
+"""Those that are predicted to be so many times slower to a loss than the best are not."""
 _CLOSE = 1.05
 """Predictions that differ by no more say nothing: what costs least accuracy is tried first."""
 _DDP_BUCKET = 25 * 2**20
@@ -64,7 +64,10 @@ def offers(
     evaluations = min(EVALUATIONS, int(seconds * len(found.plans) / (time.perf_counter() - began)))
     planned = []
     if evaluations >= _FEWEST_EVALUATIONS and _one_kind(profile):
-        planned.append(found.job.plan(joint(found.job, evaluations), ddp(found.job)))
+        # the search knows steps alone: of what needs more of them for a loss, it gets only what pays for all of the model
+        most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
+        job = Job(profile, cluster, costs, [spec for spec in specs if steps_for_one([spec]) <= most_steps])
+        planned.append(job.plan(joint(job, evaluations), ddp(job)))
     found.add(*planned)
     found.add_scheduled(planned)
     if current is not None:
@@ -137,8 +140,8 @@ class _Plans:
                     self.add(plan)
 
     def us(self, plan: Plan) -> float:
-        """Of a step, predicted."""
-        return self._us[plan.digest()]
+        """Of what does as much for the loss as one step of plain all-reduce, predicted."""
+        return self._us[plan.digest()] * _steps_for_one(plan)
 
     def least_us(self, plans: Sequence[Plan]) -> float:
         return min(self.us(plan) for plan in plans)
@@ -159,7 +162,12 @@ class _Plans:
         return of_specs + later * (1 + len(self._specs))
 
     def candidate(self, plan: Plan, plain: bool) -> Candidate:
-        return Candidate(words_of(plan), self.us(plan), plain, self.loss(plan), cycle_of(plan.schedule))
+        step_us = self._us[plan.digest()]
+        return Candidate(words_of(plan), step_us, plain, self.loss(plan), cycle_of(plan.schedule), _steps_for_one(plan))
+
+
+def _steps_for_one(plan: Plan) -> float:
+    return steps_for_one(spec for bucket in plan.buckets for spec in bucket.specs)
 
 
 def _kinds(plans: Sequence[Plan]) -> list[str]:

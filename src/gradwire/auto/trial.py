@@ -1,4 +1,4 @@
-"""Which of several plans is fastest, told by the times of real steps that run them in turns. Pure: talks to nobody.
+"""Which of several plans is fastest to a loss, told by the times of real steps that run them in turns. Pure: talks to nobody.
 
 Turns are interleaved, A B C A B C, so that a drift of the machine hits all alike. The first turn of each is a short look; who is
 clearly slower then is left out, at once if it is hopeless. The others go on until the difference is clear, or until the budget is
@@ -50,6 +50,8 @@ class Candidate(NamedTuple):
     """A place in the order of what costs accuracy: 0 is nothing. Of candidates that are alike in time the lowest is taken."""
     cycle: int = 1
     """Its steps are alike only in groups of so many: of each group the mean counts."""
+    steps_for_one: float = 1.0
+    """So many of its steps bring the loss as far as one of plain all-reduce: by this its times are compared, and nothing else."""
 
 
 class Turn(NamedTuple):
@@ -146,7 +148,13 @@ class Trial:
 
     @property
     def _best_us(self) -> float:
-        return min((median(times) for times in self.times if times), default=0.0)
+        """A step of what is best so far."""
+        measured = [index for index, times in enumerate(self.times) if times]
+        return median(self.times[min(measured, key=self._to_loss_us)]) if measured else 0.0
+
+    def _to_loss_us(self, index: int) -> float:
+        """What is compared: the median, times the steps that do what one of plain all-reduce does."""
+        return median(self.times[index]) * self.candidates[index].steps_for_one
 
     def _turn(self, index: int, steps: int) -> Turn:
         """At least so many steps: one that does not count, and whole cycles."""
@@ -155,29 +163,27 @@ class Trial:
 
     def _next_round(self) -> None:
         self._round += 1
-        best = self._best_us
+        best = min((self._to_loss_us(index) for index, times in enumerate(self.times) if times), default=0.0)
         left = [index for index in range(len(self.candidates)) if self._goes_on(index, best)]
-        left = sorted(
-            sorted(left, key=lambda index: median(self.times[index]))[: _LEFT[min(self._round, len(_LEFT)) - 1]]
-        )
+        left = sorted(sorted(left, key=self._to_loss_us)[: _LEFT[min(self._round, len(_LEFT)) - 1]])
         if len(left) > 1 and self._round < _MOST_ROUNDS:
-            second = sorted(median(self.times[index]) for index in left)[1]
+            second = sorted(self._to_loss_us(index) for index in left)[1]
             if self._round < _ROUNDS or second <= _CLEAR * best:
                 self._queue = [self._turn(index, _TURN_STEPS) for index in left]
                 return
         self._choose()
 
     def _goes_on(self, index: int, best_us: float) -> bool:
-        times = self.times[index]
+        times, candidate = self.times[index], self.candidates[index]
         if not times:
             return False
         if self._round > 1:
-            return median(times) <= _TURN_FACTOR * best_us
+            return self._to_loss_us(index) <= _TURN_FACTOR * best_us
         # after a look of two steps the faster one counts
-        return min(times) <= (_PLAIN_FACTOR if self.candidates[index].plain else _LOOK_FACTOR) * best_us
+        return min(times) * candidate.steps_for_one <= (_PLAIN_FACTOR if candidate.plain else _LOOK_FACTOR) * best_us
 
     def _choose(self) -> None:
-        medians = {index: median(times) for index, times in enumerate(self.times) if times}
+        medians = {index: self._to_loss_us(index) for index, times in enumerate(self.times) if times}
         if not medians:
             self.chosen = self._plain if self._plain is not None else 0
             return
