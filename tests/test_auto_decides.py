@@ -122,6 +122,20 @@ def test_plain_is_hardly_run_where_it_is_much_slower(plain_us: float, most: int)
     assert chosen(trial) == "A"
 
 
+@pytest.mark.parametrize(("known_us", "looks"), [(math.inf, 1), (30.0, 1), (20.0, 0)])
+def test_plain_is_not_run_where_it_is_predicted_to_be_hopeless(known_us: float, looks: int) -> None:
+    trial = tried({"A": 20.0, "B": 22.0, "plain": 100.0}, known_us=known_us)
+    assert len(trial.times[2]) == looks and trial.plain_us == 100.0
+    assert chosen(trial) == "A"
+    # but what runs already is looked at, whatever is predicted
+    assert (
+        chosen(
+            tried({"plain": 20.0, "B": 22.0}, current=0, predicted_us={"plain": 100.0, "B": 22.0}, known_us=known_us)
+        )
+        == "plain"
+    )
+
+
 def test_what_runs_goes_on_unless_something_is_clearly_faster() -> None:
     assert chosen(tried({"A": 100.0, "B": 97.0, "plain": 200.0}, current=0)) == "A"
     assert chosen(tried({"A": 100.0, "B": 95.0, "plain": 200.0}, current=0)) == "B"

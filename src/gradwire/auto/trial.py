@@ -29,7 +29,7 @@ _LOOK_STEPS, _TURN_STEPS = 3, 5
 _LOOK_FACTOR, _TURN_FACTOR = 1.25, 1.10
 """Slower than the best by more, and a candidate is left out."""
 _HOPELESS = 4.0
-"""A step is so many times slower than the best: the turn ends."""
+"""A step is so many times slower than the best: the turn ends. Plain all-reduce of which that is predicted is not run."""
 _PLAIN_FACTOR = 1.5
 """Plain all-reduce is looked at but not tried further where it takes so many times as long."""
 _ROUNDS, _MOST_ROUNDS = 2, 4
@@ -89,8 +89,12 @@ class Trial:
         self._round = 0
         self._in_turn: list[float] = []
         self.chosen: int | None = None
-        self._queue = [self._turn(index, _LOOK_STEPS) for index in range(len(self.candidates))]
-        if len(self._queue) == 1:
+        self._queue = [
+            self._turn(index, _LOOK_STEPS)
+            for index, candidate in enumerate(self.candidates)
+            if index == current or not self._foreseen_hopeless(candidate)
+        ]
+        if len(self.candidates) == 1:
             self.chosen, self._queue = 0, []
 
     @property
@@ -155,6 +159,10 @@ class Trial:
     def _to_loss_us(self, index: int) -> float:
         """What is compared: the median, times the steps that do what one of plain all-reduce does."""
         return median(self.times[index]) * self.candidates[index].steps_for_one
+
+    def _foreseen_hopeless(self, candidate: Candidate) -> bool:
+        hopeless = candidate.predicted_us > _HOPELESS * self._known_us
+        return candidate.plain and hopeless and len(self.candidates) > 1
 
     def _turn(self, index: int, steps: int) -> Turn:
         """At least so many steps: one that does not count, and whole cycles."""
