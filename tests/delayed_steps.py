@@ -81,7 +81,10 @@ class Reference:
 
     def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rate: float) -> torch.Tensor:
         if isinstance(self.optimizer, torch.optim.SGD):
-            return torch.add(parameter, gradient, alpha=-rate)
+            buffer = self.optimizer.state[parameter].get("momentum_buffer")
+            moved = torch.add(parameter, gradient, alpha=-rate)
+            kept = self.optimizer.param_groups[0]["momentum"]
+            return moved if buffer is None else moved.add(buffer, alpha=-rate * kept)
         state, group = self.optimizer.state[parameter], self.optimizer.param_groups[0]
         if not state or not rate:
             return parameter  # no estimates yet

@@ -17,6 +17,10 @@ def moved(move: Move | None, weight: torch.Tensor) -> torch.Tensor:
 
 
 KINDS = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "dampened": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.4),
+    "nesterov": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda weights: torch.optim.Adam(weights, lr=0.1, betas=(0.8, 0.95)),
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.0),
     "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1, alpha=0.9),
@@ -25,14 +29,17 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_steps_of_adaptive_optimizers_are_their_next_step(kind: str) -> None:
+def test_local_steps_are_the_optimizers_next_step(kind: str) -> None:
     """Also of an element without a gradient so far, whose estimate is 0."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = KINDS[kind]([parameter])
     gradient = torch.tensor([1.0, 1.0, -1e-3])
     group = optimizer.param_groups[0]
-    if kind != "adagrad":
-        assert local_move(optimizer, group, parameter, gradient, 0.1) is None
+    first = local_move(optimizer, group, parameter, gradient, 0.1)
+    if isinstance(optimizer, torch.optim.SGD):
+        assert torch.equal(moved(first, parameter.detach()), -0.1 * gradient)
+    elif kind != "adagrad":
+        assert first is None
     parameter.grad = torch.tensor([2.0, 0.0, 0.0])
     optimizer.step()
     change = moved(local_move(optimizer, group, parameter, gradient, 0.1), parameter.detach())
@@ -42,9 +49,9 @@ def test_local_steps_of_adaptive_optimizers_are_their_next_step(kind: str) -> No
     assert torch.allclose(change, parameter.detach() - before, rtol=1e-4)
 
 
-def test_plain_local_steps_have_neither_momentum_nor_decay() -> None:
+def test_local_steps_have_no_weight_decay_and_go_uphill_where_the_optimizer_does() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.5, maximize=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, weight_decay=0.5, maximize=True)
     parameter.grad = torch.ones(2)
     optimizer.step()
     gradient = torch.tensor([3.0, -4.0])

@@ -83,8 +83,8 @@ class Delayed(
     warmup_steps: int = 0
     """Steps at the start that are synchronous and send what corrections send. More: closer to plain SGD, no overlap."""
     local_lr: float | None = None
-    """Learning rate of the local update, a plain step along the rank's own gradient; None is the param_group's current one. 0:
-    the next step computes on the global weights as they are, one update behind."""
+    """Learning rate of the local update, the optimizer's next step along the rank's own gradient; None is the param_group's
+    current one. 0: the next step computes on the global weights as they are, one update behind."""
     local_update: bool = True
     """Whether there is a local update at all. False: the next step waits for the exchange, and nothing is hidden behind it."""
 

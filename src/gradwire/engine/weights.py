@@ -133,20 +133,21 @@ def _copy(sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor])
 
 
 class Move(NamedTuple):
-    """A rank's own step of one parameter: what its optimizer's next step would be, were this gradient the mean. Of plain SGD, and
-    without momentum or weight decay where the optimizer is SGD; of the moments where it is Adam or one of its like."""
+    """A rank's own step of one parameter, without weight decay: what its optimizer's next step would be, were this gradient the
+    mean. Of SGD with its momentum; of the moments where the optimizer is Adam or one of its like."""
 
     gradient: torch.Tensor
     rate: float
     """Of what is subtracted."""
     squares: torch.Tensor | None = None
-    """The second-moment estimate of each element so far; None for a plain step."""
+    """The second-moment estimate of each element so far; None of SGD."""
     mean: torch.Tensor | None = None
-    """The first-moment estimate so far; None where the optimizer has none."""
+    """The first-moment estimate so far, of SGD the momentum; None where the optimizer has none."""
     decay: tuple[float, float] = (1.0, 1.0)
     """What the estimate so far and the gradient's square count in the next one."""
     momentum: float = 0.0
-    """What the first moment so far counts in the next one; the gradient counts the rest."""
+    """What the first moment so far counts in the step; the gradient counts the rest, and of SGD `own`."""
+    own: float = 1.0
     corrections: tuple[float, float] = (1.0, 1.0)
     """What the next first and second moment are divided by."""
     eps: float = 0.0
@@ -157,8 +158,10 @@ class Move(NamedTuple):
         moments = [moment for moment in (self.squares, self.mean) if moment is not None]
         for piece, old, gradient, *rest in _pieces([weight, before, self.gradient, *moments]):
             old.copy_(piece)
-            if not rest:
-                piece.add_(gradient, alpha=-self.rate)
+            if self.squares is None:
+                piece.add_(gradient, alpha=-self.rate * self.own)
+                if rest:
+                    piece.add_(rest[0], alpha=-self.rate * self.momentum)
                 continue
             squares = (rest[0] * self.decay[0]).addcmul_(gradient, gradient, value=self.decay[1])
             scale = squares.div_(self.corrections[1]).sqrt_().add_(self.eps)
@@ -173,13 +176,12 @@ def local_move(
     gradient: torch.Tensor,
     rate: float,
 ) -> Move | None:
-    """The local update of one parameter. None where the optimizer has no estimate yet."""
+    """The local update of one parameter. None where the optimizer has no estimate yet that the step would be scaled by."""
     rate = -rate if param_group.get("maximize") else rate
-    kept = _MOMENTS[type(optimizer)]
-    if kept is None:
-        return Move(gradient, rate)
-    (key, moments_of), state = kept, optimizer.state.get(parameter, {})
-    return Move(gradient, rate, **moments_of(state, param_group), eps=param_group["eps"]) if key in state else None
+    (key, moments_of), state = _MOMENTS[type(optimizer)], optimizer.state.get(parameter, {})
+    if state.get(key) is None:
+        return Move(gradient, rate) if isinstance(optimizer, torch.optim.SGD) else None
+    return Move(gradient, rate, **moments_of(state, param_group), eps=param_group.get("eps", 0.0))
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -204,6 +206,12 @@ def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
+def _of_sgd(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
+    kept, taken = param_group["momentum"], 1 - param_group["dampening"]
+    own, momentum = (1 + kept * taken, kept * kept) if param_group["nesterov"] else (taken, kept)
+    return {"mean": state["momentum_buffer"], "momentum": momentum, "own": own}
+
+
 def _of_adam(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
     first, second = param_group["betas"]
     steps = float(state["step"]) + 1
@@ -224,8 +232,8 @@ def _of_adagrad(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str,
     return {"squares": state["sum"]}
 
 
-_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Moments] | None] = {
-    torch.optim.SGD: None,
+_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Moments]] = {
+    torch.optim.SGD: ("momentum_buffer", _of_sgd),
     torch.optim.Adam: ("exp_avg_sq", _of_adam),
     torch.optim.AdamW: ("exp_avg_sq", _of_adam),
     torch.optim.NAdam: ("exp_avg_sq", _of_adam),
@@ -233,4 +241,4 @@ _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Moments] | None] = {
     torch.optim.RMSprop: ("square_avg", _of_rmsprop),
     torch.optim.Adagrad: ("sum", _of_adagrad),
 }
-"""Without which key an optimizer has no estimates yet, and what they count; None for a plain step."""
+"""Without which key an optimizer has no estimates yet, and what they count."""
