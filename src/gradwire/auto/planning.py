@@ -66,7 +66,8 @@ def offers(
     if evaluations >= _FEWEST_EVALUATIONS and _one_kind(profile):
         # the search knows steps alone: of what needs more of them for a loss, it gets only what pays for all of the model
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
-        job = Job(profile, cluster, costs, [spec for spec in specs if steps_for_one([spec]) <= most_steps])
+        paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
+        job = found.job if len(paying) == len(specs) else Job(profile, cluster, costs, paying)
         planned.append(job.plan(joint(job, evaluations), ddp(job)))
     found.add(*planned)
     found.add_scheduled(planned)
