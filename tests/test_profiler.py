@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from worlds import Worlds
 
 import gradwire as gw
+from gradwire.auto.live import Live
 from gradwire.bench.predictions import Predicted, PredictRun, ddp_plan, summary
 from gradwire.collectives import Grid
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
@@ -23,7 +24,7 @@ from gradwire.core.specs import Spec
 from gradwire.costs.codecs import time_at
 from gradwire.costs.points import fit_points
 from gradwire.engine.executor import Executor
-from gradwire.errors import FormatError, StepStateError
+from gradwire.errors import FormatError, PlanError, StepStateError
 from gradwire.profiler.links import measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
@@ -143,6 +144,32 @@ def test_too_few_steps_are_refused_with_the_number_that_is_needed(worlds: Worlds
     for words, hooked in worlds.run(2, too_short, str(tmp_path / "out")):
         assert "made 4 steps" in words and "needs 13" in words
         assert not hooked
+    assert not (tmp_path / "out").exists()
+
+
+def plans_that_change(folder: str) -> list[str]:
+    """Profile while auto tries plans, and while another plan is set in the middle."""
+    rank, said = torch.distributed.get_rank(), []
+    for plan in ("auto", gw.QSGD(bits=4)):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = gw.parallelize(model, optimizer, plan=plan)
+        try:
+            with handle.profile(folder, steps=2):
+                train(model, optimizer, 4, rank)
+                handle._change_to(Live(handle).plan_of(gw.Uniform(gw.QSGD(bits=8))))
+                train(model, optimizer, 3, rank)
+        except (PlanError, StepStateError) as error:
+            said.append(str(error))
+        train(model, optimizer, 1, rank)
+        handle.detach()
+    return said
+
+
+def test_steps_of_several_plans_are_not_profiled(worlds: Worlds, tmp_path: Path) -> None:
+    for auto, changed in worlds.run(2, plans_that_change, str(tmp_path / "out")):
+        assert "still being tried" in auto and "handle.decision" in auto
+        assert "the plan changed inside profile(steps=2)" in changed
     assert not (tmp_path / "out").exists()
 
 

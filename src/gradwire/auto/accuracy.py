@@ -113,7 +113,6 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
 
 
 def first_policy(accuracy: str, tensors: Sequence[TensorInfo]) -> Policy:
-    """What runs until something is decided: the cheapest that the class allows without error feedback, so that nothing is
-    owed when it ends."""
-    specs = specs_of(accuracy, tensors)
-    return policy_of(specs[0] if specs else Identity(), tensors)
+    """What runs until something is decided: the smallest that is safe. What it keeps back goes over to what is chosen."""
+    safe = [spec for spec in specs_of(accuracy, tensors) if spec in _SAFE]
+    return policy_of(safe[-1] if safe else Identity(), tensors)

@@ -60,7 +60,7 @@ from gradwire.record.run import Decision as Recorded
 __all__ = ["Auto"]
 
 SETTLE_STEPS, LOOK_STEPS = 2, 3
-_MOST_SECONDS = 0.4
+_MOST_SECONDS = 0.3
 """For each kind of link, for codecs and for the planner's search, at most."""
 _STEPS_WORTH = 4.0
 """And no longer than so many steps take."""

@@ -32,7 +32,9 @@ _HOPELESS = 4.0
 """A step is so many times slower than the best: the turn ends. Plain all-reduce of which that is predicted is not run."""
 _PLAIN_FACTOR = 1.5
 """Plain all-reduce is looked at but not tried further where it takes so many times as long."""
-_ROUNDS, _MOST_ROUNDS = 2, 4
+_ROUNDS, _MOST_ROUNDS = 2, 6
+"""Where something runs already there are no more than the first: its times have changed, which is to be answered soon, and what is
+not clearly faster does not replace it."""
 _LEFT = (3, 2, 2)
 """Candidates that go on after each round, at most."""
 _CLEAR = 1.05
@@ -174,7 +176,7 @@ class Trial:
         best = min((self._to_loss_us(index) for index, times in enumerate(self.times) if times), default=0.0)
         left = [index for index in range(len(self.candidates)) if self._goes_on(index, best)]
         left = sorted(sorted(left, key=self._to_loss_us)[: _LEFT[min(self._round, len(_LEFT)) - 1]])
-        if len(left) > 1 and self._round < _MOST_ROUNDS:
+        if len(left) > 1 and self._round < (_MOST_ROUNDS if self.current is None else _ROUNDS):
             second = sorted(self._to_loss_us(index) for index in left)[1]
             if self._round < _ROUNDS or second <= _CLEAR * best:
                 self._queue = [self._turn(index, _TURN_STEPS) for index in left]

@@ -16,7 +16,7 @@ from gradwire.engine.memory import added_up
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.states import read_state, split, warn_of_lost, write_state
 from gradwire.engine.stats import BucketStats, Stats
-from gradwire.errors import GradwireError, StepStateError
+from gradwire.errors import GradwireError, PlanError, StepStateError
 
 if TYPE_CHECKING:
     from gradwire.profiler import Profiling
@@ -86,7 +86,12 @@ class Handle(Attachment):
 
         model = self._model()
         assert model is not None
-        return Profiling(model, self._parameters, self._steps, self._group, folder, steps, specs)
+        if self.driver is not None and self.driver.searching:
+            raise PlanError(
+                "plans are still being tried on this job, so steps are not alike. Profile when handle.decision is there, which takes "
+                "about 60 steps, or with a plan of your own."
+            )
+        return Profiling(model, self._parameters, lambda: self._steps, self._group, folder, steps, specs)
 
     def record(
         self, folder: str | os.PathLike[str], error_steps: int = 20, decision: "Decision | None" = None

@@ -35,6 +35,8 @@ else:
 
 
 _EXEMPT = Identity()
+_PATTERN = frozenset("*?[|")
+"""What makes a pattern of a name, as `Where` reads them."""
 
 
 class Policy(Document, frozen=True, kw_only=True):
@@ -110,9 +112,12 @@ class Policy(Document, frozen=True, kw_only=True):
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
         specs: dict[str, Spec] = {}
+        by_name = {tensor.name: [tensor] for tensor in tensors}
         for which, spec in self.rules:
             where = which if isinstance(which, Where) else Where(which)
-            matched = [tensor.name for tensor in tensors if where.matches(tensor)]
+            # a name that is no pattern is looked up: there may be a rule for each tensor
+            candidates = tensors if _PATTERN.intersection(where.names) else by_name.get(where.names, [])
+            matched = [tensor.name for tensor in candidates if where.matches(tensor)]
             fresh = [name for name in matched if name not in specs]
             if not fresh:
                 raise PlanError(useless(which, spec, matched, tensors))

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,7 +42,8 @@ class Profiling:
     about a second each, a spec about one. A warning on rank 0 tells of a link whose times
     do not follow latency and rate.
 
-    Raises StepStateError if the loop made too few steps.
+    Raises StepStateError if the loop made too few steps, or if the plan changed meanwhile, as `plan="auto"` does where a link
+    becomes slower.
 
     Example::
 
@@ -62,12 +63,13 @@ class Profiling:
         self,
         model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
-        backward: Steps,
+        running: Callable[[], Steps],
         group: Group,
         folder: str | os.PathLike[str],
         steps: int,
         specs: Sequence[Spec],
     ) -> None:
+        backward = running()
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
         if not isinstance(backward, Backward):
             raise PlanError(
@@ -78,8 +80,10 @@ class Profiling:
             raise PlanError("this rank is alone: there is no link to measure. Profile with 2 ranks or more.")
         self._model, self._parameters, self._backward, self._group = model, parameters, backward, group
         self._folder, self._steps, self._specs = Path(folder), steps, specs
+        self._running = running
 
     def __enter__(self) -> Self:
+        self._plan = self._backward.executor.plan
         self._recorder = Recorder(self._model, self._parameters, self._backward, self._steps)
         return self
 
@@ -90,6 +94,11 @@ class Profiling:
         recorder.remove()
         if error is not None:
             return
+        if self._running() is not self._backward or self._backward.executor.plan != self._plan:
+            raise StepStateError(
+                f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with a "
+                "plan of your own."
+            )
         if recorder.seen < recorder.wanted:
             raise StepStateError(
                 f"the loop made {recorder.seen} steps inside profile(steps={self._steps}), which needs {recorder.wanted}: "
