@@ -2,9 +2,9 @@
 
     python -m benchmarks drift [--jobs transformer] [--fast 1000mbit] [--slow 100mbit] [--runs 3]
 
-Two emulated nodes, `plan="auto"` with all its defaults. When it has decided and run on for a while the link between the nodes changes,
-and later it changes back. Counted are steps from the change until the next decision runs, trials and all. Four minutes. Needs
-network namespaces. What is measured goes to benchmarks/results/drift.json. 1 if an answer took more than 50 steps.
+Two emulated nodes, `plan="auto"` with all its defaults. When it has decided and run on for a while the link between the nodes
+changes, and later it changes back. Counted are steps from the change until the next decision runs, trials and all. Four minutes.
+Needs network namespaces. What is measured goes to benchmarks/results/drift.json. 1 if an answer took more than 50 steps.
 """
 
 import argparse

@@ -247,7 +247,7 @@ def with_closures() -> tuple[set[str], str, int]:
     torch.manual_seed(0)
     job = Scheduled(Shuffled(SIZES), fast("pipelined"), closure=dist.get_rank() == 1, schedules=ALL)
     kinds = set()
-    for number in range(60):
+    for number in range(90):
         job.step(number)
         kinds.add(kind_of(job.handle.plan.schedule))
     told = kinds, str(job.handle.decision), len(job.handle.decisions)
@@ -265,7 +265,7 @@ def test_what_one_ranks_script_cannot_run_is_left_out_on_all(worlds: Worlds) -> 
 def not_allowed() -> tuple[str, list[str], str]:
     torch.manual_seed(0)
     job = Scheduled(Shuffled(SIZES), fast("backward"))
-    for number in range(60):
+    for number in range(90):
         job.step(number)
     decision = job.handle.decision
     assert decision is not None

@@ -33,8 +33,8 @@ _HOPELESS = 4.0
 _PLAIN_FACTOR = 1.5
 """Plain all-reduce is looked at but not tried further where it takes so many times as long."""
 _ROUNDS, _MOST_ROUNDS = 2, 6
-"""Where something runs already there are no more than the first: its times have changed, which is to be answered soon, and what is
-not clearly faster does not replace it."""
+"""Where something runs already there are no more than the first: its times have changed, which is to be answered soon, and
+what is not clearly faster does not replace it."""
 _LEFT = (3, 2, 2)
 """Candidates that go on after each round, at most."""
 _CLEAR = 1.05

@@ -88,8 +88,8 @@ class Handle(Attachment):
         assert model is not None
         if self.driver is not None and self.driver.searching:
             raise PlanError(
-                "plans are still being tried on this job, so steps are not alike. Profile when handle.decision is there, which takes "
-                "about 60 steps, or with a plan of your own."
+                "plans are still being tried on this job, so steps are not alike. Profile when handle.decision is there, which "
+                "takes about 60 steps, or with a plan of your own."
             )
         return Profiling(model, self._parameters, lambda: self._steps, self._group, folder, steps, specs)
 

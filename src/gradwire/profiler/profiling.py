@@ -96,8 +96,8 @@ class Profiling:
             return
         if self._running() is not self._backward or self._backward.executor.plan != self._plan:
             raise StepStateError(
-                f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with a "
-                "plan of your own."
+                f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with "
+                "a plan of your own."
             )
         if recorder.seen < recorder.wanted:
             raise StepStateError(
