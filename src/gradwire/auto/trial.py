@@ -31,7 +31,8 @@ _LOOK_FACTOR, _TURN_FACTOR = 1.25, 1.10
 _HOPELESS = 4.0
 """A step is so many times slower than the best: the turn ends. Plain all-reduce of which that is predicted is not run."""
 _PLAIN_FACTOR = 1.5
-"""Plain all-reduce is looked at but not tried further where it takes so many times as long."""
+"""Plain all-reduce is looked at but not tried further where it takes so many times as long. Where that is predicted it is looked
+at for one step."""
 _ROUNDS, _MOST_ROUNDS = 2, 6
 """Where something runs already there are no more than the first: its times have changed, which is to be answered soon, and
 what is not clearly faster does not replace it."""
@@ -92,9 +93,9 @@ class Trial:
         self._in_turn: list[float] = []
         self.chosen: int | None = None
         self._queue = [
-            self._turn(index, _LOOK_STEPS)
+            self._turn(index, steps)
             for index, candidate in enumerate(self.candidates)
-            if index == current or not self._foreseen_hopeless(candidate)
+            if (steps := _LOOK_STEPS if index == current else self._look_steps(candidate))
         ]
         if len(self.candidates) == 1:
             self.chosen, self._queue = 0, []
@@ -162,9 +163,12 @@ class Trial:
         """What is compared: the median, times the steps that do what one of plain all-reduce does."""
         return median(self.times[index]) * self.candidates[index].steps_for_one
 
-    def _foreseen_hopeless(self, candidate: Candidate) -> bool:
-        hopeless = candidate.predicted_us > _HOPELESS * self._known_us
-        return candidate.plain and hopeless and len(self.candidates) > 1
+    def _look_steps(self, candidate: Candidate) -> int:
+        """Of the first turn. Plain all-reduce has none where it is predicted to be hopeless, and one where it will hardly be
+        chosen."""
+        if not candidate.plain or len(self.candidates) == 1 or candidate.predicted_us <= _PLAIN_FACTOR * self._known_us:
+            return _LOOK_STEPS
+        return int(candidate.predicted_us <= _HOPELESS * self._known_us)
 
     def _turn(self, index: int, steps: int) -> Turn:
         """At least so many steps: one that does not count, and whole cycles."""
