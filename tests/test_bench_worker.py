@@ -1,9 +1,12 @@
 """Two ranks on plain loopback: the worker, the launcher and the runner end to end, with very few steps."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import msgspec
+import psutil
 import pytest
 
 from gradwire.bench.loopback import Loopback
@@ -145,6 +148,19 @@ def test_launcher_reports_lines_codes_and_timeouts():
     assert sorted(lines) == [(0, "stdout", "0"), (1, "stdout", "1")]
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert Loopback(2).run(sleeping, on_line=lambda *_: None, timeout=0.2) == 124
+
+
+def test_ranks_end_when_their_launcher_is_told_to():
+    program = (
+        "import sys; from gradwire.bench.loopback import Loopback; say = 'import os, time; print(os.getpid(), flush=True); "
+        "time.sleep(60)'; Loopback(2).run([sys.executable, '-c', say], on_line=lambda *line: print(line[2], flush=True))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    ranks = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
 def test_loopback_refuses_a_limit():

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from gradwire.errors import TestbedError
+from gradwire.testbed.signals import ExitOnTermination
 
 __all__ = ["LOOPBACK", "LineCallback", "Loopback"]
 
@@ -54,11 +55,16 @@ class Loopback:
         on_line: LineCallback,
         timeout: float | None = None,
     ) -> int:
-        """Execute `argv` once per rank and wait; 0, or the exit code of the first rank that failed, 124 on timeout."""
+        """Execute `argv` once per rank and wait; 0, or the exit code of the first rank that failed, 124 on timeout.
+
+        Where SIGTERM or SIGHUP would end this process they end the ranks first.
+        """
         port = _free_port()
         lines: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
         ranks: list[subprocess.Popen[str]] = []
         readers: list[threading.Thread] = []
+        terminations = ExitOnTermination()
+        terminations.install()
         try:
             for rank in range(self.world_size):
                 process = _start(argv, os.environ | (env or {}) | self._variables(rank, port))
@@ -72,6 +78,7 @@ class Loopback:
             for reader in readers:
                 reader.join(TICK_SECONDS)
             _hand_on(lines, on_line)
+            terminations.restore()
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun sets on a machine of one node."""
