@@ -69,7 +69,9 @@ def run(arguments: list[str]) -> int:
     if "losses" in options.parts:
         chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
         train = partial(paired.on_two_ranks, "benchmarks.bits")
-        known["finals"] = paired.measure(PATH, options, chosen, train, {}, given=measured_elsewhere(options.steps))
+        known["finals"] = paired.measure(
+            PATH, options, chosen, train, paired.DESIGN, given=measured_elsewhere(options.steps)
+        )
     lines = [*sizes_table(sizes), "", *losses_table(known.get("finals", {}))]
     print("\n".join(lines))
     write_between(PAGE, BEGIN, END, lines)
@@ -172,10 +174,11 @@ def too_large(sizes: dict[str, Any]) -> int:
 
 
 def measured_elsewhere(steps: int) -> dict[str, Any]:
-    """What the benchmark `convergence` knows of trainings of the same length: arms of one name are the same there."""
+    """What the benchmark `convergence` knows of trainings of the same length and design: arms of one name are the same there."""
     known = json.loads(convergence.PATH.read_text()) if convergence.PATH.exists() else {}
     same = {name for name, arm in ARMS.items() if convergence.ARMS.get(name) == arm}
-    found = known.get("finals", {}) if known.get("steps") == steps else {}
+    alike = known | paired.DESIGN | {"steps": steps} == known
+    found = known.get("finals", {}) if alike else {}
     return {job: {name: seeds for name, seeds in arms.items() if name in same} for job, arms in found.items()}
 
 

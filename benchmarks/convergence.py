@@ -17,7 +17,7 @@ from typing import Any
 import gradwire as gw
 from benchmarks import paired
 from benchmarks.common import RESULTS, write_between
-from benchmarks.paired import HELD_OUT, LOOKS, PLAIN, REFERENCE, Arm, Finals, differences, interval
+from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences, interval
 
 __all__ = ["ARMS", "BEGIN", "END", "PAGE", "REFERENCE", "differences", "interval", "run", "table", "verdict"]
 
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     options = paired.parser_of("convergence", seeds=5).parse_args(arguments)
     chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
     train = partial(paired.on_two_ranks, "benchmarks.convergence")
-    finals = paired.measure(PATH, options, chosen, train, {"held_out": HELD_OUT, "looks": LOOKS, "spec": repr(SPEC)})
+    finals = paired.measure(PATH, options, chosen, train, DESIGN | {"spec": repr(SPEC)})
     lines = table(finals)
     print("\n".join(lines))
     write_between(PAGE, BEGIN, END, lines)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import gradwire as gw
 from benchmarks.common import write
@@ -26,15 +27,20 @@ from gradwire.bench.loopback import Loopback
 
 TOGETHER = 4
 """Arms that take turns step by step in the same two processes."""
-HELD_OUT = 10
+HELD_OUT = 50
 """Batches that weights are evaluated on."""
-LOOKS, LOOK_EVERY = 8, 5
-"""Evaluations, of which the mean counts, and steps between them: the rates do not fall, so that the last step's weights alone are
-some percent apart by chance."""
+LOOKS, LOOK_EVERY = 4, 5
+"""Evaluations, of which the mean counts, and steps between them."""
+FALLING = 0.5
+"""The last part of the training, in which rates fall to 0 along a line: at constant rates equally good trainings of the CNN end
+3 % apart by chance."""
 REFERENCE = "S-SGD"
 BOUNDS = {"loss": 0.01, "accuracy": 0.01}
 """Within which an interval should lie: 1 % of the loss, one point of accuracy."""
 NUDGE = 1e-6
+
+DESIGN = {"held_out": HELD_OUT, "looks": LOOKS, "falling": FALLING}
+"""What must be alike for trainings to be compared."""
 
 Found = dict[str, float]
 """Loss and accuracy at the end of one training; of adaptive bits also `size`, their bytes over those of 4 bits."""
@@ -95,6 +101,10 @@ def measure(
             f"{path.name} holds runs of {known['steps']} steps: pass --steps {known['steps']}, or --again."
         )
     known.pop("made", None)
+    if "finals" in known and (other := {key for key, value in about.items() if known.get(key) != value}):
+        raise SystemExit(
+            f"{path.name} holds runs with another {', '.join(sorted(other))}, which cannot be compared: pass --again."
+        )
     finals: dict[str, Any] = known.setdefault("finals", {})
     for job, name in itertools.product(given or {}, names):
         if given and name in given[job]:
@@ -200,12 +210,13 @@ def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:
 class Training:
     """One arm on one rank."""
 
-    def __init__(self, arm: Arm, job: Job, seed: int) -> None:
+    def __init__(self, arm: Arm, job: Job, seed: int, steps: int) -> None:
         self.arm, self.job, self.model = arm, job, job.make_model(seed)
         if arm.nudged:
             with torch.no_grad():
                 next(self.model.parameters()).mul_(1 + NUDGE)
         self.optimizer = job.make_optimizer(self.model)
+        self.rates = LambdaLR(self.optimizer, lambda step: min(1.0, (steps - step) / (FALLING * steps)))
         self.handle = gw.parallelize(self.model, self.optimizer, plan=arm.plan)
         self.losses: list[float] = []
         self.hits: list[float] = []
@@ -217,6 +228,7 @@ class Training:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         self.optimizer.step()
+        self.rates.step()
         self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -246,7 +258,7 @@ def train_on_rank(arms: Mapping[str, Arm], job_name: str, seed: int, steps: int,
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     job = make_job(job_name, seed)
-    running = {name: Training(arms[name], job, seed) for name in names}
+    running = {name: Training(arms[name], job, seed, steps) for name in names}
     held_out = [job.batch(each % world, world, steps + each) for each in range(HELD_OUT)]
     looks = {steps - 1 - LOOK_EVERY * each for each in range(LOOKS)}
     for step in range(steps):
