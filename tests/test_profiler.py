@@ -156,9 +156,9 @@ def plans_that_change(folder: str) -> list[str]:
         handle = gw.parallelize(model, optimizer, plan=plan)
         try:
             with handle.profile(folder, steps=2):
-                train(model, optimizer, 4, rank)
+                train(model, optimizer, 5, rank)
                 handle._change_to(Live(handle).plan_of(gw.Uniform(gw.QSGD(bits=8))))
-                train(model, optimizer, 3, rank)
+                train(model, optimizer, 2, rank)
         except (PlanError, StepStateError) as error:
             said.append(str(error))
         train(model, optimizer, 1, rank)
@@ -171,6 +171,37 @@ def test_steps_of_several_plans_are_not_profiled(worlds: Worlds, tmp_path: Path)
         assert "still being tried" in auto and "handle.decision" in auto
         assert "the plan changed inside profile(steps=2)" in changed
     assert not (tmp_path / "out").exists()
+
+
+class Backwards(torch.nn.Module):
+    """Its layers are registered in another order than they are used in, so that the plan is made anew after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = torch.nn.Linear(8, 4), torch.nn.Linear(4, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(inputs))
+
+
+def plan_made_anew(folder: str) -> bool:
+    model = Backwards()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), bucket_bytes=64, edge_bytes=64))
+    before = handle.plan
+    with handle.profile(folder, steps=2):
+        for _ in range(7):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    changed = handle.plan != before
+    handle.detach()
+    return changed
+
+
+def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, plan_made_anew, str(tmp_path / "out")) == [True, True]
+    assert (tmp_path / "out" / "profile.json").exists()
 
 
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:

@@ -83,7 +83,6 @@ class Profiling:
         self._running = running
 
     def __enter__(self) -> Self:
-        self._plan = self._backward.executor.plan
         self._recorder = Recorder(self._model, self._parameters, self._backward, self._steps)
         return self
 
@@ -94,7 +93,7 @@ class Profiling:
         recorder.remove()
         if error is not None:
             return
-        if self._running() is not self._backward or self._backward.executor.plan != self._plan:
+        if self._running() is not self._backward or recorder.plan not in (None, self._backward.executor.plan):
             raise StepStateError(
                 f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with "
                 "a plan of your own."

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradwire.core.plan import Plan
 from gradwire.engine.backward import Backward
 from gradwire.engine.hooks import GradientHooks, tensors_in
 from gradwire.profiler.clock import Clock
@@ -56,6 +57,8 @@ class Recorder:
         self.names = list(parameters)
         self.wanted = WARMUP_STEPS + 2 * steps
         self.batch = 1
+        self.plan: Plan | None = None
+        """That of the first step that is measured."""
         self.clock = Clock(next(iter(parameters.values())).device)
         self._backward, self._model = backward, weakref.ref(model)
         self._steps: list[_Step] = []
@@ -124,6 +127,8 @@ class Recorder:
         if len(self._steps) == self.wanted:
             self.remove()
             return
+        if len(self._steps) == WARMUP_STEPS:
+            self.plan = self._backward.executor.plan
         shapes = [tensor.shape for tensor in tensors_in(inputs)]
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
