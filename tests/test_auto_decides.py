@@ -136,6 +136,15 @@ def test_plain_is_not_run_where_it_is_predicted_to_be_hopeless(known_us: float, 
     )
 
 
+@pytest.mark.parametrize(("plain_us", "looks", "expected"), [(100.0, 1, "A"), (50.0, 1 + 4, "plain")])
+def test_plain_that_will_hardly_be_chosen_is_looked_at_for_one_step(plain_us: float, looks: int, expected: str) -> None:
+    real_us = (60.0, plain_us)
+    trial = Trial([Candidate("A", 60.0), Candidate("plain", 100.0, plain=True)], known_us=60.0)
+    while (turn := trial.turn) is not None:
+        trial.took(real_us[turn.candidate])
+    assert len(trial.times[1]) == looks and chosen(trial) == expected
+
+
 def test_what_runs_goes_on_unless_something_is_clearly_faster() -> None:
     assert chosen(tried({"A": 100.0, "B": 97.0, "plain": 200.0}, current=0)) == "A"
     assert chosen(tried({"A": 100.0, "B": 95.0, "plain": 200.0}, current=0)) == "B"
