@@ -118,7 +118,8 @@ class Trial:
         self.times[turn.candidate] += _means(self._in_turn[1:] or self._in_turn, cycle)
         self._in_turn = []
         self._queue.pop(0)
-        if self.cost_us > allowance_us(self._best_us, self.plain_us):
+        # every candidate is looked at: the best may come last
+        if self._round and self.cost_us > allowance_us(self._best_us, self.plain_us):
             self._queue = []
             self._choose()
         elif not self._queue:
