@@ -3,13 +3,45 @@
 import json
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.runner import Network
 from gradwire.core.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def collected(
+    nodes: Network,
+    module: str,
+    arguments: Sequence[object],
+    about: str,
+    timeout: float | None = None,
+    hears: Callable[[str], bool] = lambda line: False,
+) -> dict[str, Any]:
+    """What the ranks of `python -m MODULE ARGUMENTS`, of one thread each, print as lines of JSON objects, put together.
+
+    hears: is given every line of standard output first; what it answers True to is done with. Other lines go to standard
+    error, but for warnings. Raises SystemExit if a rank fails, no object comes, or `timeout` seconds pass.
+    """
+    found: dict[str, Any] = {}
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if stream == "stdout" and hears(line):
+            return
+        if stream == "stdout" and line.startswith("{"):
+            found.update(json.loads(line))
+        elif line.strip() and "Warning" not in line:
+            print(f"{about}: {line}", file=sys.stderr, flush=True)
+
+    command = [sys.executable, "-u", "-m", module, *map(str, arguments)]
+    code = nodes.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=timeout)
+    if code or not found:
+        raise SystemExit(f"{about}: the ranks ended with exit code {code}{'' if found else ' and found nothing'}.")
+    return found
 
 
 def cpu_name() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, collected, write
 from gradwire.bench.jobs import make_job
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.runner import emulation_problem
@@ -52,22 +52,14 @@ def run(arguments: list[str]) -> int:
 
 def measured(job: str, fast: str, slow: str) -> dict[str, Any]:
     """One training."""
-    found: dict[str, Any] = {}
-    command = [sys.executable, "-u", "-m", "benchmarks.drift", job, slow, fast]
     with Cluster(2, 1, inter=fast) as cluster:
 
-        def on_line(rank: int, stream: str, line: str) -> None:
-            if stream == "stdout" and line.startswith(CHANGE):
+        def changes(line: str) -> bool:
+            if change := line.startswith(CHANGE):
                 cluster.set_inter(line.removeprefix(CHANGE))
-            elif stream == "stdout" and line.startswith("{"):
-                found.update(json.loads(line))
-            elif line.strip() and "Warning" not in line:
-                print(f"{job}: {line}", file=sys.stderr, flush=True)
+            return change
 
-        code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=600.0)
-    if code or not found:
-        raise SystemExit(f"{job}: the ranks ended with exit code {code}; see above.")
-    return found
+        return collected(cluster, "benchmarks.drift", (job, slow, fast), job, timeout=600.0, hears=changes)
 
 
 def _rank(name: str, links: list[str]) -> None:

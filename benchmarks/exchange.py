@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, collected, write
 from gradwire.testbed import Cluster, parse_rate, permission_problem
 
 MEGABYTES = 32
@@ -26,20 +26,8 @@ def run(arguments: list[str]) -> int:
     if problem := permission_problem():
         print(f"exchange: not measured, {problem}")
         return 0
-    results: list[dict[str, object]] = []
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and rank == 0:
-            results.append(json.loads(line))
-        elif stream == "stderr":
-            print(line, file=sys.stderr)
-
-    command = [sys.executable, "-u", "-m", "benchmarks.exchange", options.rate, str(options.repeats)]
     with Cluster(2, 1, inter=options.rate) as cluster:
-        code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=on_line)
-    if code:
-        return code
-    result = results[-1]
+        result = collected(cluster, "benchmarks.exchange", (options.rate, options.repeats), "exchange", timeout=600.0)
     print(
         f"{MEGABYTES} MB bucket, 4 bits, {options.rate}: wire {result['wire_ms']:.1f} ms, taken {result['median_ms']:.1f} ms "
         f"(min {result['min_ms']:.1f}, max {result['max_ms']:.1f}): {result['ratio']:.3f} times the wire time"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, collected, write
 from gradwire.bench.loopback import Loopback
 
 BOUND = 0.01
@@ -74,20 +74,9 @@ def _build_halved(folder: Path) -> Path:
 
 def _losses(seed: int, steps: int, methods: list[str], library: Path | None = None) -> dict[str, list[float]]:
     """Loss at each step, mean over ranks, by method."""
-    collected: dict[str, list[float]] = {}
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and rank == 0:
-            collected.update(json.loads(line))
-        elif stream == "stderr":
-            print(line, file=sys.stderr)
-
-    command = [sys.executable, "-u", "-m", "benchmarks.learning", str(seed), str(steps), ",".join(methods)]
+    arguments = [seed, steps, ",".join(methods), *([library] if library else [])]
     with Loopback(2) as ranks:
-        extra = [str(library)] if library else []
-        if code := ranks.run([*command, *extra], env={"OMP_NUM_THREADS": "1"}, on_line=on_line):
-            raise SystemExit(f"the ranks ended with exit code {code}")
-    return collected
+        return collected(ranks, "benchmarks.learning", arguments, f"seed {seed}")
 
 
 def _rank(seed: int, steps: int, methods: list[str], library: str | None) -> None:

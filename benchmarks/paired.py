@@ -10,8 +10,6 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import gradwire as gw
-from benchmarks.common import write
+from benchmarks.common import collected, write
 from gradwire.auto.bits import Assigned
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.loopback import Loopback
@@ -127,24 +125,10 @@ def measure(
 def on_two_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str]) -> dict[str, Any]:
     """What rank 0 of `python -m MODULE JOB SEED STEPS NAMES` prints as JSON: something for each name.
 
-    Raises SubprocessError if the ranks did not come to their end.
+    Raises SystemExit if the ranks did not come to their end.
     """
-    collected: dict[str, Any] = {}
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and rank == 0:
-            collected.update(json.loads(line))
-        elif stream == "stderr" and "Warning" not in line:
-            print(line, file=sys.stderr)
-
-    command = [sys.executable, "-u", "-m", module, job, str(seed), str(steps), json.dumps(list(names))]
     with Loopback(2) as ranks:
-        ranks.run(command, env=None, on_line=on_line, timeout=None)
-    if set(collected) != set(names):
-        raise subprocess.SubprocessError(
-            f"{job}, seed {seed}: only {', '.join(collected) or 'nothing'} came to its end, of {', '.join(names)}."
-        )
-    return collected
+        return collected(ranks, module, (job, seed, steps, json.dumps(list(names))), f"{job}, seed {seed}")
 
 
 # ---- what is made of it

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 import gradwire as gw
-from benchmarks.common import RESULTS, write, write_between
+from benchmarks.common import RESULTS, collected, write, write_between
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch
 from gradwire.bench.jobs import Job, make_job
@@ -91,20 +91,9 @@ def run(arguments: list[str]) -> int:
 
 def measured(job: str, link: str) -> dict[str, Any]:
     """One cell."""
-    found: dict[str, Any] = {}
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and line.startswith("{"):
-            found.update(json.loads(line))
-        elif line.strip() and "Warning" not in line:
-            print(f"{job}, {link}: {line}", file=sys.stderr, flush=True)
-
-    command = [sys.executable, "-u", "-m", "benchmarks.tuning", job, json.dumps(SLOW if link == "100mbit" else USUAL)]
+    steps = json.dumps(SLOW if link == "100mbit" else USUAL)
     with Cluster(2, 1, inter=link) as cluster:
-        code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=1800.0)
-    if code or not found:
-        raise SystemExit(f"{job}, {link}: the ranks ended with exit code {code}; see above.")
-    return found
+        return collected(cluster, "benchmarks.tuning", (job, steps), f"{job}, {link}", timeout=1800.0)
 
 
 def on_grid(cell: dict[str, Any], nbytes: int) -> float:
