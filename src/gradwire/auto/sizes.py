@@ -1,7 +1,7 @@
 """Which bucket size to try next, from the throughput under those that were tried. Pure: talks to nobody.
 
-Buckets consist of whole tensors, so most sizes make the same buckets as others: the search is over the different groupings, and
-none is tried twice.
+Buckets consist of whole tensors, so most sizes make the same buckets as others: the search is over the different groupings. The
+Bayesian search keeps some trials to try the best of them again, since the best of many noisy trials is often one that was lucky.
 
 >>> from gradwire.core import Identity
 >>> from gradwire.planner import Uniform
@@ -15,7 +15,8 @@ none is tried twice.
 import math
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from statistics import harmonic_mean
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
@@ -29,6 +30,10 @@ STOP = 0.01
 """The search ends when no size promises to be better than the best by more than this part of it."""
 _SIZES = 64
 """Sizes that are looked at, evenly spaced on a logarithmic scale: 7 % from one to the next from 1 to 100 MB."""
+AGAIN = 3
+"""Trials that the Bayesian search keeps for what looks best, of ten or more; of fewer a third."""
+LOOKS = 3
+"""Trials of the best after which it is believed."""
 _NOISE = 0.02
 """Deviation of a trial's throughput, in units of the first's."""
 _OCTAVES, _VARIANCE = 1.0, 0.1
@@ -47,8 +52,8 @@ class SizeSearch:
         self.sizes = sorted({*spaced(tuned.low_bytes, tuned.high_bytes, _SIZES), tuned.start_bytes})
         self.groupings = {nbytes: group(nbytes) for nbytes in self.sizes}
         """By size."""
-        self._rates: dict[Hashable, float] = {}
-        """Measured throughput, by grouping, in the order of the trials."""
+        self._rates: dict[Hashable, list[float]] = {}
+        """Throughput in each trial of a grouping, in the order of their first trials."""
         self._with: dict[Hashable, int] = {}
         """The size with which a grouping was tried."""
         self._proposed = tuned.start_bytes
@@ -56,13 +61,21 @@ class SizeSearch:
 
     @property
     def tried(self) -> int:
-        """Groupings that were tried."""
-        return len(self._rates)
+        """Trials so far."""
+        return sum(map(len, self._rates.values()))
 
     @property
     def best(self) -> int:
-        """The size with the highest throughput so far."""
-        return self._with[max(self._rates, key=self._rates.__getitem__)]
+        """The size with the highest throughput so far, by the mean of its trials."""
+        return self._with[self._best]
+
+    @property
+    def _best(self) -> Hashable:
+        return max(self._rates, key=self._rate)
+
+    def _rate(self, grouping: Hashable) -> float:
+        """Steps over the time they took in all trials."""
+        return harmonic_mean(self._rates[grouping])
 
     def propose(self) -> int | None:
         """The size to try next; None when the search is over."""
@@ -70,40 +83,46 @@ class SizeSearch:
             return self._proposed
         if self.tried >= self._tuned.trials:
             return None
-        new = (nbytes for nbytes in self._next if self.groupings[nbytes] not in self._rates)
-        proposed = next(new, None)
+        proposed = next(self._next, None)
         self._proposed = proposed or self._proposed
         return proposed
 
     def took(self, rate: float) -> None:
         """Throughput under the size that was proposed last; any unit, above 0."""
         grouping = self.groupings[self._proposed]
-        self._rates[grouping], self._with[grouping] = rate, self._proposed
+        self._rates.setdefault(grouping, []).append(rate)
+        self._with[grouping] = self._proposed
 
-    # ---- searches: sizes in the order in which they are to be tried; those whose grouping is known are passed over
+    def _new(self, sizes: Iterable[int]) -> Iterator[int]:
+        """Those whose grouping is not known when their turn comes."""
+        return (nbytes for nbytes in sizes if self.groupings[nbytes] not in self._rates)
+
+    # ---- searches: sizes in the order in which they are to be tried
 
     def _grid(self) -> Iterator[int]:
         last, count = len(self.sizes) - 1, max(2, self._tuned.trials - 1)
-        for place in range(count):
-            yield self.sizes[round(last * place / (count - 1))]
+        yield from self._new(self.sizes[round(last * place / (count - 1))] for place in range(count))
 
     def _random(self) -> Iterator[int]:
-        yield from random.Random(self._tuned.seed).sample(self.sizes, len(self.sizes))
+        yield from self._new(random.Random(self._tuned.seed).sample(self.sizes, len(self.sizes)))
 
     def _bayes(self) -> Iterator[int]:
         alike: dict[Hashable, list[int]] = {}
         for nbytes in self.sizes:
             alike.setdefault(self.groupings[nbytes], []).append(nbytes)
         middle = {grouping: math.log2(sizes[0] * sizes[-1]) / 2 for grouping, sizes in alike.items()}
-        while left := [grouping for grouping in alike if grouping not in self._rates]:
-            first = next(iter(self._rates.values()))
-            seen = {middle[grouping]: rate / first for grouping, rate in self._rates.items()}
+        last_new = self._tuned.trials - min(AGAIN, self._tuned.trials // 3)
+        while (left := [grouping for grouping in alike if grouping not in self._rates]) and self.tried < last_new:
+            first = self._rate(next(iter(self._rates)))
+            seen = {middle[grouping]: self._rate(grouping) / first for grouping in self._rates}
             best, found = max(seen.values()), _predict(seen, [middle[grouping] for grouping in left])
             if max(found.improvement(best)) < STOP * best:
-                return
+                break
             promises = found.improvement(best + XI)
             sizes = alike[left[promises.index(max(promises))]]
             yield sizes[len(sizes) // 2]
+        while len(self._rates) > 1 and len(self._rates[self._best]) < LOOKS:
+            yield self.best
 
 
 _SEARCHES: Mapping[str, Callable[[SizeSearch], Iterator[int]]] = {

@@ -57,8 +57,9 @@ class TunedSize:
     step: int
     search: str
     chosen: TriedSize
+    """The first trial of the size that is kept; `step_us` is the mean over its trials."""
     tried: tuple[TriedSize, ...]
-    """All trials, in their order."""
+    """All trials, in their order. The Bayesian search tries again what looks best."""
     took_steps: int
     """Steps of all trials."""
 
@@ -68,11 +69,13 @@ class TunedSize:
         return sum(each.cost_us for each in self.tried)
 
     def __str__(self) -> str:
-        first, trials = self.tried[0], len(self.tried)
-        beside = "which was tried first" if self.chosen == first else f"tried first: {first}"
+        first, trials, sizes = self.tried[0], len(self.tried), len({each.nbytes for each in self.tried})
+        cost_s = self.cost_us / 1e6
+        beside = "which was tried first" if self.chosen.nbytes == first.nbytes else f"tried first: {first}"
         return (
-            f"buckets of {self.chosen}, {beside}. search='{self.search}' tried {trials} size{'s' if trials > 1 else ''} in "
-            f"{self.took_steps} steps, which cost {self.cost_us / 1e6:.2f} s, {self.cost_us / 1e6 / trials:.3f} s a trial."
+            f"buckets of {self.chosen}, {beside}. search='{self.search}' tried {sizes} size{'s' if sizes > 1 else ''}"
+            f" in {f'{trials} trials and ' if trials > sizes else ''}{self.took_steps} steps, which cost {cost_s:.2f} s, "
+            f"{cost_s / trials:.3f} s a trial."
         )
 
 
@@ -177,20 +180,26 @@ class Tuning:
 
     def _decide(self, live: Live) -> None:
         self.searching, self._search = False, None
-        best = min(self._tried, key=lambda tried: tried.step_us)
-        live.change_to(live.plan_of(self.tuned.with_bytes(best.nbytes)))
+        means = {one.nbytes: _mean_us(self._tried, one.nbytes) for one in self._tried}
+        nbytes = min(means, key=means.__getitem__)
+        live.change_to(live.plan_of(self.tuned.with_bytes(nbytes)))
         each = self.tuned.discard_steps + self.tuned.trial_steps
-        tried = tuple(replace(one, cost_us=max(0.0, one.cost_us - each * best.step_us)) for one in self._tried)
+        tried = tuple(replace(one, cost_us=max(0.0, one.cost_us - each * means[nbytes])) for one in self._tried)
         decision = TunedSize(
             step=live.step,
             search=self.tuned.search,
-            chosen=tried[self._tried.index(best)],
+            chosen=replace(next(one for one in tried if one.nbytes == nbytes), step_us=means[nbytes]),
             tried=tried,
             took_steps=each * len(tried),
         )
         self.decisions.append(decision)
         if live.group.rank == 0:
             say(str(decision))
+
+
+def _mean_us(tried: Sequence[TriedSize], nbytes: int) -> float:
+    """Of a step under a size, over all its trials."""
+    return fmean(one.step_us for one in tried if one.nbytes == nbytes)
 
 
 def _without_pauses(steps_us: Sequence[float]) -> list[float]:
