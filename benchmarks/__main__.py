@@ -16,7 +16,7 @@ PARTS = {
     "figures": "the papers' figures in simulation, from published profiles: writes docs/figures.md",
     "schemes": "one bucket by every scheme, flat and hierarchical, beside the prediction: docs/schemes.md",
     "planner": "milliseconds of planning by each method, and the steps of their plans",
-    "cells": "step times of the jobs on slow links, DDP beside gradwire: the table of the README",
+    "cells": "step times of the jobs on slow links, DDP beside gradwire",
     "matrix": "docs/matrix.md and the README's table, from what `gradwire bench --matrix` measured",
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",

@@ -1,4 +1,4 @@
-"""The table of the README: jobs x links x methods, DDP beside gradwire, interleaved in one run per number of nodes.
+"""Step times: jobs x links x methods, DDP beside gradwire, interleaved in one run per number of nodes.
 
     python -m benchmarks cells [--jobs transformer] [--nodes 2,4] [--steps 40]
 

@@ -34,7 +34,7 @@ Made by `python -m benchmarks page`; do not edit. Settings are those shown; ever
 - **Encode, decode**: GB/s of float32 at 4 and 64 MB on one thread, and in brackets the ratio to `copy_` between warm tensors
   (median of 15 interleaved pairs). With feedback the residual is read and written too.{machine}
 - **Loss**: mean loss of steps 281 to 300 of the bench's transformer and CNN on two ranks, against plain DDP's, in brackets over
-  how many seeds. Beyond 3 % with feedback is marked.
+  how many seeds. Beyond 3 % with feedback is marked; - was not measured.
 """
 COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *(f"loss, {name}" for name in JOBS.values()),
            "from", "use it for")  # fmt: skip

@@ -149,6 +149,16 @@ def test_plain_all_reduce_in_other_buckets_is_plain():
     assert not cell.chose_plain("ddp") and cell.chose("ddp") == ""
 
 
+def test_what_counts_ran_under_the_plan_decided_before_it():
+    cell = made_cell()
+    first, end = cell.method(SAFE).counted
+    for step in (first + 1, end + 20):
+        cell.method(SAFE).decided.append(Decided(chosen="another", plain=True, step=step, cost_us=0.0))
+    assert cell.chose(SAFE) == "QSGD in 2 buckets" and not cell.chose_plain(SAFE)
+    cell.method(SAFE).decided[:1] = []
+    assert cell.chose(SAFE) == "", "nothing was decided when they began"
+
+
 def test_aggressive_has_to_be_there_before_powersgd():
     words = "sooner than"
     before = made_cell(rates={AGGRESSIVE: 0.05, POWERSGD: 0.02})

@@ -13,9 +13,7 @@ from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_ali
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import Segment, Segments, kernels_for, reference
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (pip install gradwire[gpu])"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 STREAM = (2**63 - 1, -5, 2**40 + 7, 3)  # seed, step, encode, rank

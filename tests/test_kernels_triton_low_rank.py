@@ -11,9 +11,7 @@ from triton_processes import Compile, Compiler, Interpreter, assert_alike
 
 from gradwire.kernels import kernels_for, reference
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (pip install gradwire[gpu])"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SHAPES = ((40, 70), (3, 129))

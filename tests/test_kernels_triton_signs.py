@@ -13,9 +13,7 @@ from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_ali
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import Segment, Segments, kernels_for, reference
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (pip install gradwire[gpu])"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SPECIAL = [Segment(8, 123, 1, 0, 1), Segment(131 + 300, 4097, 2, 0, 1)]

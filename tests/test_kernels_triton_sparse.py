@@ -14,9 +14,7 @@ from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_ali
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.kernels import Segment, Segments, kernels_for, reference
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (pip install gradwire[gpu])"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 NUMELS = (0, 1, 130, 4097, 7)

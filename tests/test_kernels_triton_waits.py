@@ -31,9 +31,7 @@ from gradwire.core.specs import (
 )
 from gradwire.kernels import Segment, Segments, kernels_for
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (pip install gradwire[gpu])"
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SPECS: list[Spec] = [

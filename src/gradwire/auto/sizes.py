@@ -180,5 +180,5 @@ def check_library() -> None:
     except ImportError as error:
         raise PlanError(
             f"search is 'bayes', and scikit-learn, which it computes with, cannot be loaded ({error}). Run pip install "
-            "'gradwire[tune]' on every node, or use search='random' or search='grid', which need nothing."
+            "scikit-learn on every node, or use search='random' or search='grid', which need nothing."
         ) from error

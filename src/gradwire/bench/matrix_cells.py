@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.bench.results import BenchRun, Cell, Interval
+from gradwire.bench.results import BenchRun, Cell, Decided, Interval
 from gradwire.bench.statistics import paired_ratio
 
 __all__ = [
@@ -119,14 +119,19 @@ class MatrixCell:
         return 1e3 * self.median_ms(name) / attainable_us if attainable_us else None
 
     def chose(self, name: str) -> str:
-        """What a deciding method ran last, in words; '' if it never decided."""
-        decided = self.method(name).decided
-        return decided[-1].chosen if decided else ""
+        """What a deciding method ran in the steps that count, in words; '' if it had not decided."""
+        decided = self._decided(name)
+        return decided.chosen if decided else ""
 
     def chose_plain(self, name: str) -> bool:
         """Whether that was all-reduce of plain gradients, in these or those buckets."""
-        decided = self.method(name).decided
-        return bool(decided) and (decided[-1].plain or decided[-1].chosen.startswith(UNCOMPRESSED))
+        decided = self._decided(name)
+        return decided is not None and (decided.plain or decided.chosen.startswith(UNCOMPRESSED))
+
+    def _decided(self, name: str) -> Decided | None:
+        """In force when the steps that count began. Later ones, on the way to the loss, are not what was measured."""
+        cell = self.method(name)
+        return next((each for each in reversed(cell.decided) if each.step <= cell.counted[0]), None)
 
     @property
     def target(self) -> float:

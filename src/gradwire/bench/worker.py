@@ -8,9 +8,10 @@ Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with tor
 3. Rounds: each method in turn takes a few steps; the order rotates from round to round, so that a drift of the
    machine hits all alike. Ranks meet between turns, outside of the time; inside a turn nothing makes them meet
    but the method itself.
-4. Methods that are ordered to go on to more steps do so, still in turns, and are evaluated on batches of nobody's share.
-5. Kernels are measured alone, methods are checked and closed, the link is measured alone, and rank 0 writes what all ranks
-   recorded.
+4. The kernels of each method's plan are measured alone.
+5. Methods that are ordered to go on to more steps do so, still in turns, and are evaluated on batches of nobody's share. They
+   may decide anew there.
+6. Methods are checked and closed, the link is measured alone, and rank 0 writes what all ranks recorded.
 
 A method that fails on any rank is left out from then on, and its message is the result.
 """
@@ -76,7 +77,7 @@ class Contest:
         self.contestants = [Contestant(name) for name in order.methods]
 
     def run(self) -> None:
-        """Build, warm up, take turns, go on, finish."""
+        """Build, warm up, take turns, look at the plans, go on, finish."""
         for contestant in self.contestants:
             self._guarded(contestant, self._build)
         for contestant in self.contestants:
@@ -87,6 +88,7 @@ class Contest:
         self._take_turns()
         for contestant, first in zip(self.contestants, before, strict=True):
             contestant.counted = (first, len(contestant.loss))
+            self._guarded(contestant, self._look_at_plan)
         self._go_on()
         for contestant in self.contestants:
             self._guarded(contestant, self._finish)
@@ -181,16 +183,18 @@ class Contest:
             batches = [self.job.batch(at % world_size, world_size, HELD_OUT_FROM + at) for at in range(HELD_OUT)]
             contestant.held_out.append((len(contestant.loss), contestant.method.held_out_loss(batches)))
 
-    def _finish(self, contestant: Contestant) -> None:
-        method = contestant.method
-        assert method is not None
-        method.check()
-        contestant.planned_bytes = method.bytes_planned
-        contestant.decided = method.decided
+    def _look_at_plan(self, contestant: Contestant) -> None:
+        assert contestant.method is not None
+        contestant.planned_bytes = contestant.method.bytes_planned
         self.ranks.meet()
-        seconds = method.codec_seconds()
+        seconds = contestant.method.codec_seconds()
         contestant.codec_us = None if seconds is None else seconds * 1e6
-        method.close()
+
+    def _finish(self, contestant: Contestant) -> None:
+        assert contestant.method is not None
+        contestant.method.check()
+        contestant.decided = contestant.method.decided
+        contestant.method.close()
 
     def records(self) -> list[MethodRecord]:
         """Every method's record, of all ranks."""

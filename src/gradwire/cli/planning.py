@@ -248,7 +248,7 @@ def report(
         Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html in the run's folder.")
     ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Write TensorBoard's event files into this folder. Needs gradwire[report].")
+        Path | None, typer.Option(help="Write TensorBoard's event files into this folder. Needs tensorboard.")
     ] = None,
 ) -> None:
     """Write one HTML page about a recorded run: decisions, what they saved, one step, loss, bytes, errors, memory."""

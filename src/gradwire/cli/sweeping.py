@@ -23,7 +23,7 @@ Nodes = Annotated[
     str | None,
     typer.Option(help="Sweep: numbers of nodes, such as 1,2,4,...,512 (... goes on doubling), instead of the file's."),
 ]
-Picture = Annotated[Path | None, typer.Option(help="Of a sweep: a PNG of scaling factors. Needs gradwire[report].")]
+Picture = Annotated[Path | None, typer.Option(help="Of a sweep: a PNG of scaling factors. Needs matplotlib.")]
 
 
 def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":

@@ -55,7 +55,7 @@ def parallelize(
     drift_check_steps: every so many steps ranks compare checksums of their weights, and all raise DisagreementError with
     the first tensor that differs; 0 never.
     accuracy: what "auto" may choose from. "exact": uncompressed exchange; "safe": also what ends within 3 % of plain DDP's
-    loss in docs/compressors.md; "aggressive": whatever has error feedback too.
+    loss in docs/compressors.md; "aggressive": PowerSGD, EF-SignSGD and Top-k 1 % too.
     schedules: those that "auto" may choose from: "backward", and where the script allows what docs/schedules.md says
     "pipelined" (which costs no accuracy) and "delayed" (not in the class "exact"). What they would gain is said in any case.
 

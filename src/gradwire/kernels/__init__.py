@@ -28,7 +28,7 @@ def kernels_for(device_type: str) -> ModuleType:
         try:
             return importlib.import_module("gradwire.kernels.triton")
         except ImportError as error:
-            why, cure = f"Triton does not load: {error}", "Run `pip install gradwire[gpu]`"
+            why, cure = f"Triton does not load: {error}", "Run `pip install triton`"
     else:
         why = f"there are no {device_type} kernels in this version"
     warnings.warn(

@@ -33,10 +33,10 @@ class Tuned:
     """What is tuned. Its own `bucket_bytes` must be left out."""
     _: KW_ONLY
     search: str = "bayes"
-    """One of SEARCHES. bayes needs scikit-learn: pip install gradwire[tune]."""
+    """One of SEARCHES. bayes needs scikit-learn: pip install scikit-learn."""
     trials: int = 20
-    """Sizes that are tried at most, the first one included. More: closer to the best, more steps under worse ones. Sizes that
-    make the same buckets are one."""
+    """Trials at most, the first one included. More: closer to the best, more steps under worse sizes. Sizes that make the same
+    buckets are one; bayes keeps a few trials to try again what looks best."""
     start_bytes: int = 25 * _MB
     """The size that is tried first, and that runs until then."""
     low_bytes: int = _MB

@@ -18,7 +18,7 @@ def export(run: Run, folder: Path) -> None:
     except ImportError as error:
         raise GradwireError(
             f"--tensorboard {folder} needs the package tensorboard, which cannot be imported here ({error}). Install it: "
-            "pip install 'gradwire[report]'."
+            "pip install tensorboard."
         ) from error
     with SummaryWriter(str(folder)) as writer:
         for step in run.steps:

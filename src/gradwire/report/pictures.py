@@ -60,7 +60,7 @@ def check_picture(path: Path, panels: int = 1) -> None:
         )
     if find_spec("matplotlib") is None:
         raise GradwireError(
-            f"--picture {path} needs matplotlib, which is not installed. Install it: pip install 'gradwire[report]'."
+            f"--picture {path} needs matplotlib, which is not installed. Install it: pip install matplotlib."
         )
 
 
