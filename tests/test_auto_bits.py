@@ -139,6 +139,59 @@ def test_blocks_are_chosen_too(worlds: Worlds) -> None:
     assert "in blocks of 32, 1024" in str(decision)
 
 
+def partly_used(frozen: bool, apart: bool) -> tuple[object, object, int]:
+    """A matrix gets no gradient in the step that is measured."""
+    model = Layers()
+    blocks = {"block": 128, "blocks": (64, 1024)} if apart else {}
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=12, **blocks))
+    for number in range(16):
+        model.zero_grad()
+        gradients: list[torch.Tensor | None] = list(model.random_gradients(dist.get_rank(), number))
+        if number == 10:
+            gradients[2] = None
+            model.p2.requires_grad_(not frozen)
+        model(gradients).backward()
+        model.p2.requires_grad_(True)
+    decision = handle.decision
+    spec = next(bucket.spec_of("p2") for bucket in handle.plan.buckets if "p2" in bucket.tensors)
+    handle.detach()
+    return spec, "p2" in decision.bits, len(decision.bits)
+
+
+@pytest.mark.parametrize(("frozen", "apart"), [(False, False), (True, False), (False, True)])
+def test_what_got_no_gradient_in_the_measured_step_keeps_its_bits(worlds: Worlds, frozen: bool, apart: bool) -> None:
+    assert worlds.run(2, partly_used, frozen, apart) == [(gw.QSGD(bits=4), False, 3)] * 2
+
+
+def others_states() -> list[str]:
+    """A state of one driver, loaded by others."""
+    said = []
+    model = Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=15))
+    train(handle, model, range(20))
+    state = handle.state_dict()
+    handle.detach()
+    for plan in (
+        gw.Tuned(gw.Uniform(gw.Identity()), search="grid"),
+        gw.AdaptiveBits(rules=[("p2", gw.Identity())]),
+        gw.AdaptiveBits(alpha=1.5),
+    ):
+        other = gw.parallelize(Layers(), plan=plan)
+        try:
+            other.load_state_dict(state)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+        other.detach()
+    return said
+
+
+def test_a_plan_that_its_driver_would_not_make_is_refused(worlds: Worlds) -> None:
+    for tuned, ruled, alike in worlds.run(2, others_states):
+        assert "Identity() here" in tuned and "Load it with the plan= it was saved with" in tuned
+        assert "'p2' has QSGD" in ruled and alike == ""
+
+
 def not_finite() -> tuple[int, int]:
     """The measured step has a NaN: bits stay, and the next period's step decides."""
     model = Layers()

@@ -244,3 +244,11 @@ def test_times_that_go_up_and_down_for_ever_are_answered_less_and_less() -> None
     steps = [step for step, _ in run.noticed]
     assert len(steps) <= 12
     assert steps[-1] - steps[-2] > 4 * (steps[2] - steps[1])
+
+
+def test_what_deciding_takes_beside_steps_is_in_its_cost() -> None:
+    trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
+    while trial.turn is not None:
+        trial.spend(7.0)
+        trial.took(100.0)
+    assert trial.cost_us == pytest.approx(7.0 * trial.steps)

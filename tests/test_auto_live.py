@@ -337,18 +337,23 @@ def test_wrong_words_are_refused(worlds: Worlds) -> None:
     assert "rank0/decided is no plan" in damaged
 
 
-def alone() -> tuple[bool, object]:
-    model = Given([3, 3])
+def alone() -> tuple[bool, object, bool, bool]:
+    model = Given([30, 30])
     handle = gw.parallelize(model)
+    exact = True
     for number in range(30):
-        model(model.random_gradients(0, number)).backward()
+        model.zero_grad()
+        gradients = model.random_gradients(0, number)
+        model(gradients).backward()
+        exact = exact and all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     told = handle.decision
+    searching = handle.driver.searching or any("/searching" in key for key in handle.state_dict())  # type: ignore[union-attr]
     handle.detach()
-    return model.p0.grad is not None, told
+    return exact, told, searching, encodes(handle.plan)
 
 
-def test_a_rank_alone_decides_nothing(worlds: Worlds) -> None:
-    assert worlds.run(1, alone) == [(True, None)]
+def test_a_rank_alone_decides_nothing_and_loses_nothing(worlds: Worlds) -> None:
+    assert worlds.run(1, alone) == [(True, None, False, False)]
 
 
 # ---- what passes between turns

@@ -1,5 +1,8 @@
 """Which plans are offered for a trial, on made-up profiles: no ranks."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, kind_of, schedules_of, specs_of
@@ -10,6 +13,7 @@ from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed
 from gradwire.core.specs import Spec
 from gradwire.planner import AdaptiveBits
+from gradwire.planner.joint import joint
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]
 
@@ -66,6 +70,24 @@ def test_a_running_plan_comes_first_and_once() -> None:
     plain = next(offer for offer in again if offer.candidate.plain)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=plain.plan)
     assert again[0].plan == plain.plan and [offer.candidate.plain for offer in again].count(True) == 1
+
+
+def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner finds it again, with another prediction since times were measured again."""
+    specs = specs_of("safe", TENSORS)
+    found: list[Any] = []
+
+    def once(*arguments: Any) -> Any:
+        found[:] = found or [joint(*arguments)]
+        return found[0]
+
+    monkeypatch.setattr("gradwire.auto.planning.joint", once)
+    first = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3)
+    plan = next(offer.plan for offer in first if offer.plan.prediction is not None)
+    current = msgspec.structs.replace(plan, prediction=None)
+    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3, current=current)
+    digests = [each.plan.digest() for each in again]
+    assert again[0].plan == current and len(set(digests)) == len(digests)
 
 
 def test_what_compressors_cannot_take_is_never_compressed() -> None:

@@ -103,6 +103,78 @@ def test_every_gradient_counts_once_while_schedules_change(worlds: Worlds, world
         assert left == [], "something still stands before these methods"
 
 
+def thaw(schedule: str) -> tuple[bool, bool]:
+    """A handle whose policy is of `backward` runs another schedule when a parameter is thawed."""
+    torch.manual_seed(0)
+    model = Given([40, 30])
+    model.p1.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity()))
+
+    def step(number: int, thawed: bool) -> None:
+        optimizer.zero_grad()
+        model([g if thawed or index == 0 else None for index, g in enumerate(gradients(number))]).backward()
+        optimizer.step()
+
+    def gradients(number: int) -> list[torch.Tensor]:
+        return model.random_gradients(dist.get_rank(), number)
+
+    for number in range(2):
+        step(number, thawed=False)
+    handle._change_to(handle._plan_of(gw.Uniform(gw.Identity(), schedule=schedule), handle._order))
+    for number in range(2, 4):
+        step(number, thawed=False)
+    changed = kind_of(handle.plan.schedule) == schedule
+    handle.flush()
+    model.p1.requires_grad_(True)
+    for number in range(4, 7):
+        step(number, thawed=True)
+    handle.flush()
+    handle.detach()
+    begin = Given([40, 30])
+    torch.manual_seed(0)
+    begin = Given([40, 30])
+    with torch.no_grad():
+        for index, (weight, before) in enumerate(zip(model.parameters(), begin.parameters(), strict=True)):
+            for number in range(0 if index == 0 else 4, 7):
+                before -= 0.5 * list(model.mean_of(lambda r, n=number: model.random_gradients(r, n), 2))[index].float()
+            assert torch.allclose(weight, before, atol=1e-5), f"p{index}"
+    return changed, len(handle.plan.buckets) > 0
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_a_parameter_that_is_thawed_under_another_schedule_is_taken_in(worlds: Worlds, schedule: str) -> None:
+    assert worlds.run(2, thaw, schedule) == [(True, True)] * 2
+
+
+def freeze() -> list[str]:
+    """One that is frozen stays frozen, and schedules change all the same."""
+    model = Given([40, 30])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity()))
+    kinds, frozen = [], model.p1.detach().clone()
+    for number, schedule in enumerate(("backward", "pipelined", "delayed", "backward")):
+        if number == 1:
+            handle.flush()
+            frozen = model.p1.detach().clone()
+            model.p1.requires_grad_(False)
+        handle._change_to(handle._plan_of(gw.Uniform(gw.Identity(), schedule=schedule), handle._order))
+        for turn in range(3):
+            optimizer.zero_grad()
+            gradients = model.random_gradients(dist.get_rank(), number, turn)
+            model([gradients[0], None if number else gradients[1]]).backward()
+            optimizer.step()
+        kinds.append(kind_of(handle.plan.schedule))
+    handle.flush()
+    assert not model.p1.requires_grad and torch.equal(model.p1, frozen)
+    handle.detach()
+    return kinds
+
+
+def test_schedules_change_where_a_parameter_was_frozen_meanwhile(worlds: Worlds) -> None:
+    assert worlds.run(2, freeze) == [["backward", "pipelined", "delayed", "backward"]] * 2
+
+
 # ---- auto
 
 Times = Callable[[gw.Plan, int], float]

@@ -69,6 +69,33 @@ def test_another_number_of_ranks_keeps_the_sum_of_residuals(
     assert all(not told and steps == 4 for _, told, steps in ends)
 
 
+def owing(steps: int) -> State:
+    """From error feedback to a plan without; one parameter gets no gradient since, so what is left of it is owed still."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=policy("alltoall"))
+    for step in range(steps):
+        model.zero_grad()
+        model(model.random_gradients(step, dist.get_rank())).backward()
+    handle._change_to(handle._plan_of(gw.Uniform(gw.Identity()), handle._order))
+    model([None, *model.random_gradients(steps, dist.get_rank())[1:]]).backward()
+    return handle.state_dict()
+
+
+def load_plain(state: State) -> State:
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
+    handle.load_state_dict(state)
+    return handle.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_what_is_owed_goes_to_another_number_of_ranks(worlds: Worlds, before: int, after: int) -> None:
+    saved = merged(worlds.run(before, owing, 3))
+    expected, found = residuals(saved), residuals(merged(worlds.run(after, load_plain, saved)))
+    assert expected["p0"].norm() > 0.1
+    assert torch.allclose(found["p0"], expected["p0"], atol=1e-6)
+
+
 @pytest.mark.parametrize("after", [3, 2])
 def test_a_missing_rank_begins_at_zero_with_a_warning(worlds: Worlds, after: int) -> None:
     states = worlds.run(3, run, 2, "alltoall")

@@ -292,6 +292,19 @@ def test_a_poor_fit_is_told_with_numbers_and_a_cure_and_a_flat_one_refused() -> 
         measured_links({"inter": line, "allreduce": [(size, 10.0 - size / 1e6) for size, _ in line]}, grid)
 
 
+def test_a_link_whose_times_tell_no_rate_spoils_no_other() -> None:
+    grid, sizes = Grid.even(2, 2, 0), [1e3, 1e4, 1e5, 1e6]
+    times = {
+        "intra": [(2 * size, 9.0) for size in sizes],
+        "inter": [(2 * size, 200.0 + 8e-2 * size) for size in sizes],
+        "allreduce": [(size, 900.0 + 0.5 * size) for size in sizes],
+    }
+    cluster = measured_links(times, grid, unknown_gbps=100.0).cluster
+    assert (cluster.intra.alpha_us, cluster.intra.gbps) == (9.0, 100.0)
+    assert (cluster.inter.alpha_us, cluster.inter.gbps) == pytest.approx((200.0, 0.1))
+    assert cluster.allreduce is not None and cluster.allreduce.gbps < 1
+
+
 sizes = st.lists(st.integers(1, 10**8), min_size=2, max_size=6, unique=True).map(sorted)
 
 

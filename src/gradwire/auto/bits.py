@@ -16,6 +16,7 @@ import torch
 
 from gradwire.auto.decision import say
 from gradwire.auto.live import Live
+from gradwire.auto.resuming import unlike
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Plan
 from gradwire.core.specs import QSGD, Run
@@ -173,7 +174,7 @@ class Bits:
     def __repr__(self) -> str:
         return repr(self.adaptive)
 
-    def first_policy(self, tensors: list[TensorInfo]) -> Policy:
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """What runs until something is measured."""
         return self.adaptive.policy
 
@@ -181,11 +182,11 @@ class Bits:
         """The last assignment, if there is one."""
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
-    def refuses(self, plan: Plan) -> str:
-        """Nothing: bits do not depend on the schedule."""
-        return ""
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why a saved plan is not the policy's with other bits; '' if it is."""
+        return unlike(plan, own, ways_of(self.adaptive))
 
-    def resumed(self, handle: Handle, settled: bool) -> None:
+    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
         """Nothing is kept between steps but the plan."""
         self._stop()
 
@@ -227,6 +228,11 @@ class Bits:
         began = time.perf_counter()
         summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
         rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
+        # what got no gradient in this step tells nothing, and stays as it is
+        told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
+        if not told_of:
+            return
+        infos, rows = [info for info, _ in told_of], [row for _, row in told_of]
         chosen = None
         if live.group.rank == 0:
             try:
@@ -239,9 +245,12 @@ class Bits:
         specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
         bits = {name: spec.bits for name, spec in specs.items()}
         apart = len({spec.family for spec in specs.values()} | {ways[0].family}) > 1
-        live.change_to(
-            live.plan_of(self.adaptive.policy_of(specs)) if apart else with_bits(live.plan, self.adaptive, bits)
-        )
+        if apart:
+            present = {name: bucket.spec_of(name) for bucket in live.plan.buckets for name in bucket.tensors}
+            stay = {name: present[name] for name in adapting}
+            live.change_to(live.plan_of(self.adaptive.policy_of(stay | specs)))
+        else:
+            live.change_to(with_bits(live.plan, self.adaptive, bits))
         uniform = math.fsum(row[UNIFORM] for row in rows)
         assigned = Assigned(
             step=live.step,

@@ -89,7 +89,8 @@ class Decision:
 
     @property
     def _elsewhere(self) -> str:
-        faster = [each for each in self.elsewhere if each.predicted_us < self.chosen.predicted_us]
+        own_us = self.chosen.predicted_us * self.chosen.steps_for_one
+        faster = [each for each in self.elsewhere if each.predicted_us * each.steps_for_one < own_us]
         if not faster:
             return " and no schedule that is not allowed is predicted to be faster" if self.elsewhere else ""
         times = "; ".join(f"{each.name} would take {each.predicted_us / 1e3:.1f} ms (predicted)" for each in faster)

@@ -54,7 +54,8 @@ from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.handle import Handle
 from gradwire.errors import FormatError, GradwireError, PlanError
-from gradwire.planner.policy import Policy
+from gradwire.planner.policy import Policy, Uniform
+from gradwire.profiler.clock import Clock
 from gradwire.record.run import Decision as Recorded
 
 __all__ = ["Auto"]
@@ -68,7 +69,8 @@ _STEPS_WORTH = 4.0
 _UNDECIDED = "auto had not decided yet: it takes about 60 steps, in which it measures and tries plans."
 
 _GOES_ON = (
-    "It goes on under the plan that it began this run with: one that was saved, or the first where it could not plan."
+    "It goes on under the plan that it began this run with: one that was saved, or the first where it could not "
+    "plan or is alone."
 )
 
 _Phase = Callable[[Live, float], None]
@@ -109,9 +111,9 @@ class Auto:
         """Whether what runs is not decided: a run that resumes then decides anew."""
         return self._phase not in (self._watching, self._settle_resumed)
 
-    def first_policy(self, tensors: list[TensorInfo]) -> Policy:
-        """What runs until something is decided."""
-        return first_policy(self.accuracy, tensors)
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """What runs until something is decided. A rank alone sends nothing, so there nothing is encoded."""
+        return first_policy(self.accuracy, tensors) if ranks > 1 else Uniform(Identity())
 
     def recorded(self) -> Recorded:
         """The last decision, and why."""
@@ -121,7 +123,7 @@ class Auto:
             return Recorded(by="plan='auto', which had not decided yet", words=(_UNDECIDED,))
         return Recorded(by="plan='auto'", words=(_GOES_ON,))
 
-    def refuses(self, plan: Plan) -> str:
+    def refuses(self, plan: Plan, own: Plan) -> str:
         """Why a saved plan is not allowed: by its schedule, or by what it encodes; '' if it is."""
         kind = kind_of(plan.schedule)
         if kind not in self.schedules:
@@ -136,12 +138,13 @@ class Auto:
             )
         return ""
 
-    def resumed(self, handle: Handle, settled: bool) -> None:
-        """Go on under the plan of the state. Other ranks than those that saved decide anew, beginning with it."""
+    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
+        """Go on under the plan of the state. Other ranks than those that saved decide anew, beginning with it; what was only
+        being tried is one candidate among others."""
         live = Live(handle)
         self._begin(live)
-        self._current = live.plan
-        if settled:
+        self._current = None if searching else live.plan
+        if same_ranks and not searching:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:
@@ -154,13 +157,16 @@ class Auto:
         if live.infos is not self._infos:  # the model is another one
             self._begin(live)
         if live.device.type != "cpu":
-            torch.accelerator.synchronize(live.device)
+            # that of the computation alone: gathers may go on beside the next forward
+            torch.accelerator.current_stream(live.device).synchronize()
         now = self.clock()
         began_s = live.began_s
         if began_s is None:
             began_s = now if self._pace.mark_s is None else self._pace.mark_s
         self._began_s = self._pace.step(began_s, now)
-        if live.group.world_size > 1 and live.everybody:
+        if live.group.world_size == 1:
+            self._phase = self._watching  # there is nothing to decide
+        elif live.everybody:
             self._phase(live, 1e6 * (now - self._began_s))
 
     # ---- settle and look
@@ -186,7 +192,7 @@ class Auto:
         if not isinstance(
             live.plan.schedule, Backward
         ):  # of a resumed run; steps that overlap do not show what they consist of
-            live.change_to(live.plan_of(self.first_policy(live.infos)))
+            live.change_to(live.plan_of(self.first_policy(live.infos, live.group.world_size)))
             self._pace.forget()
             return
         self._steps += 1
@@ -196,15 +202,15 @@ class Auto:
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._moments = Moments(live.parameters, self.clock)
+            self._moments = Moments(live.parameters, Clock(live.device, self.clock))
             live.hold(True)
 
     def _look(self, live: Live, us: float) -> None:
-        assert self._moments is not None and self._infos is not None
+        assert self._moments is not None and self._infos is not None and self._pace.mark_s is not None
         self._steps += 1
         self._took += 1
         self._spent_us += us
-        self._moments.ended(self._began_s)
+        self._moments.ended(self._began_s, self._pace.mark_s)
         if self._steps < LOOK_STEPS:
             return
         self._moments.remove()
@@ -238,7 +244,7 @@ class Auto:
         current = 0 if self._kept() is not None else None
         self._trial = Trial([offer.candidate for offer in self._offers], current, step_us, spent_us, self._took)
         self._exposed_us: list[list[float]] = [[] for _ in self._offers]
-        self._phase, self._runs = self._try, -1
+        self._phase, self._runs, self._changing_us = self._try, -1, 0.0
         self._run_turn(live)
 
     def _made(self, live: Live, cluster: Cluster, seconds: float) -> _Told:
@@ -287,14 +293,18 @@ class Auto:
 
     def _change_to(self, live: Live, candidate: int) -> None:
         if candidate != self._runs:
+            began = self.clock()
             live.change_to(self._offers[candidate].plan)
             self._runs = candidate
             self._pace.runs(candidate)
+            self._changing_us += 1e6 * (self.clock() - began)
 
     def _try(self, live: Live, us: float) -> None:
         self._took += 1
-        turn, rows = self._trial.turn, live.exchange([us, live.exposed_us])()
+        turn, rows = self._trial.turn, live.exchange([us, live.exposed_us, self._changing_us])()
         assert turn is not None
+        self._trial.spend(max(row[2] for row in rows))
+        self._changing_us = 0.0
         self._exposed_us[turn.candidate].append(min(row[1] for row in rows))
         self._trial.took(max(row[0] for row in rows))
         self._run_turn(live)
@@ -323,7 +333,9 @@ class Auto:
             took_steps=self._took,
             cost_us=trial.cost_us,
             exposed_us=median(self._exposed_us[index] or [0.0]),
-            elsewhere=tuple(Tried(each.name, each.predicted_us, None, 0) for each in self._elsewhere),
+            elsewhere=tuple(
+                Tried(each.name, each.predicted_us, None, 0, each.steps_for_one) for each in self._elsewhere
+            ),
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decisions.append(decision)

@@ -6,19 +6,20 @@ tensors as backward is.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 
 from gradwire.auto.live import Live
-from gradwire.core.cluster import Cluster, Link
+from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.hooks import GradientHooks
-from gradwire.errors import StepStateError
+from gradwire.profiler.clock import Clock
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
@@ -33,19 +34,20 @@ _UNKNOWN_GBPS = 100.0
 class Moments:
     """When gradients become ready, as long as it lives or until `remove`."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Callable[[], float]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
         self.rows: list[list[float]] = []
         """Of each step so many microseconds for each parameter, in registration order; NaN where no gradient came."""
-        self._seen: dict[int, float] = {}
+        self._seen: dict[int, Any] = {}
         self._count, self._clock = len(parameters), clock
         self._hooks = GradientHooks(self, None, Moments._ready, parameters.values())
 
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        self._seen[index] = self._clock()
+        self._seen[index] = self._clock.mark()
 
-    def ended(self, began_s: float) -> None:
-        """A step is over that began at this time."""
-        us = {index: 1e6 * (moment - began_s) for index, moment in self._seen.items()}
+    def ended(self, began_s: float, ended_s: float) -> None:
+        """A step is over, now, that lasted from one of these times to the other."""
+        now = self._clock.mark()
+        us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
         self._seen = {}
 
@@ -102,11 +104,7 @@ def cluster_of(live: Live, seconds: float) -> Cluster:
     """The links, each watched for about so many seconds. Collective, and the same on all ranks."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
-    try:
-        return measured_links(times, grid).cluster
-    except StepStateError:
-        link = Link(min(us for points in times.values() for _, us in points), _UNKNOWN_GBPS)
-        return Cluster(nodes=grid.nodes, ranks_per_node=grid.ranks_per_node, intra=link, inter=link)
+    return measured_links(times, grid, _UNKNOWN_GBPS).cluster
 
 
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:

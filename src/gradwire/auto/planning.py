@@ -73,17 +73,16 @@ def offers(
     found.add_scheduled(planned)
     if current is not None:
         found.add(current)
-    others = [plan for plan in found.plans.values() if plan not in (current, plain)]
+    known = {plan.digest() for plan in (current, plain) if plan is not None}
+    others = [plan for digest, plan in found.plans.items() if digest not in known]
     most_us = _WORTH * found.least_us(list(found.plans.values()))
     worth = found.best_first([plan for plan in others if found.us(plan) <= most_us])
     of_each = [next(plan for plan in worth if kind_of(plan.schedule) == kind) for kind in _kinds(worth)]
     rest = [plan for plan in worth if plan not in of_each]
     most = MOST_TRIED - 1 + len({kind_of(schedule) for schedule in (Backward(), *schedules)})
     tried = found.best_first([*of_each, *rest[: max(0, most - len(of_each))]])
-    return [
-        Offer(found.candidate(plan, plan == plain), plan)
-        for plan in [*([current] if current else []), *tried, *([plain] if plain != current else [])]
-    ]
+    offered = {plan.digest(): plan for plan in (*([current] if current else []), *tried, plain)}
+    return [Offer(found.candidate(plan, digest == plain.digest()), plan) for digest, plan in offered.items()]
 
 
 def foreseen(

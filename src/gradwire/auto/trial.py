@@ -125,6 +125,10 @@ class Trial:
         elif not self._queue:
             self._next_round()
 
+    def spend(self, us: float) -> None:
+        """Deciding took so long beside steps."""
+        self._total_us += us
+
     def leave_out(self) -> None:
         """The candidate whose turn it is cannot run."""
         turn = self._queue.pop(0)

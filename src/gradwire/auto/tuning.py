@@ -16,6 +16,7 @@ import torch
 
 from gradwire.auto.decision import say
 from gradwire.auto.live import Live
+from gradwire.auto.resuming import unlike
 from gradwire.auto.sizes import SizeSearch, check_library
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
@@ -105,7 +106,7 @@ class Tuning:
     def __repr__(self) -> str:
         return repr(self.tuned)
 
-    def first_policy(self, tensors: list[TensorInfo]) -> Policy:
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """What runs until the first trial."""
         return self.tuned.with_bytes(self.tuned.start_bytes)
 
@@ -113,12 +114,13 @@ class Tuning:
         """The last size found, if there is one."""
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
-    def refuses(self, plan: Plan) -> str:
-        """Nothing: the schedule is the user's."""
-        return ""
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why a saved plan is not the policy's in buckets of some size; '' if it is."""
+        return unlike(plan, own)
 
-    def resumed(self, handle: Handle, settled: bool) -> None:
+    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
         """Go on under the size that was found; search anew where it was not found yet, or by other ranks."""
+        settled = same_ranks and not searching
         self._infos, self.searching = (Live(handle).infos, False) if settled else (None, True)
 
     def detached(self) -> None:

@@ -120,18 +120,19 @@ class Attachment(Driven):
         # of a policy's plan: the guess that gradients come in the reverse order of registration
         self._order = list(range(len(prepared.tensors)))[::-1]
         self._order_known = False
-        self._steps.watch(prepared.parameters)
-        self._use(self._assemble(prepared.plan, self._steps.step))
+        self._use(self._assemble(prepared.plan, self._steps.step), others=True)
         self._buffers = ModelBuffers(model, self._flats()[0].device)
 
-    def _use(self, built: Assembly) -> None:
+    def _use(self, built: Assembly, others: bool = False) -> None:
+        """Run this from now on. `others`: with other parameters, which the steps so far do not know."""
         self._steps.check_executor(built.executor)
         schedule = built.executor.plan.schedule
         if schedule != self._schedule:
             model = self._model()
             assert model is not None
             self._steps = successor(self._steps, partial(self._make_steps, schedule, model, self._living()))
-            self._schedule = schedule
+            self._schedule, others = schedule, True
+        if others:
             self._steps.watch(self._parameters)
         self._built, self._plan = built, built.executor.plan
         self._executor, self._memory = built.executor, built.memory

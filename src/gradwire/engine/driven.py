@@ -38,13 +38,13 @@ class Driver(Protocol):
         """What was decided last, for a record of the run."""
         ...
 
-    def refuses(self, plan: Plan) -> str:
-        """Why it would not go on under a plan that was saved; '' if it would."""
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
         ...
 
-    def resumed(self, handle: "Handle", settled: bool) -> None:
-        """The handle took up a saved state, and with it the plan that was saved. settled: by the same ranks, and it was not only
-        being tried."""
+    def resumed(self, handle: "Handle", same_ranks: bool, searching: bool) -> None:
+        """The handle took up a saved state, and with it the plan that was saved. same_ranks: by the ranks that run now.
+        searching: it was only being tried."""
         ...
 
     def detached(self) -> None:
@@ -55,8 +55,8 @@ class Driver(Protocol):
 class FirstDriver(Driver, Protocol):
     """One that says what to begin with, too."""
 
-    def first_policy(self, tensors: list[TensorInfo]) -> Policy:
-        """What runs until something is decided."""
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """What runs on so many ranks until something is decided."""
         ...
 
 
@@ -92,14 +92,16 @@ class Driven:
         """The plan with which a state is taken up."""
         if self.driver is not None and saved.decided is not None:
             other = saved.decided.schedule != self._plan.schedule
-            if why := self.driver.refuses(saved.decided) or (self._why_not(saved.decided) if other else ""):
+            assert self._policy is not None
+            own = self._plan_of(self._policy, saved.order)
+            if why := self.driver.refuses(saved.decided, own) or (self._why_not(saved.decided) if other else ""):
                 raise ValueError(f"the state was saved under a plan that this handle does not run: {why}")
             return saved.decided
         return self._plan if self._policy is None else self._plan_of(self._policy, saved.order)
 
     def _resumed(self, saved: Saved) -> None:
         if self.driver is not None:
-            self.driver.resumed(self, saved.own and not saved.searching)  # type: ignore[arg-type]  # every Driven is a Handle
+            self.driver.resumed(self, saved.own, saved.searching)  # type: ignore[arg-type]  # every Driven is a Handle
 
     def _step_ended(self) -> None:
         if self.driver is not None:

@@ -209,6 +209,7 @@ class Handle(Attachment):
                 continue
         """
         self._steps.reset()
+        self._began_s = None
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,8 @@ class GradientHooks:
         for index, reference in enumerate(self._parameters):
             if coming is not None and (parameter := reference()) is not None:
                 act = partial(_act, self._owner, coming, index, reference)
-                self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
+                with _trainable(parameter):
+                    self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
         self.renew()
 
     def renew(self) -> None:
@@ -81,7 +83,7 @@ class GradientHooks:
         self._nodes, self._handles = [], []
         for index, reference in enumerate(self._parameters):
             if (parameter := reference()) is not None:
-                with torch.enable_grad():
+                with torch.enable_grad(), _trainable(parameter):
                     graph: Any = parameter.expand_as(parameter).grad_fn
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
@@ -96,6 +98,17 @@ class GradientHooks:
         for handle in [*self._handles, *self._of_tensors]:
             handle.remove()
         self._parameters, self._nodes, self._handles, self._of_tensors = [], [], [], []
+
+
+@contextmanager
+def _trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """One that was frozen since it was parallelized may be thawed again, so it is hooked as others are."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(not frozen)
 
 
 def _act(

@@ -124,7 +124,7 @@ class Remembered:
 
     def check_carried(self, carried: State) -> None:
         """Raises ValueError where `take_over` would lose something."""
-        expected = self._carried_sizes()
+        expected = self._taken_sizes()
         for key in carried:
             if key not in expected:
                 what, _, name = key.partition("/")

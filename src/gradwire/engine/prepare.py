@@ -108,7 +108,7 @@ def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any
 
 def _plan(plan: Any, tensors: list[TensorInfo], ranks: int) -> tuple[Plan, Policy | None]:
     if callable(plan):  # of a driver
-        plan = plan(tensors)
+        plan = plan(tensors, ranks)
     if isinstance(plan, (str, os.PathLike)):
         plan = Plan.load(Path(plan))
     if isinstance(plan, Plan):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gradwire.collectives import Grid, Link, transfer
 from gradwire.core.cluster import Cluster
+from gradwire.core.cluster import Link as ClusterLink
 from gradwire.core.made import Made
 from gradwire.costs.fit import Fit, fit_link
 from gradwire.errors import FormatError, StepStateError
@@ -63,18 +64,23 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
     return times
 
 
-def measured_links(times: Times, grid: Grid) -> MeasuredLinks:
+def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
     """Lines through the times. A kind of link that the cluster does not have gets the numbers of the other.
 
-    Raises StepStateError where times tell no rate.
+    unknown_gbps: the rate of a link whose times tell none, as they do where it is too fast for that. Without it that raises
+    StepStateError.
     """
-    links, fits = {}, {}
+    links: dict[str, ClusterLink] = {}
+    fits: dict[str, Fit] = {}
     problems: list[str] = []
     for name, points in times.items():
         word, ranks = ("allreduce", grid.world_size) if name == "allreduce" else ("alltoall", _ranks_of(grid, name))
         try:
             links[name], fits[name] = fit_link(points, word, ranks, "direct")
         except FormatError as error:
+            if unknown_gbps is not None:
+                links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
+                continue
             raise StepStateError(f"the {name} link cannot be told from its times: {error}") from error
         if fits[name].problem:
             problems.append(_told(name, fits[name]))
