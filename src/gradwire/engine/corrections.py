@@ -8,7 +8,7 @@ import torch
 from gradwire.collectives import Group
 from gradwire.core.schedules import Delayed as DelayedSchedule
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.assembly import assemble
+from gradwire.engine.assembly import Assembly, assemble
 from gradwire.engine.executor import Executor
 from gradwire.engine.layout import Slot
 from gradwire.engine.memory import Remembered
@@ -30,30 +30,47 @@ class Side(NamedTuple):
 class Corrections:
     """Which buckets a step uses, and what becomes of residuals in corrections."""
 
-    def __init__(self, schedule: DelayedSchedule) -> None:
+    def __init__(
+        self,
+        schedule: DelayedSchedule,
+        usual: Side,
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: Group,
+        step: int,
+        before: "Corrections | None" = None,
+    ) -> None:
+        """Make buckets of corrections, as they are in this step, beside these usual ones. What was remembered is kept."""
         self.schedule = schedule
+        self._usual, self._parameters, self._group = usual, parameters, group
         self._corrected: Side | None = None
+        self._built: Assembly | None = None
         self._kept_back: dict[str, torch.Tensor] = {}
         """What compressors remembered before residuals were flushed into a step, until it counts."""
+        if schedule.k is None and not schedule.warmup_steps:
+            return
+        executor = usual.executor
+        plan = correction_plan(executor.plan, schedule, [_info(*item) for item in parameters.items()])
+        flats = [buffers.flat for buffers in executor.buckets]
+        self._built = built = assemble(plan, dict(parameters), group, executor.lanes, step, flats)
+        if before is not None and before.memory is not None:
+            built.memory.take_over(built.memory.fitting(before.memory.carried()))
+        by_name = {slot.name: slot for buffers in built.executor.buckets for slot in buffers.slots}
+        self._corrected = Side(built.executor, built.random, [by_name[name] for name in parameters], built.memory)
 
     @property
     def memory(self) -> Remembered | None:
         """Of corrections, if there are any."""
         return self._corrected.memory if self._corrected is not None else None
 
-    def attach(self, usual: Side, parameters: Mapping[str, torch.nn.Parameter], group: Group, step: int) -> None:
-        """Make buckets of corrections beside these usual ones; what earlier ones remembered is kept."""
-        self._usual, before, self._corrected = usual, self._corrected, None
-        if self.schedule.k is None and not self.schedule.warmup_steps:
-            return
-        executor = usual.executor
-        plan = correction_plan(executor.plan, self.schedule, [_info(*item) for item in parameters.items()])
-        flats = [buffers.flat for buffers in executor.buckets]
-        built = assemble(plan, dict(parameters), group, executor.lanes, step, flats)
-        if before is not None:
-            built.memory.take_over(built.memory.fitting(before.memory.carried()))
-        by_name = {slot.name: slot for buffers in built.executor.buckets for slot in buffers.slots}
-        self._corrected = Side(built.executor, built.random, [by_name[name] for name in parameters], built.memory)
+    def at_step(self, step: int) -> "Corrections":
+        """These, or where they are others in that step, new ones that remember nothing."""
+        if not self.outdated(step):
+            return self
+        return Corrections(self.schedule, self._usual, self._parameters, self._group, step)
+
+    def outdated(self, step: int) -> bool:
+        """Whether in this step the correction's spec is another one than in the step its buckets were made for."""
+        return self._built is not None and self._built.outdated(step)
 
     def side(self, step: int) -> Side:
         """The buckets that a step uses: in the warm-up, and when its count is a multiple of k, those of corrections (notes

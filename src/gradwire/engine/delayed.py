@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 
@@ -39,29 +38,17 @@ from gradwire.engine.drift import checksums
 from gradwire.engine.executor import Executor
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook
+from gradwire.engine.launched import Launched, finish_quietly
 from gradwire.engine.memory import Remembered, added_up
 from gradwire.engine.settling import SettleFirst
 from gradwire.engine.states import CORRECTION, LOCAL, Saved, divided
 from gradwire.engine.stats import StepReport
 from gradwire.engine.step import Steps
-from gradwire.engine.stepping import Stepping, Whole, snapshot, step_only
+from gradwire.engine.stepping import Stepping, Whole, snapshot, step_later
 from gradwire.engine.weights import Move, TwoWeights, local_move
 from gradwire.errors import GradwireError, StepStateError
 
 __all__ = ["Delayed"]
-
-
-@dataclass
-class _Launched:
-    """A step under way."""
-
-    executor: Executor
-    state: State
-    told: "Future[list[Report]]"
-    sending: "list[Future[Mark]]"
-    """Of the broadcast of buffers, if there are any."""
-    update: Callable[[], None] | None
-    """Steps the optimizer, with the values that its groups had when the script did."""
 
 
 class Delayed(Steps):
@@ -85,27 +72,31 @@ class Delayed(Steps):
         self._model = weakref.ref(model)
         self._computing = False
         """From the training forward of a step to its `optimizer.step()`."""
-        self._under_way: list[_Launched] = []
+        self._under_way: list[Launched] = []
         """At most one."""
         self._sent_buffers: BufferCopy | None = None
         self._sending: list[Future[Mark]] = []
         self._meters: list[Meter] = []
         self._landed: tuple[list[Report], float] | None = None
         """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
-        self._corrections = Corrections(schedule)
         self._between = False
         """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
         self._last_act: Callable[[], None] | None = None
         """What `when_idle` was given meanwhile."""
-        self._guard = SettleFirst(model, [optimizer], ModelHook(self, Delayed.flush), ModelHook(self, Delayed._walk))
+        self._optimizer = weakref.ref(optimizer)
+        self._guard = SettleFirst(None, (), ModelHook(self, Delayed.flush))
         self._stepping = Stepping([optimizer], self._step)
 
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         super().watch(parameters)
         self._hooks.remove()  # gradients are taken when the optimizer steps
         self._by_name, self._computing = parameters, False
-        self._weights = TwoWeights(list(parameters.values()))
-        if (model := self._model()) is not None:
+        self._weights = TwoWeights(parameters)
+        self._guard.remove()  # the model may have other modules now
+        model, optimizer = self._model(), self._optimizer()
+        acts = ModelHook(self, Delayed.flush), ModelHook(self, Delayed._walk)
+        self._guard = SettleFirst(model, [optimizer] if optimizer is not None else [], *acts)
+        if model is not None:
             with self._guard.passing():
                 self._buffers = ModelBuffers(model, next(iter(parameters.values())).device)
 
@@ -114,9 +105,10 @@ class Delayed(Steps):
         if self._release is not None:
             self._release.detach()
         # other ranks need what this one still sends, also when its script has ended
-        self._release = weakref.finalize(self, _finish_quietly, self._under_way)
+        self._release = weakref.finalize(self, finish_quietly, self._under_way)
         usual = Side(executor, random, self.slots, Remembered(executor.buckets))
-        self._corrections.attach(usual, self._by_name, self.group, self.step)
+        before: Corrections | None = vars(self).get("_corrections")
+        self._corrections = Corrections(self.schedule, usual, self._by_name, self.group, self.step, before)
 
     def detach(self) -> None:
         super().detach()
@@ -161,13 +153,16 @@ class Delayed(Steps):
         parameters = list(self._by_name.values())
         with self._guard.passing():
             self._land_the_last()
-            update = partial(step_only, optimizer, whole, snapshot(optimizer), parameters)
+            update = partial(step_later, optimizer, whole, snapshot(optimizer), parameters)
             self._launch([parameter.grad for parameter in parameters], State.DONE, update)
             if self._last_act or not self.schedule.local_update or self.step < self.schedule.warmup_steps:
                 self._land()
             else:
                 self._weights.local_update(self._moves(optimizer))
         self._change_now()
+
+    def outdated(self) -> bool:
+        return self._corrections.outdated(self.step)
 
     def when_idle(self, act: Callable[[], None]) -> None:
         if self._between:
@@ -260,7 +255,7 @@ class Delayed(Steps):
         self._corrections.add_residuals(self._side, self._filled)
         for slot in self.slots:
             self._count(slot)
-        self._under_way.append(_Launched(self.executor, state, self._tell(state), self._sending, update))
+        self._under_way.append(Launched(self.executor, state, self._tell(state), self._sending, update))
 
     def _send_buffers(self) -> None:
         """After the step's own exchanges on the first lane: rank 0's buffers as they are now."""
@@ -311,7 +306,7 @@ class Delayed(Steps):
         """A step that some left is void too, but all hear of it only when the next one is computed, and go on."""
         return super()._why_void([r._replace(state=State.DONE) if r.state is State.LEFT else r for r in reports])
 
-    def _update(self, launched: _Launched, reports: Sequence[Report]) -> None:
+    def _update(self, launched: Launched, reports: Sequence[Report]) -> None:
         """W becomes what the optimizer makes of the mean, but for parameters that no rank used."""
         used = reduce(or_, (report.used for report in reports))
         left = [self.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is State.LEFT]
@@ -360,8 +355,8 @@ class Delayed(Steps):
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         corrections, local = divided(state)
-        if self._corrections.memory is not None:
-            self._corrections.memory.check(corrections)
+        if (memory := self._corrections.at_step(saved.step).memory) is not None:
+            memory.check(corrections)
         elif corrections:
             raise ValueError(
                 f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none."
@@ -384,6 +379,7 @@ class Delayed(Steps):
         corrections, local = divided(state)
         self._weights.show_global(keep_local=False)
         self._computing, self._landed = False, None
+        self._corrections = self._corrections.at_step(self.step)
         if (memory := self._corrections.memory) is not None:
             if saved.own:
                 memory.load(corrections)
@@ -392,9 +388,3 @@ class Delayed(Steps):
         if local:
             values = [local[name].reshape(parameter.shape) for name, parameter in self._by_name.items()]
             self._weights.take_local(values, saved.weights)
-
-
-def _finish_quietly(under_way: list[_Launched]) -> None:
-    for launched in under_way:
-        with suppress(Exception):
-            launched.executor.finish(launched.told, *launched.sending)

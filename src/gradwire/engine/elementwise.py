@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from gradwire.engine.shards import part_of_state
-from gradwire.engine.splitting import clone, gradients, has_hooks
+from gradwire.engine.splitting import clone, gradients, has_hooks, moved
+from gradwire.engine.stepping import is_replaced
 
 __all__ = ["elementwise", "why_not_sharded"]
 
@@ -20,6 +21,8 @@ def why_not_sharded(optimizer: torch.optim.Optimizer, tried: bool = False) -> st
     name = type(optimizer).__name__
     if has_hooks(optimizer):
         return f"{name} has step hooks, which expect that whole parameters are stepped"
+    if is_replaced(optimizer):
+        return f"something else stands in place of {name}.step, and may expect that whole parameters are stepped"
     if optimizer.defaults.get("differentiable"):
         return f"{name} has differentiable=True"
     if not tried and not elementwise(optimizer):
@@ -47,6 +50,7 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
     try:
         (whole, tensors), (cut, _) = clone(optimizer, small), clone(optimizer, small)
         parts = {tensor: _parts(tensor) for tensor in tensors}
+        before = [tensor.detach().clone() for tensor in tensors]
         for group, of_whole in zip(cut.param_groups, whole.param_groups, strict=True):
             group["params"] = [part for tensor in of_whole["params"] for _, part in parts[tensor]]
         for tensor, of_tensor in parts.items():
@@ -61,6 +65,8 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
             cut.step()
     except Exception:
         return False  # it is not built like torch's
+    if not moved(tensors, before):
+        return False
     of_parts = {part: cut.state.get(part, {}) for of_tensor in parts.values() for _, part in of_tensor}
     if not all(_is_known(value, part) for part, state in of_parts.items() for value in state.values()):
         return False

@@ -32,7 +32,7 @@ from gradwire.engine.pipelined import Pipelined
 from gradwire.engine.shard_norm import clip_coefficient, norm_over_ranks
 from gradwire.engine.shards import Shard, Shards
 from gradwire.engine.splitting import why_at_once
-from gradwire.engine.stepping import outermost, snapshot, step_only
+from gradwire.engine.stepping import outermost, step_in_place_of
 from gradwire.errors import StepStateError
 
 __all__ = ["Sharded"]
@@ -162,14 +162,13 @@ class Sharded(Pipelined):
             self._await_sums()
             shards = self._of_shards
             shards.take_weights()
-            groups, chosen = snapshot(optimizer), self._due_by_parameter()
-            for group in groups:
-                group["params"] = [s.weight for p in group["params"] for s in chosen.get(id(p), [])]
+            chosen = self._due_by_parameter()
             stepped = [shard for of_parameter in chosen.values() for shard in of_parameter]
             for shard in stepped:
                 shard.weight.grad = shard.total.to(shard.weight.dtype)
             with outermost(self.executor.buckets[0].flat.device):
-                step_only(optimizer, whole, groups, [shard.weight for shard in stepped])
+                stand_ins = {own: [shard.weight for shard in shards] for own, shards in chosen.items()}
+                step_in_place_of(optimizer, whole, stand_ins)
             for shard in stepped:
                 shard.weight.grad = None
             self._gather()

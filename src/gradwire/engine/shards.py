@@ -114,7 +114,7 @@ class Shards:
         for entry, value in self._entries(optimizer):
             told.append(entry)
             if entry.dtype:
-                tensors.append(value.detach().cpu())
+                tensors.append(value.detach().cpu() if value.dim() else value.detach().cpu().clone())
         rows = gather_bytes(link, json.dumps(told).encode())
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         for root, row in enumerate(rows):

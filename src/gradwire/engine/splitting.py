@@ -11,12 +11,13 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.later import can_wait
-from gradwire.engine.stepping import step_only
+from gradwire.engine.stepping import is_replaced, step_only
 
-__all__ = ["clone", "compiled_frames", "gradients", "has_hooks", "splits", "why_at_once", "why_whole"]
+__all__ = ["clone", "compiled_frames", "gradients", "has_hooks", "moved", "splits", "why_at_once", "why_whole"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
+_RATE = 0.1
 _MOST_EDGE = 4
 _KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
@@ -33,6 +34,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, c
     name = type(optimizer).__name__
     if has_hooks(optimizer):
         return f"{name} has step hooks, which expect that all parameters are stepped at once"
+    if is_replaced(optimizer):
+        return f"something else stands in place of {name}.step, and may expect that all parameters are stepped at once"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return f"a GradScaler unscales gradients inside {name}.step"
     if optimizer.defaults.get("differentiable"):
@@ -59,13 +62,14 @@ def why_at_once(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module
 
 
 def splits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether two half steps equal one whole, bit for bit, on a clone of it with small parameters.
+    """Whether two half steps equal one whole, bit for bit, on a clone of it with small parameters, which must move.
 
     >>> splits(torch.optim.Adam([torch.nn.Parameter(torch.ones(8))]))
     True
     """
     try:
         (whole, all_of_whole), (halves, all_of_halves) = clone(optimizer, _small), clone(optimizer, _small)
+        before = [parameter.detach().clone() for parameter in all_of_whole]
         for number in range(_STEPS):
             for parameters in (all_of_whole, all_of_halves):
                 for parameter, gradient in zip(parameters, gradients(parameters, number), strict=True):
@@ -75,7 +79,15 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
                 step_only(halves, halves.step, halves.param_groups, half)
     except Exception:
         return False  # it is not built like torch's; it steps all at once, as its author meant
+    if not moved(all_of_whole, before):
+        return False
     return all(torch.equal(one, other) for one, other in zip(all_of_whole, all_of_halves, strict=True))
+
+
+def moved(parameters: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> bool:
+    """Whether each has other values than before: a trial in which nothing moves, as in a wrapper whose optimizer inside steps
+    tensors of its own, shows nothing."""
+    return not any(p.numel() and torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
 
 
 def clone(
@@ -94,6 +106,8 @@ def clone(
     generator = torch.Generator().manual_seed(0)
     for group in optimizer.param_groups:
         values = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        if "lr" in values:  # it may be 0, or too small to be seen, at the begin of a warm-up
+            values["lr"] = torch.full_like(values["lr"], _RATE) if isinstance(values["lr"], torch.Tensor) else _RATE
         originals = list(_two_of_each_kind(group["params"]))
         two_of_each = [small(original, generator) for original in originals]
         for original, parameter in zip(originals, two_of_each, strict=True):

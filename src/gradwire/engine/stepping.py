@@ -2,7 +2,7 @@
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradwire.errors import StepStateError
 
-__all__ = ["Groups", "Stepping", "outermost", "snapshot", "step_only"]
+__all__ = ["Groups", "Stepping", "is_replaced", "outermost", "snapshot", "step_in_place_of", "step_later", "step_only"]
 
 Groups = list[dict[str, Any]]
 """An optimizer's `param_groups`."""
@@ -32,11 +32,11 @@ class Stepping:
         self._before: list[tuple[weakref.ref[torch.optim.Optimizer], Any, Any]] = []
         for optimizer in optimizers:
             before = optimizer.__dict__.get("step")
-            ours = types.MethodType(self._stepper(before), optimizer)
+            ours = types.MethodType(self._stepper(before, type(optimizer).step), optimizer)
             self._before.append((weakref.ref(optimizer), before, ours))
             optimizer.step = ours  # type: ignore[method-assign]
 
-    def _stepper(self, before: Any) -> Callable[..., Any]:
+    def _stepper(self, before: Any, type_step: Any) -> Callable[..., Any]:
         reference = weakref.ref(self)
 
         def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
@@ -58,6 +58,7 @@ class Stepping:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return act(optimizer, whole)
 
+        step.__wrapped__ = type_step if before is None else before  # type: ignore[attr-defined]
         if hasattr(before, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return step
@@ -74,6 +75,17 @@ class Stepping:
             else:
                 optimizer.step = before  # type: ignore[method-assign]
         self._before = []
+
+
+def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something that is neither ours nor a learning-rate scheduler's stands in place of the step of its class."""
+    step = vars(optimizer).get("step")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if step is type(optimizer).step:
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return "step" in vars(optimizer)
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
@@ -104,11 +116,69 @@ def step_only(
 
     Equal to what the parameters get in a whole step for optimizers that keep their state by parameter alone.
     """
-    chosen = {id(parameter) for parameter in parameters}
+    _step_parts(optimizer, whole, _parts(groups, parameters))
+
+
+def step_later(
+    optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
+) -> None:
+    """As `step_only`, of a whole step that was asked for when the groups had these values: what it writes into its groups, such
+    as a count of steps, is written into the optimizer's own."""
+    parts = _parts(groups, parameters, keep_empty=True)
+    before = [_values(part) for part in parts]
+    _step_parts(optimizer, whole, [part for part in parts if part["params"]])
+    for own, part, values in zip(optimizer.param_groups, parts, before, strict=False):
+        for key, value in _values(part).items():
+            if key in values and _alike(value, values[key]):
+                continue
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+                own[key].copy_(value)
+            else:
+                own[key] = value
+
+
+def step_in_place_of(
+    optimizer: torch.optim.Optimizer, whole: Whole, stand_ins: Mapping[int, Sequence[torch.nn.Parameter]]
+) -> None:
+    """Step these tensors in place of the parameters of these ids, and nothing else, in the optimizer's own groups."""
     own = optimizer.param_groups
+    before = [group["params"] for group in own]
+    try:
+        for group in own:
+            group["params"] = [each for p in group["params"] for each in stand_ins.get(id(p), ())]
+        optimizer.param_groups = [group for group in own if group["params"]]
+        whole()
+    finally:
+        optimizer.param_groups = own
+        for group, parameters in zip(own, before, strict=True):
+            group["params"] = parameters
+
+
+def _parts(groups: Groups, parameters: Collection[torch.nn.Parameter], keep_empty: bool = False) -> Groups:
+    chosen = {id(parameter) for parameter in parameters}
     parts = [group | {"params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
-    optimizer.param_groups = [group for group in parts if group["params"]]
+    return [group for group in parts if group["params"] or keep_empty]
+
+
+def _step_parts(optimizer: torch.optim.Optimizer, whole: Whole, parts: Groups) -> None:
+    own = optimizer.param_groups
+    optimizer.param_groups = parts
     try:
         whole()
     finally:
         optimizer.param_groups = own
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group now, without its parameters."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)

@@ -42,6 +42,10 @@ class Traits:
         """Do something between steps: at once, or where a step is in hand when that is over. Collective, as steps are."""
         act()
 
+    def outdated(self) -> bool:
+        """Whether buckets of the schedule's own are for other steps than the next one."""
+        return False
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:

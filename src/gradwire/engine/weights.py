@@ -5,12 +5,14 @@ whenever a script may look. While they hold L a copy of W is kept; while they ho
 forward takes it. So the `delayed` schedule needs one more copy of the weights, and two while a script looks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gradwire.engine.drift import checksums
+from gradwire.engine.stepping import outermost
 from gradwire.errors import PlanError
 
 __all__ = ["Move", "TwoWeights", "check_local_updates", "local_move"]
@@ -27,9 +29,13 @@ class TwoWeights:
     autograd tells of a graph that needs what was written over.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._global = [parameter.detach().clone() for parameter in parameters]
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """By name."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._versions: list[int] = []
+        """Of the parameters when they came to hold L."""
+        self._warned = False
+        self._global = [parameter.detach().clone() for parameter in self._parameters]
         self._local: list[torch.Tensor] | None = None
         self._global_sums: list[int] | None = None
         """Of L that was loaded: checksums of the W that it belongs to."""
@@ -55,6 +61,7 @@ class TwoWeights:
         if not keep_local:
             self._local = self._global_sums = None
         if not self._show_global:
+            self._warn_of_writes()
             if keep_local:
                 self._local = [parameter.detach().clone() for parameter in self._parameters]
             _copy(self._global, self._parameters)
@@ -73,7 +80,27 @@ class TwoWeights:
         if self._local is not None:
             _copy(self._local, self._parameters)
             self._local = None
+        self._hold_local()
+
+    def _hold_local(self) -> None:
         self._show_global = False
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _warn_of_writes(self) -> None:
+        """What is written into L is lost with it. This rank alone may do so, and others would wait for it if it raised."""
+        changed = [
+            name
+            for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
+            if parameter._version != version
+        ]
+        if changed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{changed[0]!r} was changed between a training forward and optimizer.step(), as by Embedding(max_norm=...) or "
+                "weight decay by hand. In the delayed schedule the parameters hold this rank's own weights there, which go with "
+                "the step, so the change is lost. Do it after optimizer.step(), or use another schedule.",
+                stacklevel=2,
+            )
 
     def _forget_stale(self) -> None:
         """Forget L if the parameters, which hold W, do not hold the W that it belongs to."""
@@ -98,7 +125,8 @@ class TwoWeights:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         try:
-            step()
+            with outermost(self._parameters[0].device):
+                step()
         finally:
             for parameter, gradient in zip(self._parameters, own, strict=True):
                 parameter.grad = gradient
@@ -114,7 +142,7 @@ class TwoWeights:
                 kept.copy_(parameter)
             else:
                 move.apply(parameter.detach(), kept)
-        self._show_global = False
+        self._hold_local()
 
     @torch.no_grad()
     def take_local(self, values: Sequence[torch.Tensor], global_sums: list[int]) -> None:
