@@ -66,7 +66,7 @@ _MOST_SECONDS = 0.3
 _STEPS_WORTH = 4.0
 """And no longer than so many steps take."""
 
-_UNDECIDED = "auto had not decided yet: it takes about 60 steps, in which it measures and tries plans."
+_UNDECIDED = "auto had not decided yet: it takes 40 to 80 steps, in which it measures and tries plans."
 
 _GOES_ON = (
     "It goes on under the plan that it began this run with: one that was saved, or the first where it could not "

@@ -48,7 +48,7 @@ PROFILE_STEPS = 10
 MOST_DECIDING_STEPS = 90
 """In which gradwire decides before the steps that count; no more than those, so that a short demo is short."""
 GIVEN = "4 bits for all, which was given: auto decides by measured links, and there is no slow one here"
-UNDECIDED = "4 bits, and trials: auto had not decided yet, which takes about 60 steps"
+UNDECIDED = "4 bits, and trials: auto had not decided yet, which takes 40 to 80 steps"
 FINAL_STEPS = 10
 """The final loss is the mean of so many steps, the last ones that all methods made: a single batch says little."""
 

@@ -52,7 +52,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "adaptive": {"plan": AdaptiveBits()},
 }
 """Names behind gradwire: of what decides while it runs, and the arguments of `gw.parallelize` that they stand for. Deciding takes
-about 60 steps (40 to 80), with all schedules up to 110: give so many as warm-up where only what was decided is to be seen."""
+40 to 80 steps, with all schedules up to 110: give so many as warm-up where only what was decided is to be seen."""
 _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
     re.DOTALL,

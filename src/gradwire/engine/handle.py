@@ -89,7 +89,7 @@ class Handle(Attachment):
         if self.driver is not None and self.driver.searching:
             raise PlanError(
                 "plans are still being tried on this job, so steps are not alike. Profile when handle.decision is there, which "
-                "takes about 60 steps, or with a plan of your own."
+                "takes 40 to 80 steps, or with a plan of your own."
             )
         return Profiling(model, self._parameters, lambda: self._steps, self._group, folder, steps, specs)
 
