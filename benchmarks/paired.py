@@ -93,7 +93,7 @@ def measure(
     """
     known = json.loads(path.read_text()) if path.exists() else {}
     if options.again:
-        known = {key: value for key, value in known.items() if key not in ("steps", "finals")}
+        known = {key: value for key, value in known.items() if key not in ("steps", "finals", *about)}
     if known.get("steps", options.steps) != options.steps:
         raise SystemExit(
             f"{path.name} holds runs of {known['steps']} steps: pass --steps {known['steps']}, or --again."

@@ -231,6 +231,10 @@ def test_only_what_is_missing_is_measured(fake, tmp_path):
     fake.asked = []
     run_matrix(request, None, Silent(), said.append)
     assert fake.asked == []
+    longer = MatrixRequest(tmp_path, ["mlp"], ["100mbit", "1gbit"], [2], 140)
+    run_matrix(longer, None, Silent(), said.append)
+    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 9)], "learners of 1gbit go on to no loss"
+    fake.asked = []
     run_matrix(MatrixRequest(tmp_path, ["mlp"], ["1gbit"], [2], 100, again=True), None, Silent(), said.append)
     assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "1gbit", 9)]
 

@@ -183,6 +183,25 @@ def test_errors_are_one_message(arguments, said):
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--matrix", "--json", "x.json"], "--json has no effect with --matrix"),
+        (["--matrix", "--methods", "ddp"], "--methods has no effect with --matrix"),
+        (["--what", "ceiling", "--methods", "floor,ddp"], "--methods has no effect with --what ceiling"),
+        (["--what", "options", "--jobs", "mlp"], "--jobs has no effect with --what options"),
+        (["--predict", "--what", "phases"], "--what has no effect with --predict"),
+        (["--again"], "--again has no effect with --what methods"),
+        (["--json", "nowhere/x.json"], "there is no folder nowhere"),
+        (["--nodes", "0", "--ranks-per-node", "0"], "nodes is 0"),
+    ],
+)
+def test_what_bench_would_ignore_is_refused_before_anything_is_measured(words, told):
+    finished = gradwire("bench", *words)
+    assert finished.returncode != 0
+    assert told in " ".join(finished.stderr.split()), finished.stderr
+
+
 def test_emulate_without_a_script_is_a_usage_error():
     finished = gradwire("emulate", "--nodes", "2")
     assert finished.returncode == 2

@@ -23,6 +23,7 @@ from gradwire.cli import app
 from gradwire.errors import FormatError, GradwireError
 from gradwire.record.run import Run
 from gradwire.record.tensorboard import export
+from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
 from gradwire.report.page import page
 from gradwire.report.predict import Predicted, predicted
@@ -173,6 +174,16 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     assert "no faster and no slower than plain DDP can be told apart" in summary(replace(run, rivals=(same,)))
 
 
+def test_more_curves_than_can_be_told_apart_are_named() -> None:
+    run = made_up_run()
+    rivals = [replace(run.rivals[0], name=f"rival {number}") for number in range(6)]
+    for count in (4, 6):
+        shown = Page(page(replace(run, rivals=tuple(rivals[:count])), NOTHING))
+        lines = [attributes for name, attributes in shown.elements if name == "polyline"]
+        assert len([line for line in lines if line.get("stroke") == STYLES[4][0]]) == 2
+        assert ("Not drawn: rival 4, rival 5." in shown.text) == (count == 6)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=DOCUMENTS[Run])
 def test_every_record_that_can_be_read_has_a_page(run: Run) -> None:
@@ -213,7 +224,7 @@ def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
 
 def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(GradwireError, match=r"pip install 'gradwire\[report\]'"):
+    with pytest.raises(GradwireError, match=r"pip install tensorboard"):
         export(made_up_run(), tmp_path)
     written: list[tuple[Any, ...]] = []
 
@@ -241,7 +252,7 @@ def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monk
 
 
 def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
-    why = "the extra gradwire[report] is not installed: what TensorBoard reads cannot be seen"
+    why = "tensorboard is not installed: what TensorBoard reads cannot be seen"
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=why)
     run = made_up_run(3)
     export(run, tmp_path)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -105,6 +106,13 @@ def test_one_rank_alone_scales_perfectly():
     rows = sweep_methods(PROFILE, clusters(alone, None, [1, 2]), COSTS, [QSGD()], methods=["ddp", "joint"])
     assert [row.scaling for row in rows[:2]] == [1.0, 1.0]
     assert all(row.scaling < 1 for row in rows[2:])
+
+
+def test_the_optimizer_is_in_the_step_of_one_rank_alone_too():
+    fast = Cluster(nodes=2, ranks_per_node=1, intra=Link(0.001, 1e6), inter=Link(0.001, 1e6))
+    profile = msgspec.structs.replace(PROFILE, optimizer_us=20_000.0)
+    rows = sweep_methods(profile, clusters(fast, None, [1, 2]), COSTS, methods=["ddp", "bound"])
+    assert [row.scaling for row in rows] == pytest.approx([1.0] * 4, rel=1e-3)
 
 
 def test_all_reduce_keeps_its_share_of_the_rate():

@@ -149,7 +149,7 @@ def summarise(run: BenchRun, picture: Path, problem: str | None) -> tuple[DemoSu
     at_rate = {short: _steps_at_rate(cell) for short, cell in cells.items()}
     first = {short: cell.counted[0] or run.warmup_steps for short, cell in cells.items()}
     counted = {short: steps[first[short] : first[short] + run.steps] for short, steps in at_rate.items()}
-    decided = cells["gradwire"].decided
+    decided = [each for each in cells["gradwire"].decided if each.step <= first["gradwire"]]
     common = min(len(cell.loss) for cell in cells.values())
     medians_ms = {short: float(np.median(steps)) / 1e3 for short, steps in counted.items()}
     methods = {

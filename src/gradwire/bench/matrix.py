@@ -216,8 +216,10 @@ def _learning_path(request: MatrixRequest, nodes: int, job: str) -> Path:
 
 
 def _cell(request: MatrixRequest, key: _Key) -> BenchRun | None:
-    """What was measured before of this cell, with this seed."""
-    return _kept(_path(request, key), request.seed)
+    """What was measured before of this cell, with this seed, if learners went on for as many steps as asked for."""
+    run, goal = _kept(_path(request, key), request.seed), _goal(request, key)
+    enough = run is not None and all(len(cell.loss) >= goal for cell in run.cells if cell.method in LEARNERS)
+    return run if enough else None
 
 
 def _learning(request: MatrixRequest, nodes: int, job: str) -> BenchRun | None:

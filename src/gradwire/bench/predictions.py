@@ -142,4 +142,5 @@ def summary(run: PredictRun) -> str:
     """The errors in a sentence."""
     if run.median_error is None or run.worst_error is None:
         return "Nothing was measured."
-    return f"Error over {len(run.cells)} cells: median {100 * run.median_error:.1f} %, worst {100 * run.worst_error:.1f} %."
+    known = sum(cell.error is not None for cell in run.cells)
+    return f"Error over {known} cells: median {100 * run.median_error:.1f} %, worst {100 * run.worst_error:.1f} %."

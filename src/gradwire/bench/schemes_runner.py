@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from gradwire.bench.events import parse_event
+from gradwire.bench.names import UNLIMITED
 from gradwire.bench.runner import Watch
 from gradwire.bench.schemes import (
     SCHEMES,
@@ -84,7 +85,7 @@ def _measured(
         argv = [sys.executable, "-u", "-m", "gradwire.bench.schemes_worker", str(order)]
         with (
             watch.group(f"schemes, {link}", ["options"], rounds * options * sum(repeats)),
-            Cluster(nodes, ranks_per_node, inter=link) as cluster,
+            Cluster(nodes, ranks_per_node, inter=None if link == UNLIMITED else link) as cluster,
         ):
             code = cluster.run(argv, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=3600.0)
         if code or not result.exists():

@@ -181,7 +181,10 @@ class Contest:
         if self.ranks.rank == 0:
             world_size = self.ranks.world_size
             batches = [self.job.batch(at % world_size, world_size, HELD_OUT_FROM + at) for at in range(HELD_OUT)]
-            contestant.held_out.append((len(contestant.loss), contestant.method.held_out_loss(batches)))
+            loss = contestant.method.held_out_loss(batches)
+            if not math.isfinite(loss):
+                raise ValueError(f"the held-out loss after {len(contestant.loss)} steps is {loss}: training diverged")
+            contestant.held_out.append((len(contestant.loss), loss))
 
     def _look_at_plan(self, contestant: Contestant) -> None:
         assert contestant.method is not None

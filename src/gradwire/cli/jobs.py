@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradwire.cli.app import app
+from gradwire.errors import FormatError
 
 if TYPE_CHECKING:
     from gradwire.bench.runner import BenchRequest
@@ -56,6 +57,7 @@ def demo(
 
 @app.command()
 def bench(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Option(
@@ -131,11 +133,15 @@ def bench(
     from gradwire.core.checks import word
 
     word("what", what, ("methods", "ceiling", "phases", "options"))
+    if json is not None and not json.parent.is_dir():
+        raise FormatError(f"--json {json}: there is no folder {json.parent}. Make it; nothing was measured yet.")
+    _refuse_others(context, "matrix" if matrix else "predict" if predict else what)
     if matrix:
         _bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out, again)
         return
     if what == "options":
-        _bench_options(split_names(links or "200mbit"), nodes or 2, ranks_per_node or 2, json)
+        grid = 2 if nodes is None else nodes, 2 if ranks_per_node is None else ranks_per_node
+        _bench_options(split_names(links or "200mbit"), *grid, json)
         return
     own_methods = {"ceiling": ceiling_methods, "phases": phases_methods}
     chosen = own_methods[what]() if what in own_methods else split_names(methods)
@@ -143,8 +149,8 @@ def bench(
         jobs=split_names(jobs),
         links=split_names(links or f"100mbit,500mbit,1000mbit{'' if predict else ',unlimited'}"),
         methods=predictable(chosen) if predict else chosen,
-        nodes=nodes or 2,
-        ranks_per_node=ranks_per_node or 1,
+        nodes=2 if nodes is None else nodes,
+        ranks_per_node=1 if ranks_per_node is None else ranks_per_node,
         steps=steps,
         warmup_steps=warmup,
         turn_steps=turn,
@@ -173,6 +179,38 @@ def bench(
         raise typer.Exit(1)
 
 
+_COMMON = {
+    *("jobs", "links", "nodes", "ranks_per_node", "steps", "warmup", "turn"),
+    *("alone_steps", "seed", "record", "json"),
+}
+_USED = {
+    "matrix": {"matrix", "jobs", "links", "nodes", "seed", "loss_steps", "out", "again"},
+    "options": {"what", "links", "nodes", "ranks_per_node", "json"},
+    "ceiling": {*_COMMON, "what"},
+    "phases": {*_COMMON, "what"},
+    "predict": {*_COMMON - {"record"}, "methods", "predict", "spec"},
+    "methods": {*_COMMON, "what", "methods"},
+}
+"""Options of `bench` that each kind of measurement looks at."""
+
+
+def _refuse_others(context: typer.Context, kind: str) -> None:
+    """Raises FormatError for an option that was given and would not be looked at."""
+    given = [name for name in context.params if _is_given(context, name)]
+    for name in given:
+        if name not in _USED[kind]:
+            used = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(_USED[kind]))
+            how = f"--{kind}" if kind in ("matrix", "predict") else f"--what {kind}"
+            raise FormatError(
+                f"--{name.replace('_', '-')} has no effect with {how}, which looks at {used}. Leave it out."
+            )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _bench_predictions(request: "BenchRequest", specs: list[str], json: Path | None) -> None:
     """Profile, predict, measure; print what was predicted beside what was measured."""
     from rich.console import Console
@@ -188,6 +226,13 @@ def _bench_predictions(request: "BenchRequest", specs: list[str], json: Path | N
     run = run_predict(asked, emulation_problem(), ProgressView(Console(stderr=True)), json)
     Console(width=FULL_WIDTH).print(prediction_table(run))
     typer.echo(summary(run))
+    failures = [
+        f"{cell.job}, {cell.link}, {cell.method}: {cell.failure}" for cell in run.cells if cell.failure is not None
+    ]
+    for failure in failures:
+        typer.echo(f"FAILED: {failure}", err=True)
+    if failures:
+        raise typer.Exit(1)
 
 
 def _bench_matrix(
@@ -239,11 +284,11 @@ def _bench_options(links: list[str], nodes: int, ranks_per_node: int, json: Path
     console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
     for link in links:
         run = run_schemes(link, nodes, ranks_per_node, emulation_problem(), watch)
-        if json is not None:
-            run.save(json if len(links) == 1 else json.with_stem(f"{json.stem}-{link}"))
         for table in schemes_tables(run):
             console.print(table)
         console.print(verdict(run))
+        if json is not None:
+            run.save(json if len(links) == 1 else json.with_stem(f"{json.stem}-{link}"))
         for problem in run.measured.problems:
             typer.echo(f"Note: {problem}")
 

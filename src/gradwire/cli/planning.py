@@ -1,5 +1,6 @@
 """Commands that plan and predict. No GPU, no network, no torch."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -137,6 +138,12 @@ def simulate(
     typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
 
 
+def _bytes_of(megabytes: float) -> int:
+    if not 0 <= megabytes < math.inf:
+        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes, not below 0.")
+    return round(megabytes * 1e6)
+
+
 @app.command()
 def plan(
     profile: Annotated[Path, typer.Argument(help="Profile file: the model's times, tensor by tensor.")],
@@ -196,7 +203,7 @@ def plan(
     limits = Limits(
         devices=None if devices is None else tuple(split_names(devices)),
         max_encodes=max_encodes,
-        memory_bytes=None if memory_mb is None else round(memory_mb * 1e6),
+        memory_bytes=None if memory_mb is None else _bytes_of(memory_mb),
         exempt_vectors=exempt_vectors,
         restrict=restrict,
     )

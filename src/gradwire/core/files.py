@@ -24,6 +24,11 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             target.write_bytes(data)
         else:
             _replace(target, data)
+    except FileNotFoundError as error:
+        name = printable(os.fspath(path), longest=1024)
+        raise WriteError(
+            f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it."
+        ) from error
     except OSError as error:
         name = printable(os.fspath(path), longest=1024)
         raise WriteError(

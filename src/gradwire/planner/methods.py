@@ -45,6 +45,12 @@ def make(job: Job, method: str = "joint") -> Made:
         )
     began = time.perf_counter()
     draft, note = bytecomp_moved(job) if method == "bytecomp" else (_draft(job, method), "")
+    allowed = job.limits.memory_bytes
+    if allowed is not None and (needed := job.extra_bytes(draft)) > allowed:
+        raise PlanError(
+            f"memory_bytes is {allowed}, and the plan of {method} needs {needed} of extra memory on a device. "
+            f"{numbered(['use the method joint, which searches within a limit', f'allow {needed} bytes', 'set no limit'])}"
+        )
     plan = job.plan(draft, ddp(job))
     return Made(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
 
@@ -58,7 +64,9 @@ def _draft(job: Job, method: str) -> Draft:
     if method == "hipress":
         return hipress(job, choices)
     coded = [choice for choice in choices if choice.encodes]
-    return best_of(job, (fused(job, FUSIONS[method], choice) for choice in coded or choices))
+    drafts = [fused(job, FUSIONS[method], choice) for choice in coded or choices]
+    # where none keeps to a limit of memory, any one tells how much is needed
+    return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
 def explanation(job: Job, made: Made) -> str:

@@ -224,12 +224,11 @@ def drafts_to_start_from(job: Job) -> Iterator[Draft]:
         yield bytecomp(job, looks=1)
 
 
-def best_of(job: Job, drafts: Iterator[Draft]) -> Draft:
-    """The draft with the shortest step, of equal ones the first."""
+def best_of(job: Job, drafts: Iterator[Draft]) -> Draft | None:
+    """The draft with the shortest step, of equal ones the first; None where none keeps to the limits."""
     best, step = None, NEVER
     for draft in drafts:
         found = job.step(draft, step - 1)
         if found is not None:
             best, step = draft, found
-    assert best is not None
     return best

@@ -29,11 +29,11 @@ __all__ = [
     "LABELS",
     "SWEPT",
     "Row",
+    "alone_us",
     "as_json",
     "as_table",
     "check_some_may",
     "clusters",
-    "compute_us",
     "sweep_methods",
     "sweep_plan",
 ]
@@ -93,8 +93,12 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce)
 
 
-def compute_us(profile: Profile) -> float:
-    """Forward and backward: the step of one rank alone."""
+def alone_us(profile: Profile) -> float:
+    """Forward, backward and optimizer, as far as the profile has them: the step of one rank alone."""
+    return _compute_us(profile) + (profile.optimizer_us or 0.0)
+
+
+def _compute_us(profile: Profile) -> float:
     return sum((tensor.forward_us or 0.0) + tensor.backward_us for tensor in profile.tensors)
 
 
@@ -126,7 +130,7 @@ def sweep_methods(
     for point in points:
         for method in methods:
             if point.world_size == 1:
-                step_us = compute_us(profile)
+                step_us = alone_us(profile)
             else:
                 job = Job(profile, point, costs, specs, limits, rules)
                 step_us = job.lower_bound_us() if method == "bound" else _step_us(job, method)
@@ -153,7 +157,7 @@ def sweep_plan(
     _check_compute(profile)
     rows = []
     for point in points:
-        plan_us = ddp_us = compute_us(profile)
+        plan_us = ddp_us = alone_us(profile)
         if point.world_size > 1:
             job = Job(profile, point, Costs(codecs=()), rules=rules)
             found = job.step(ddp(job))
@@ -165,7 +169,7 @@ def sweep_plan(
 
 
 def _check_compute(profile: Profile) -> None:
-    if not compute_us(profile):
+    if not _compute_us(profile):
         raise PlanError(
             f"the profile of {show(profile.model)} has no times: with 0 us of computation there is no scaling factor. Profile "
             "the model, or write backward_us and forward_us."
@@ -173,7 +177,7 @@ def _check_compute(profile: Profile) -> None:
 
 
 def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> Row:
-    scaling = compute_us(profile) / step_us
+    scaling = alone_us(profile) / step_us
     return Row(point.nodes, point.world_size, point.inter.gbps, method, step_us, scaling)
 
 
@@ -188,7 +192,7 @@ def as_table(rows: Sequence[Row], profile: Profile) -> str:
         lines.append(f"{gbps:>10g} {nodes:>6} {ranks:>6}{values}")
     lines.append("")
     lines.append(
-        f"Scaling factors: the step of one rank alone, {compute_us(profile) / 1e3:.3f} ms, divided by the predicted step."
+        f"Scaling factors: the step of one rank alone, {alone_us(profile) / 1e3:.3f} ms, divided by the predicted step."
     )
     lines.append(", ".join(f"{method}: {LABELS[method]}" for method in methods) + ".")
     if all(tensor.forward_us is None for tensor in profile.tensors):
@@ -200,7 +204,7 @@ def as_json(rows: Sequence[Row], profile: Profile) -> str:
     """The same numbers on one line; the same input gives the same bytes."""
     content = {
         "model": profile.model,
-        "alone_us": compute_us(profile),
+        "alone_us": alone_us(profile),
         "rows": [row._asdict() for row in rows],
     }
     return json.dumps(content) + "\n"

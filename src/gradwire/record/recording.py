@@ -151,7 +151,9 @@ class Recording:
             if loss.numel() != 1:
                 raise ValueError(f"loss has shape {tuple(loss.shape)}: log one number a step, such as loss.mean().")
             loss = loss.detach()
-        self._losses[self._engine.step - (0 if self._open else 1)] = loss
+        back = 0 if self._open else 1
+        if (self._seen - back) % self._every == 0:  # else its step is not kept either
+            self._losses[self._engine.step - back] = loss
 
     def timeline(self) -> Timeline:
         """One step as it was measured: of the last ones the one of median length. The first step, of which no end of an exchange

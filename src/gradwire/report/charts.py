@@ -9,9 +9,15 @@ from typing import NamedTuple
 
 from gradwire.report.html import Element, short, tag
 
-__all__ = ["Bar", "Curve", "bars", "line_chart", "percent", "ticks"]
+__all__ = ["STYLES", "Bar", "Curve", "bars", "line_chart", "percent", "ticks"]
 
-STYLES = (("#0072B2", "", 2.5), ("#D55E00", "7 4", 2.0), ("#000000", "2 3", 2.0), ("#767676", "10 3 2 3", 2.0))
+STYLES = (
+    ("#0072B2", "", 2.5),
+    ("#D55E00", "7 4", 2.0),
+    ("#000000", "2 3", 2.0),
+    ("#767676", "10 3 2 3", 2.0),
+    ("#8A4B78", "4 2", 1.5),
+)
 """Colours of Okabe and Ito's palette that are dark enough on white, dashes and widths."""
 MOST_POINTS = 600
 _BOX = 1000
@@ -39,6 +45,8 @@ class Bar(NamedTuple):
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) -> Element:
     """Curves over one pair of axes. At least one curve has a point."""
+    if len(curves) > len(STYLES):
+        raise ValueError(f"{len(curves)} curves in {title!r}: {len(STYLES)} can be told apart.")
     curves = [_thinned(curve) for curve in curves]
     x_low, x_high = _range([value for curve in curves for value in curve.x])
     y_low, y_high = _range([value for curve in curves for value in curve.y])
@@ -47,7 +55,7 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
     for value in y_ticks:
         at = _BOX - _BOX * (value - y_low) / (y_high - y_low)
         drawing.append(tag("line", x1=0, x2=_BOX, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-    for curve, (colour, dash, width) in zip(curves, STYLES, strict=False):
+    for curve, (colour, dash, width) in zip(curves, STYLES, strict=False):  # at most as many curves as styles
         points = " ".join(
             f"{_BOX * (x - x_low) / (x_high - x_low):.1f},{_BOX - _BOX * (y - y_low) / (y_high - y_low):.1f}"
             for x, y in zip(curve.x, curve.y, strict=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from gradwire.core.specs import Identity
 from gradwire.record.run import Interval, Rival, Run, TensorRecord
-from gradwire.report.charts import Bar, Curve, bars, line_chart
+from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
 from gradwire.report.predict import Predicted
 from gradwire.report.steps import step_figure, step_table
@@ -114,7 +114,8 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
     yield tag("p", f"Mean loss of the last steps: {', '.join(told)}.")
     by_step = [Curve("this run", [at for at, _, _ in steps], _smooth(values))]
     by_time = [Curve("this run", [at for _, at, _ in steps], by_step[0].y)]
-    for rival in rivals:
+    drawn = rivals[: len(STYLES) - 1]
+    for rival in drawn:
         smooth = _smooth(list(rival.loss))
         by_step.append(Curve(rival.name, range(steps[0][0], steps[0][0] + len(smooth)), smooth))
         by_time.append(Curve(rival.name, rival.end_s, smooth))
@@ -124,6 +125,8 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
         line_chart("Loss against time", "seconds", "loss", by_time),
         class_="pair",
     )
+    if others := [rival.name for rival in rivals[len(drawn) :]]:
+        yield _left_out(f"Not drawn: {', '.join(others)}. No more than {len(STYLES)} curves can be told apart.")
     if len(values) >= SMOOTHED_PARTS:
         yield tag("p", f"Lines are running means over {len(values) // SMOOTHED_PARTS} steps.", class_="note")
 
