@@ -9,6 +9,7 @@ from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity
 from gradwire.engine.host_codec import HostCodec
 from gradwire.errors import PlanError
+from gradwire.planner.carried import GATHERED, TWO_PHASE, codes_own_gradient
 from gradwire.planner.options import option_of
 
 __all__ = ["Make", "check_sharded", "scheme_of"]
@@ -17,11 +18,9 @@ Make = Callable[[Any, Piece, Group, int], Scheme]
 """Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
 
 ALL_REDUCE = ("allreduce:inter",)
-GATHERED = ("comp", "allgather:inter", "decomp")
 RING = ("comp", "reducescatter:inter", "allgather:inter", "decomp")
 TREE = ("comp", "reduce:inter", "broadcast:inter", "decomp")
 PLAIN_TWO_PHASE = ("alltoall:inter", "allgather:inter")
-TWO_PHASE = ("comp", "alltoall:inter", "decomp", "comp", "allgather:inter", "decomp")
 
 
 def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Make | None:
@@ -54,7 +53,7 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
         _check(index, bucket, compresses=True, all_alike=True)
         return _of_root(Ring if tasks == RING else Tree)
     option = option_of(bucket.option)
-    _check(index, bucket, option.compresses, all_alike=not bucket.option[0].startswith("comp"))
+    _check(index, bucket, option.compresses, all_alike=not codes_own_gradient(bucket.option))
     return partial(_routed, option.tasks, device)
 
 

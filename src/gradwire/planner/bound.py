@@ -9,7 +9,7 @@ And the tasks of one tensor's bucket follow each other: after its gradient is re
 choice takes for it alone, since no task of a larger bucket is shorter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from gradwire.core.profile import TensorProfile
@@ -33,19 +33,19 @@ def least_step_us(
     tensors: Sequence[tuple[TensorProfile, bool]],
     specs: Sequence[Spec],
     plain: Sequence[tuple[str, ...]],
-    coded: Sequence[tuple[str, ...]],
+    coded: Mapping[Spec, Sequence[tuple[str, ...]]],
 ) -> float:
     """Microseconds.
 
     after: femtoseconds until each gradient can be ready, the forward first. tensors: in gradient-ready order, each with whether
-    it must stay uncompressed. plain, coded: the options of uncompressed and of compressed buckets.
+    it must stay uncompressed. plain, coded: the options of uncompressed buckets, and of compressed ones by spec.
     """
     ready_us = [time / FS_PER_US for time in after]
     bound = ready_us[-1]
     for link in (INTER, INTRA):
         ways: list[tuple[Spec, float, tuple[float, float, float]]] = []
         for spec in (Identity(), *specs):
-            options = plain if isinstance(spec, Identity) else coded
+            options = plain if isinstance(spec, Identity) else coded[spec]
             ways += [(spec, *way) for way in pricer.link_loads(options, spec.rounds, link)]
         known: dict[tuple[object, ...], float] = {}
         least = []
@@ -68,7 +68,7 @@ def least_step_us(
         quickest = min(pricer.sequence_us(option, Identity(), _least_bytes(tensor, Identity())) for option in plain)
         for spec in () if exempt else specs:
             size = _least_bytes(tensor, spec)
-            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in coded)])
+            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in coded[spec])])
         bound = max(bound, ready_us[place + 1] + quickest)
     return bound * (1 - 1e-12)
 

@@ -19,12 +19,14 @@ from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
 from gradwire.errors import PlanError
 from gradwire.planner.bound import least_step_us
-from gradwire.planner.cures import options_within
+from gradwire.planner.carried import carries
+from gradwire.planner.cures import BYTECOMP_ONLY, options_within
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.named import RESTRICTED
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
 from gradwire.planner.programs import Bytes, Pricer, bytes_of
+from gradwire.planner.schemes import tasks_of
 from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, Simulator
@@ -135,11 +137,38 @@ class Job:
         )
         self.offloads = main == "gpu" and "cpu" in devices
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
-        self.coded = [o.tasks for o in self.options if o.compresses]
+        self.coded = {spec: self._carrying(spec, main, given=options is not None) for spec in self.specs}
+        """By spec, the options that can carry what it encodes."""
         self._by_spec: dict[Spec, list[Choice]] = {}
         self.evaluations = 0
         self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
         self._known: dict[Part, Program] = {}
+
+    def _carrying(self, spec: Spec, device: str, given: bool) -> list[tuple[str, ...]]:
+        """Of the options allowed, and where nobody gave them, beside the tree, the all-reduce of what may be added on the wire.
+
+        Raises PlanError if there are none.
+        """
+        found = [
+            option.tasks
+            for option in self.options
+            if option.compresses and carries(option.tasks, spec, self.rules.device)
+        ]
+        most, anywhere = self.limits.max_encodes, self.limits.restrict in (None, *DEVICES, *BYTECOMP_ONLY)
+        if (
+            spec.rounds
+            and device == self.rules.device
+            and not given
+            and anywhere
+            and (most is None or spec.rounds <= most)
+        ):
+            found.append(tasks_of("allreduce", device, spec))
+        if not found:
+            raise PlanError(
+                f"no option that is allowed can carry what {spec!r} encodes: it travels by {' or '.join(spec.schemes)} alone; "
+                f"max_encodes is {most}, restrict {self.limits.restrict!r}. Leave out the spec, or the limits."
+            )
+        return found
 
     def is_exempt(self, tensor: int) -> bool:
         """Whether it must stay uncompressed."""
@@ -188,13 +217,14 @@ class Job:
         found = self._judged(Identity())[:most]
         for spec in self.specs:
             kept = self._judged(spec)[:most]
-            found += kept + [Choice(spec, on_cpu(c.option)) for c in kept[: most // 2] if self.offloads]
+            moved = [on_cpu(choice.option) for choice in kept[: most // 2]] if self.offloads else []
+            found += kept + [Choice(spec, option) for option in moved if carries(option, spec, self.rules.device)]
         return found
 
     def _judged(self, spec: Spec) -> list[Choice]:
         if spec not in self._by_spec:
             plain = isinstance(spec, Identity)
-            options = [choice.option for choice in self.plain] if plain else self.coded
+            options = [choice.option for choice in self.plain] if plain else self.coded[spec]
             self._by_spec[spec] = _undominated(self, [Choice(spec, option) for option in options])
         return self._by_spec[spec]
 

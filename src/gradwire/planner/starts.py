@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
+from gradwire.planner.carried import carries
 from gradwire.planner.cupcake import algorithm_1
 from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Job, Part
@@ -160,7 +161,7 @@ def bytecomp_moved(job: Job, looks: int | None = None, most: int = MOST) -> Move
     restrict = job.limits.restrict
     choices = list(job.plain)
     if job.specs:
-        choices += [Choice(job.specs[0], option.tasks) for option in job.options if option.compresses]
+        choices += [Choice(job.specs[0], option) for option in job.coded[job.specs[0]]]
     exempt = [place for place in range(len(job.profile.tensors)) if job.is_exempt(place)]
     if restrict == "all-compressed":
         if exempt:
@@ -189,6 +190,11 @@ def _offloaded(job: Job, draft: Draft, most: int) -> Moved:
     if not job.offloads:
         return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
     parts = draft.parts
+    for spec, option in {part.choice for part in parts if part.choice.encodes}:
+        if not carries(on_cpu(option), spec, job.rules.device):
+            return Moved(
+                draft, f"Nothing is offloaded: what {spec!r} encodes travels by one way only, from its own device."
+            )
     elsewhere = {
         place: part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option)))
         for place, part in enumerate(parts)
