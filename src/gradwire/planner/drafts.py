@@ -98,7 +98,8 @@ class Job:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
     specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
-    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these.
+    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these. Given ones are for every spec, as in
+    the papers' simulations, whether the engine could send so what it encodes or not.
     """
 
     def __init__(
@@ -137,31 +138,21 @@ class Job:
         )
         self.offloads = main == "gpu" and "cpu" in devices
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
-        self.coded = {spec: self._carrying(spec, main, given=options is not None) for spec in self.specs}
-        """By spec, the options that can carry what it encodes."""
+        given = None if options is None else [option.tasks for option in options if option.compresses]
+        self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
+        """By spec, the options that can carry what it encodes; those that were given count as they are."""
         self._by_spec: dict[Spec, list[Choice]] = {}
         self.evaluations = 0
         self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
         self._known: dict[Part, Program] = {}
 
-    def _carrying(self, spec: Spec, device: str, given: bool) -> list[tuple[str, ...]]:
-        """Of the options allowed, and where nobody gave them, beside the tree, the all-reduce of what may be added on the wire.
-
-        Raises PlanError if there are none.
-        """
-        found = [
-            option.tasks
-            for option in self.options
-            if option.compresses and carries(option.tasks, spec, self.rules.device)
-        ]
+    def _carrying(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
+        """Of the options allowed, and beside the tree the all-reduce of what may be added on the wire. Raises PlanError if there
+        are none."""
+        found = [option.tasks for option in self.options if option.compresses]
+        found = [tasks for tasks in found if carries(tasks, spec, self.rules.device)]
         most, anywhere = self.limits.max_encodes, self.limits.restrict in (None, *DEVICES, *BYTECOMP_ONLY)
-        if (
-            spec.rounds
-            and device == self.rules.device
-            and not given
-            and anywhere
-            and (most is None or spec.rounds <= most)
-        ):
+        if spec.rounds and device == self.rules.device and anywhere and (most is None or spec.rounds <= most):
             found.append(tasks_of("allreduce", device, spec))
         if not found:
             raise PlanError(
