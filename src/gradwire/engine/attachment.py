@@ -58,6 +58,7 @@ class Attachment(Driven):
         self._make_steps = partial(steps_of, common=common, compiled_before=self._compiled_before)
         self._steps = self._make_steps(prepared.plan.schedule, model, optimizers)
         self._schedule = prepared.plan.schedule
+        self._steps.on_begin = ModelHook(self, Attachment._step_begins)
         self._steps.on_finished = ModelHook(self, Attachment._finished)
         self._steps.on_measured = self._reports.append
         self._synchronise(model, prepared)
@@ -235,6 +236,12 @@ class Attachment(Driven):
             self._on_lane(job, "rank 0's buffers before forward")
         # in join() once a step, as ranks without a batch do
         self._buffers.due = self._steps.synchronise and not self._steps.joining
+
+    def _step_begins(self) -> None:
+        """In join(), ranks without a batch send buffers before each step: where no training forward of the model did, as in a
+        loop in eval mode or one that calls parts of the model, they are sent now."""
+        if self._steps.joining and self._buffers.due:
+            self._broadcast_buffers(self._model())
 
     def _join_the_others(self) -> None:
         """Take part in the steps of ranks that have more batches."""

@@ -90,13 +90,17 @@ class Corrections:
         for index in indices:
             slot = side.slots[index]
             if (residual := carried.pop(f"residual/{slot.name}", None)) is not None:
-                side.executor.buckets[slot.bucket].flat[slot.offset : slot.offset + residual.numel()] += residual
+                placed = slot.in_memory(residual)
+                side.executor.buckets[slot.bucket].flat[slot.offset : slot.offset + placed.numel()] += placed
         self._usual.memory.take_over(carried)
 
-    def landed(self, counts: bool) -> None:
-        """A step is over. If it does not count, residuals are what they were."""
+    def landed(self, counts: bool, taken_back: bool = False) -> None:
+        """A step is over. If it does not count, residuals are what they were, but for those that are `taken_back`, with the
+        gradient that they were added to, into what corrections remember."""
         if self._kept_back and not counts:
-            self._usual.memory.take_over(self._kept_back)
+            theirs = set(self.memory.names()) if taken_back and self.memory is not None else set()
+            restored = {key: value for key, value in self._kept_back.items() if key.partition("/")[2] not in theirs}
+            self._usual.memory.take_over(self._usual.memory.carried() | restored)
         self._kept_back = {}
 
 

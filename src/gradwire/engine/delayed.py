@@ -198,7 +198,7 @@ class Delayed(Steps):
         """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
         with suppress(StepStateError):
             self.flush()  # this rank may not have heard yet that a step is void
-            if self._computing:
+            if self._computing and self.failure is None:  # else all ranks have heard of it already
                 self._send_nothing(State.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
@@ -290,6 +290,7 @@ class Delayed(Steps):
             reports = self._hear(launched.told)
         except GradwireError:
             self._under_way.clear()
+            self._corrections.landed(counts=False)
             raise
         self._under_way.clear()
         exposed = time.perf_counter() - start
@@ -325,7 +326,7 @@ class Delayed(Steps):
             )
         elif launched.update is not None:
             self._weights.update(gradients, launched.update)
-        self._corrections.landed(counts=not left)
+        self._corrections.landed(counts=not left, taken_back=True)
 
     def _land_the_last(self) -> None:
         """Before a step is launched, on all ranks alike: land the one before it, and do what ranks do together then."""

@@ -1,5 +1,6 @@
 """The handle: what `parallelize` returns, and what keeps a model synchronised."""
 
+import hashlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from gradwire.engine.memory import added_up
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.states import read_state, split, warn_of_lost, write_state
 from gradwire.engine.stats import BucketStats, Stats
-from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.errors import GradwireError, PayloadError, PlanError, StepStateError
 
 if TYPE_CHECKING:
     from gradwire.profiler import Profiling
@@ -76,7 +77,12 @@ class Handle(Attachment):
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
         self._steps.flush()
-        return codec_seconds(self._executor, self._memory, self._group, repeats)
+        try:
+            return codec_seconds(self._executor, self._memory, self._group, repeats)
+        except PayloadError as error:
+            raise StepStateError(
+                f"the codecs cannot be timed before the present plan has run a step: {error}. Call this after one."
+            ) from error
 
     def profile(
         self, folder: str | os.PathLike[str], steps: int = 20, specs: Sequence[Spec] = ()
@@ -138,7 +144,7 @@ class Handle(Attachment):
         """
         self._steps.flush()
         step, memory = self._steps.step, self._memory.state() | self._steps.state() | self._decided(self._plan)
-        return write_state(self._group, step, self._order, self._plan.state_digest(), memory)
+        return write_state(self._group, step, self._order, self._digest_of(self._plan), memory)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up where `state_dict` was made. Between steps, on every rank; nothing is sent.
@@ -167,10 +173,11 @@ class Handle(Attachment):
             except ValueError:
                 self._change_to(before)
                 raise
-        if saved.own and saved.plan != plan.state_digest():
+        if saved.own and saved.plan != (digest := self._digest_of(plan)):
             raise ValueError(
-                f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {plan.state_digest()[:16]}: shards "
-                "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it."
+                f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
+                "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and the model in "
+                "the memory format that it had."
             )
         usable = plan == self._plan and not self._built.outdated(saved.step)
         built = self._built if usable else self._assemble(plan, saved.step)
@@ -191,6 +198,12 @@ class Handle(Attachment):
         self._steps.step = saved.step
         self._steps.load(saved, extra)
         self._resumed(saved)
+
+    def _digest_of(self, plan: Plan) -> str:
+        """Where shards and residuals lie: in the memory format, too, of tensors that have one of their own."""
+        strides = {name: p.stride() for name, p in self._parameters.items() if not p.is_contiguous()}
+        digest = plan.state_digest()
+        return hashlib.sha256(f"{digest} {strides}".encode()).hexdigest() if strides else digest
 
     def reset(self) -> None:
         """Go on after a backward that a rank left in the middle, by an exception that its script caught. Collective.

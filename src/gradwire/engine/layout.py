@@ -47,8 +47,26 @@ class Slot:
     until one counts."""
 
     def fits(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the parameter is still of the place's kind."""
-        return parameter.dtype is self.view.dtype and parameter.shape == self.view.shape
+        """Whether the parameter is still of the place's kind, its elements in the same order."""
+        if parameter.dtype is not self.view.dtype or parameter.shape != self.view.shape:
+            return False
+        own, place = parameter.stride(), self.view.stride()
+        shape = self.view.shape
+        return own == place or _order(_place_strides(parameter), shape) == _order(place, shape)
+
+    def in_memory(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the tensor's elements, flat, in the order in which they lie in the place, on its device."""
+        values = values.to(self.view.device)
+        if self.view.is_contiguous():
+            return values.reshape(-1)
+        placed = torch.empty_strided(self.view.shape, self.view.stride(), dtype=values.dtype, device=values.device)
+        return placed.copy_(values.reshape(self.view.shape)).as_strided((values.numel(),), (1,))
+
+    def by_element(self, memory: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        if self.view.is_contiguous():
+            return memory
+        return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
 
     def add_owed(self) -> None:
         """To the gradient, which is there."""
@@ -172,7 +190,7 @@ def _build(
         whole = AllReduce(flat, group.rank, group.world_size)
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
     count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
-    granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(numels)
+    granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(1, *numels)
     bounds = cut(numels, granularity, 0, flat.numel(), count)
     rows = _Rows(bucket, members, granularity)
     contexts = [Context(row) for row in random.unbind()]
@@ -293,14 +311,22 @@ def _check(index: int, bucket: Bucket, first: torch.nn.Parameter, codec: Compres
 
 
 def _view(flat: torch.Tensor, at: int, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's place, with the parameter's strides where these leave no holes (as channels_last does)."""
+    """The parameter's place."""
     part = flat[at : at + parameter.numel()]
+    return part.as_strided(parameter.shape, _place_strides(parameter), part.storage_offset())
+
+
+def _place_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own where these leave no holes (as in channels_last), else those of a contiguous tensor."""
     strides = sorted(
         (stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
     )
     dense, expected = True, 1
     for stride, size in strides:
         dense, expected = dense and stride == expected, expected * size
-    if dense:
-        return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-    return part.view(parameter.shape)
+    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+
+
+def _order(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """What strides say of where elements lie: those of dimensions of one element say nothing."""
+    return [stride for stride, size in zip(strides, shape, strict=True) if size > 1]

@@ -79,13 +79,22 @@ class Remembered:
         return self._carried_sizes() | {_carried(key): slot.view.numel() for key, slot in self._owing()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`{what}/{encode}/{tensor}`: one-dimensional float32, zero where nothing is kept."""
+        """`{what}/{encode}/{tensor}`: one-dimensional float32, element by element whatever the tensor's strides are, zero where
+        nothing is kept."""
         state: dict[str, torch.Tensor] = {}
         for run in self._runs():
             if run.key not in state:
                 state[run.key] = torch.zeros(run.numel, dtype=run.part.dtype, device=run.part.device)
             state[run.key][run.first : run.first + run.part.numel()] = run.part
-        return state | {key: slot.owed.clone() for key, slot in self._owing() if slot.owed is not None}
+        slots = self._slots()
+        state = {key: slots[key].by_element(value) if key in slots else value for key, value in state.items()}
+        return state | {key: slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
+
+    def _slots(self) -> dict[str, Slot]:
+        """Those of what is remembered by element, by key."""
+        by_name = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
+        keys = [run.key for run in self._runs() if not run.key.startswith(f"{SHARED}/")]
+        return {key: by_name[key.split("/", 2)[2]] for key in keys}
 
     def _owing(self) -> Iterator[tuple[str, Slot]]:
         """The slots of which no residual is remembered, with their keys."""
@@ -107,11 +116,13 @@ class Remembered:
 
     def load(self, state: State) -> None:
         """Take what `state` of the same rank and plan returned, when `check` finds nothing wrong with it."""
+        placed = {key: slot.in_memory(state[key]) for key, slot in self._slots().items() if not _is_left(key)}
         for run in self._runs(change=True):
             if _is_left(run.key):
                 run.part.zero_()
             else:
-                run.part.copy_(state[run.key].reshape(-1)[run.first : run.first + run.part.numel()])
+                whole = placed[run.key] if run.key in placed else state[run.key].reshape(-1)
+                run.part.copy_(whole[run.first : run.first + run.part.numel()])
         self._give({_carried(key): value.reshape(-1) for key, value in state.items() if _is_left(key)})
 
     def carried(self) -> dict[str, torch.Tensor]:
@@ -154,7 +165,8 @@ class Remembered:
         """Hand to each scheme what is carried of its elements, all at once: what is stored narrow is rounded once then. What
         no scheme takes, the slots owe."""
         for key, slot in self._owing():
-            slot.owed = carried.get(_carried(key))
+            owed = carried.get(_carried(key))
+            slot.owed = slot.in_memory(owed) if owed is not None else None
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:
@@ -164,7 +176,8 @@ class Remembered:
                     for slot in buffers.slots:
                         low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
                         if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
-                            values[low - start : high - start] = own[low - slot.offset : high - slot.offset]
+                            placed = slot.in_memory(own)
+                            values[low - start : high - start] = placed[low - slot.offset : high - slot.offset]
                     chunk.take_over(what, 0, values)
 
     @contextmanager

@@ -63,5 +63,5 @@ def successor(old: Steps, make: Callable[[], Steps]) -> Steps:
     new = make()
     new.step, new.active, new.drift = old.step, old.active, old.drift
     new.synchronise, new.joining = old.synchronise, old.joining
-    new.on_finished, new.on_measured = old.on_finished, old.on_measured
+    new.on_begin, new.on_finished, new.on_measured = old.on_begin, old.on_finished, old.on_measured
     return new

@@ -51,11 +51,10 @@ class Steps(Usable, Saveable, Traits):
     def __init__(self, group: Group, control: Lane, roll_call: RollCall, drift_check_steps: int) -> None:
         super().__init__(group, roll_call)
         self.control = control
-        self.synchronise, self.joining = True, False
+        self.synchronise, self.joining, self.deferred = True, False, False
         self.drift = DriftWatch(drift_check_steps)
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
-        self.deferred = False
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
         self.on_finished: Callable[[float], None] = lambda exposed_s: None
@@ -153,6 +152,7 @@ class Steps(Usable, Saveable, Traits):
             )
         self._running = True
         self._outer_task = torch._C._current_graph_task_id()
+        self.on_begin()
         self._begin_step()
         Variable._execution_engine.queue_callback(self._close)
 

@@ -32,6 +32,8 @@ class Traits:
     """Whether the model's trainable parameters must stay as they are, and only its buffers may change."""
     first_gradient_s = -1.0
     """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
+    on_begin: Callable[[], None] = staticmethod(lambda: None)
+    """Called when the first gradient of a step came, before anything is sent."""
     stepped: bool = True
     """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
 

@@ -98,7 +98,7 @@ class Job:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
     specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
-    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these. Given ones are for every spec, as in
+    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these. Given ones are for all specs, as in
     the papers' simulations, whether the engine could send so what it encodes or not.
     """
 

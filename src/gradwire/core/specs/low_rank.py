@@ -77,7 +77,8 @@ class PowerSGD(Spec, frozen=True):
             return None
         rows, columns = shape[0], math.prod(shape[1:])
         small = (rows + columns) * self.rank * self.min_compression
-        return (rows, columns) if 0 < small <= rows * columns else None
+        fits = self.rank <= min(rows, columns) and small <= rows * columns
+        return (rows, columns) if fits else None
 
     def round_numels(self, runs: Sequence[Run]) -> tuple[int, int]:
         """float32 numbers summed in each round."""
