@@ -88,7 +88,10 @@ def test_whatever_fails_leaves_the_old_file(
 
 
 def test_the_error_is_ours_and_python_s(tmp_path: Path) -> None:
-    for path, why in [(tmp_path / "no" / "such.json", "No such file"), (tmp_path, "Is a directory")]:
+    for path, why in [
+        (tmp_path / "no" / "such.json", f"there is no folder {tmp_path / 'no'}. Make it"),
+        (tmp_path, "Is a directory"),
+    ]:
         with pytest.raises(WriteError) as caught:
             CLUSTER.save(path)
         assert isinstance(caught.value, GradwireError) and isinstance(caught.value, OSError)

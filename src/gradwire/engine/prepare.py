@@ -102,7 +102,7 @@ def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any
         "gradwire version": __version__,
         "torch version": torch.__version__,
         "model": [[t.name, list(t.shape), t.dtype, t.device] for t in prepared.tensors],
-        "memory formats": [[name, list(p.stride())] for name, p in prepared.parameters.items()],
+        "model's memory formats": [[name, list(p.stride())] for name, p in prepared.parameters.items()],
         "plan": policy.to_json(None) if policy is not None else f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
     }
 
