@@ -131,7 +131,6 @@ def thaw(schedule: str) -> tuple[bool, bool]:
         step(number, thawed=True)
     handle.flush()
     handle.detach()
-    begin = Given([40, 30])
     torch.manual_seed(0)
     begin = Given([40, 30])
     with torch.no_grad():

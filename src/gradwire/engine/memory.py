@@ -86,15 +86,14 @@ class Remembered:
             if run.key not in state:
                 state[run.key] = torch.zeros(run.numel, dtype=run.part.dtype, device=run.part.device)
             state[run.key][run.first : run.first + run.part.numel()] = run.part
-        slots = self._slots()
+        slots = self._slots(state)
         state = {key: slots[key].by_element(value) if key in slots else value for key, value in state.items()}
         return state | {key: slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
 
-    def _slots(self) -> dict[str, Slot]:
-        """Those of what is remembered by element, by key."""
+    def _slots(self, keys: Iterable[str]) -> dict[str, Slot]:
+        """Of those of these keys that are of a tensor's elements."""
         by_name = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
-        keys = [run.key for run in self._runs() if not run.key.startswith(f"{SHARED}/")]
-        return {key: by_name[key.split("/", 2)[2]] for key in keys}
+        return {key: by_name[key.split("/", 2)[2]] for key in keys if not key.startswith(f"{SHARED}/")}
 
     def _owing(self) -> Iterator[tuple[str, Slot]]:
         """The slots of which no residual is remembered, with their keys."""
@@ -116,7 +115,7 @@ class Remembered:
 
     def load(self, state: State) -> None:
         """Take what `state` of the same rank and plan returned, when `check` finds nothing wrong with it."""
-        placed = {key: slot.in_memory(state[key]) for key, slot in self._slots().items() if not _is_left(key)}
+        placed = {key: slot.in_memory(state[key]) for key, slot in self._slots(state).items() if not _is_left(key)}
         for run in self._runs(change=True):
             if _is_left(run.key):
                 run.part.zero_()

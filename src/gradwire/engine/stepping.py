@@ -90,10 +90,7 @@ def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
     """Its groups with the values they have now (a scheduler may change the rate before they are used)."""
-    return [
-        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    return [_copied(group) for group in optimizer.param_groups]
 
 
 @contextmanager
@@ -125,11 +122,11 @@ def step_later(
     """As `step_only`, of a whole step that was asked for when the groups had these values: what it writes into its groups, such
     as a count of steps, is written into the optimizer's own."""
     parts = _parts(groups, parameters, keep_empty=True)
-    before = [_values(part) for part in parts]
+    before = [_copied(part) for part in parts]
     _step_parts(optimizer, whole, [part for part in parts if part["params"]])
     for own, part, values in zip(optimizer.param_groups, parts, before, strict=False):
-        for key, value in _values(part).items():
-            if key in values and _alike(value, values[key]):
+        for key, value in part.items():
+            if key == "params" or (key in values and _alike(value, values[key])):
                 continue
             if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
                 own[key].copy_(value)
@@ -169,13 +166,9 @@ def _step_parts(optimizer: torch.optim.Optimizer, whole: Whole, parts: Groups) -
         optimizer.param_groups = own
 
 
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group now, without its parameters."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with the values that it has now."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -55,7 +55,7 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
     for value in y_ticks:
         at = _BOX - _BOX * (value - y_low) / (y_high - y_low)
         drawing.append(tag("line", x1=0, x2=_BOX, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-    for curve, (colour, dash, width) in zip(curves, STYLES, strict=False):  # at most as many curves as styles
+    for curve, (colour, dash, width) in zip(curves, STYLES, strict=False):
         points = " ".join(
             f"{_BOX * (x - x_low) / (x_high - x_low):.1f},{_BOX - _BOX * (y - y_low) / (y_high - y_low):.1f}"
             for x, y in zip(curve.x, curve.y, strict=True)
