@@ -63,8 +63,10 @@ class Steps(NamedTuple):
 
 
 USUAL = Steps(rounds=3, counted=3, trial=10, discarded=2)
-SLOW = Steps(rounds=3, counted=1, trial=2, discarded=1)
-"""Over 100 Mb/s, where a step takes two seconds and the link alone says how long."""
+SLOW = Steps(rounds=3, counted=1, trial=4, discarded=1)
+"""Over 100 Mb/s, where a step takes one or two seconds."""
+BESIDE = 9
+"""Steps of each size that count where the choice is compared: three tell no 5 % from chance."""
 
 
 def run(arguments: list[str]) -> int:
@@ -233,7 +235,9 @@ def _rank(name: str, steps: Steps) -> None:
     if training.group(chosen) == training.group(best):
         best = chosen
     compared = list(dict.fromkeys([chosen, best, START]))
-    beside_ms = dict(zip(compared, training.turns(compared, steps._replace(rounds=3)), strict=True))
+    beside_ms = dict(
+        zip(compared, training.turns(compared, steps._replace(rounds=BESIDE // steps.counted)), strict=True)
+    )
     found = {
         "grid": [
             {"nbytes": nbytes, "buckets": len(training.group(nbytes)), "step_ms": step_ms}

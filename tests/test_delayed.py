@@ -167,3 +167,21 @@ def test_corrections_of_every_step_are_exact(worlds: Worlds) -> None:
     cheap = gw.Uniform(gw.QSGD(bits=2), schedule=gw.Delayed(k=1, correction=gw.QSGD(bits=8)))
     first, second = (after for after, _ in worlds.run(2, engine, schedule, momentum, True, cheap))
     assert first == second and first[-1] != expected[-1]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.Delayed(k=1, warmup_steps=3, correction=gw.QSGD(bits=2)),
+        gw.Delayed(k=None, warmup_steps=3),
+    ],
+    ids=repr,
+)
+def test_a_warm_up_is_not_compressed(worlds: Worlds, schedule: gw.Delayed) -> None:
+    """Whatever corrections send, and where there are none."""
+    expected = [digest(weights) for weights in reference(gw.Delayed(k=1, warmup_steps=3), momentum, 2).history]
+    first, second = (
+        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+    )
+    assert first == second
+    assert first[:3] == expected[:3] and first[3] != expected[3]

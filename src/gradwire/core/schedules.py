@@ -81,7 +81,8 @@ class Delayed(
     """Whether a correction also sends what error feedback has kept back so far. True: less lag, a larger jump at corrections;
     False: it waits for the next compressed step, as in the paper."""
     warmup_steps: int = 0
-    """Steps at the start that are synchronous and send what corrections send. More: closer to plain SGD, no overlap."""
+    """Steps at the start that are synchronous and uncompressed, whatever corrections are. More: closer to plain SGD, no
+    overlap."""
     local_lr: float | None = None
     """Learning rate of the local update, the optimizer's next step along the rank's own gradient; None is the param_group's
     current one. 0: the next step computes on the global weights as they are, one update behind."""

@@ -1,8 +1,12 @@
-"""The two sets of buckets of the `delayed` schedule: of usual steps, and of corrections, in the same flat buffers."""
+"""The two sets of buckets of the `delayed` schedule: of usual steps, and of corrections, in the same flat buffers.
+
+Steps of the warm-up are corrections without a spec: they send gradients as they are (CD-SGD, algorithm 1).
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from gradwire.collectives import Group
@@ -46,10 +50,12 @@ class Corrections:
         self._built: Assembly | None = None
         self._kept_back: dict[str, torch.Tensor] = {}
         """What compressors remembered before residuals were flushed into a step, until it counts."""
-        if schedule.k is None and not schedule.warmup_steps:
+        self._warming = warming = step < schedule.warmup_steps
+        if schedule.k is None and not warming:
             return
         executor = usual.executor
-        plan = correction_plan(executor.plan, schedule, [_info(*item) for item in parameters.items()])
+        sent = msgspec.structs.replace(schedule, correction=None) if warming else schedule
+        plan = correction_plan(executor.plan, sent, [_info(*item) for item in parameters.items()])
         flats = [buffers.flat for buffers in executor.buckets]
         self._built = built = assemble(plan, dict(parameters), group, executor.lanes, step, flats)
         if before is not None and before.memory is not None:
@@ -62,14 +68,17 @@ class Corrections:
         """Of corrections, if there are any."""
         return self._corrected.memory if self._corrected is not None else None
 
-    def at_step(self, step: int) -> "Corrections":
-        """These, or where they are others in that step, new ones that remember nothing."""
+    def at_step(self, step: int, keep: bool = False) -> "Corrections":
+        """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
         if not self.outdated(step):
             return self
-        return Corrections(self.schedule, self._usual, self._parameters, self._group, step)
+        return Corrections(self.schedule, self._usual, self._parameters, self._group, step, self if keep else None)
 
     def outdated(self, step: int) -> bool:
-        """Whether in this step the correction's spec is another one than in the step its buckets were made for."""
+        """Whether in this step the correction's spec is another one than in the step its buckets were made for, or in only one
+        of the two there are any."""
+        if (step < self.schedule.warmup_steps) != self._warming:
+            return self.schedule.correction is not None or self.schedule.k is None
         return self._built is not None and self._built.outdated(step)
 
     def side(self, step: int) -> Side:

@@ -10,7 +10,8 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
    changes nothing: L(i+1) is put back by the next training forward.
 
 Warm-up steps, and all steps without local update, land at once. Corrections run on buckets of their own, with the correction's
-spec in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only step 2 writes there.
+spec (none in the warm-up) in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only
+step 2 writes there.
 
 Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
 gradients, which the script's own and the flat buffers no longer share.
@@ -345,6 +346,7 @@ class Delayed(Steps):
 
     def state(self) -> dict[str, torch.Tensor]:
         self.flush()
+        self._corrections = self._corrections.at_step(self.step, keep=True)
         local = zip(self.names, self._weights.local_weights, strict=True)
         sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self._weights.global_weights)]
         remembered = self._corrections.memory.state() if self._corrections.memory is not None else {}
