@@ -51,9 +51,12 @@ GW_ROLLED
     GW_INLINE_MEMBER Value(u16 raw, int) : step(bf16_value(raw) / kLargest) {}
 
     GW_INLINE_MEMBER float of(u32 code) const {
-      // the exponent is moved by a multiplication, which is exact and makes subnormals normal
-      const float magnitude = float_of((code & 0x7fu) << kShift) * float_of(u32(254 - kBias) << 23);
-      return float_of(bits_of(magnitude) | ((code & 0x80u) << 24)) * step;
+      // as in to_float(f16)
+      constexpr u32 smallest_normal = u32(128 - kBias) << 23;
+      const u32 fraction = (code & 0x7fu) << kShift, normal = fraction + (u32(127 - kBias) << 23);
+      const u32 subnormal = bits_of(float_of(smallest_normal | fraction) - float_of(smallest_normal));
+      const u32 magnitude = (fraction >> 23) ? normal : subnormal;
+      return float_of(magnitude | ((code & 0x80u) << 24)) * step;
     }
   };
 };

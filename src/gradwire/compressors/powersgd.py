@@ -64,7 +64,7 @@ class PowerProgram:
                 self.whole.append((slice(row.offset, row.offset + row.numel), slice(p_at, p_at + row.numel)))
                 p_at += row.numel
         self.matrices = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 5)
-        first, self.q_sum = torch.zeros(p_at, device=device), torch.zeros(q_at, device=device)
+        first, self.q_sum = (torch.zeros(at, dtype=torch.float32, device=device) for at in (p_at, q_at))
         assert (p_at, q_at) == spec.round_numels(runs)
         self.payloads = [first, self.q_sum]
         self.q_own, self.q_next = torch.zeros_like(self.q_sum), torch.zeros_like(self.q_sum)

@@ -8,7 +8,7 @@ from pathlib import Path
 from gradwire.core.checks import printable
 from gradwire.errors import WriteError
 
-__all__ = ["write_whole"]
+__all__ = ["make_folder", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -35,6 +35,19 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             f"{name}: cannot be written: {error.strerror or error}. What it held before is as it was. Make room, or choose "
             "another folder."
         ) from error
+
+
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder, made with those above it where there is none. Raises WriteError, an OSError, that names it."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        name = printable(os.fspath(path), longest=1024)
+        raise WriteError(
+            f"{name}: no folder can be made there: {error.strerror or error}. Choose another one."
+        ) from error
+    return folder
 
 
 def _replace(target: Path, data: bytes) -> None:

@@ -150,7 +150,7 @@ def _encode_gbytes_s() -> float:
 
     with warnings.catch_warnings(action="ignore"):
         kernels = kernels_for("cpu")
-    gradient = torch.randn(_CODEC_NUMEL)
+    gradient = torch.randn(_CODEC_NUMEL, dtype=torch.float32)
     payload = torch.zeros(sum(qsgd_bytes([(_CODEC_NUMEL, 4)], 128, "max")), dtype=torch.uint8)
     segments, stream = Segments.of([Segment(0, _CODEC_NUMEL, 1, 0, 4)]), torch.tensor([0, 1, 0, 0])
     seconds = []

@@ -37,7 +37,7 @@ class FirstGradient:
             return
         self.shares.append((first_s - self._began) / max(end_s - self._began, 1e-9))
         self._began = None
-        if len(self.shares) == _STEPS and self.median > _MOST and model is not None and _compiled(model):
+        if len(self.shares) == _STEPS and self.median > _MOST and model is not None and compiled(model):
             warnings.warn(
                 f"{100 * self.median:.0f} % of backward passes before the first gradient is there, and nothing can be sent "
                 "meanwhile: the model is compiled as a whole. Compile its blocks one by one to overlap communication: "
@@ -51,5 +51,6 @@ class FirstGradient:
         return statistics.median(self.shares) if self.shares else 0.0
 
 
-def _compiled(model: torch.nn.Module) -> bool:
+def compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile made this module, or was told to compile it in place."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None

@@ -43,7 +43,9 @@ def measure_codecs(
     kind = "cpu" if device.type == "cpu" else "gpu"
     codecs = []
     numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
-    gradients = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(device)
+    gradients = (
+        torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).mul_(1e-3).to(device)
+    )
     buffers = (gradients, torch.zeros_like(gradients))
     with _one_thread():
         for spec in dict.fromkeys(spec for spec in specs if not isinstance(spec, Identity)):
@@ -81,7 +83,7 @@ def _calls(
     gradients, totals = _parts(gradient, numel), _parts(total, numel)
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
     first = next(gradients)
-    state = [torch.zeros(numel, device=device) for _ in spec.state]
+    state = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state]
     if spec.rounds:
         program = compressor.program(first, state, segments)  # type: ignore[attr-defined]
         rounds = range(spec.rounds)

@@ -150,7 +150,7 @@ class _AllReduces:
         self._link, self._device = link, device
 
     def announce(self, nbytes: int, messages: int) -> None:
-        self._tensor = torch.zeros(nbytes // 4, device=self._device)
+        self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._device)
 
     def perform(self) -> None:
         with transfer():

@@ -41,7 +41,9 @@ def model_times(
     infos: the trainable tensors. modules: of each module the numbers of its own ones. quiet, loaded: rows as
     `Recorder.rows` has them, (steps, columns). Gaps are differences of median moments, so that they add up to the median
     backward; forward times are medians, scaled so that they add up to the median forward. A tensor that never got a
-    gradient is the last, with no gap. A module's forward counts for that tensor of it whose turn in forward comes last.
+    gradient is the last, with no gap. A module's forward counts for that tensor of it whose turn in forward comes last; if all of
+    them are an earlier module's, too (tied weights), for the tensor of the module before it. Where no module was seen, all of
+    forward counts for the last tensor, whose turn comes first.
     """
     count = len(modules)
     forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -2]
@@ -50,10 +52,14 @@ def model_times(
     moments = torch.cat([began[:, None], ready[:, order]], 1)
     gaps = torch.diff(torch.cat([_quantile(began[:, None], 0.5), middle[order]])).clamp(min=0)
     gap_spread = _spread(torch.diff(moments, dim=1))
-    forward_us, forward_spread = _of_tensors(_scaled(forward, began), modules, order), [0.0] * len(order)
-    spreads = _spread(forward)
-    for module, own in enumerate(modules):
-        forward_spread[min(order.index(each) for each in own)] += float(spreads[module])
+    whole_us = _known(_quantile(began[:, None], 0.5)[0])
+    times_us, spreads_us = _scaled(forward, whole_us), _spread(forward).tolist()
+    forward_us, forward_spread = [0.0] * len(order), [0.0] * len(order)
+    for module, place in enumerate(_places(modules, order)):
+        forward_us[place] += times_us[module]
+        forward_spread[place] += spreads_us[module]
+    if not any(forward_us):
+        forward_us[-1] = whole_us
     tensors = [
         TensorProfile(
             name=infos[index].name,
@@ -89,23 +95,26 @@ def launch_time_us(
     return max(0.0, exchange_cpu_us - codec_us) / max(1, exchanges)
 
 
-def _scaled(forward: torch.Tensor, began: torch.Tensor) -> list[float]:
+def _scaled(forward: torch.Tensor, whole_us: float) -> list[float]:
     """Medians of the modules' times, so that they add up to the median forward."""
-    middles, whole = _quantile(forward, 0.5), _quantile(began[:, None], 0.5)[0]
+    middles = torch.nan_to_num(_quantile(forward, 0.5))
     total = middles.sum()
-    return (middles * (whole / total) if total > 0 else middles).tolist()
+    return (middles * (whole_us / total) if total > 0 else middles).tolist()
 
 
-def _of_tensors(times: Sequence[float], modules: Sequence[Sequence[int]], order: Sequence[int]) -> list[float]:
-    """Each module's time at the place of its tensor whose gradient is ready first, which forward uses last."""
-    found = [0.0] * len(order)
-    for us, own in zip(times, modules, strict=True):
-        found[min(order.index(each) for each in own)] += us
+def _places(modules: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """Of each module the place of its tensor whose gradient is ready first, which forward uses last, among those that are no
+    earlier module's; where all are, the place of the module before it."""
+    found, seen = list[int](), set[int]()
+    for own in modules:
+        new = [order.index(each) for each in own if each not in seen]
+        found.append(min(new) if new else found[-1])
+        seen.update(own)
     return found
 
 
 def _quantile(rows: torch.Tensor, q: float) -> torch.Tensor:
-    return torch.nanquantile(rows, q, dim=0)
+    return torch.nanquantile(rows, q, dim=0) if rows.numel() else rows.new_zeros(rows.shape[1:])
 
 
 def _spread(rows: torch.Tensor) -> torch.Tensor:

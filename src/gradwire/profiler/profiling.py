@@ -14,6 +14,7 @@ from gradwire.collectives import Group, Link, LinkError, transfer
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
+from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
@@ -98,6 +99,11 @@ class Profiling:
                 f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with "
                 "a plan of your own."
             )
+        if not recorder.began:
+            raise StepStateError(
+                f"the loop made no step inside profile(steps={self._steps}) that began with a call of the model itself, where "
+                "its forward hooks run. Call the model, not its parts or its forward."
+            )
         if recorder.seen < recorder.wanted:
             raise StepStateError(
                 f"the loop made {recorder.seen} steps inside profile(steps={self._steps}), which needs {recorder.wanted}: "
@@ -105,7 +111,7 @@ class Profiling:
             )
         self._measure(recorder)
         if self._group.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             self.profile.save(self._folder / "profile.json")
             self.cluster.save(self._folder / "cluster.json")
             self.costs.save(self._folder / "costs.json")

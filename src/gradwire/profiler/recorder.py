@@ -7,7 +7,7 @@ end with the same sums, so that training goes on as without a profiler.
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from gradwire.core.plan import Plan
 from gradwire.engine.backward import Backward
 from gradwire.engine.hooks import GradientHooks, tensors_in
+from gradwire.engine.overlap import compiled
 from gradwire.profiler.clock import Clock
 
 __all__ = ["WARMUP_STEPS", "Recorder"]
@@ -34,6 +35,8 @@ class _Step:
     modules: list[tuple[int, Any]] = field(default_factory=list)
     """A module's number, and when its forward began."""
     backward: Any = None
+    in_backward: bool = False
+    """Whether a gradient has come back to an output of the step's last forward."""
     ready: dict[int, Any] = field(default_factory=dict)
     finished: Any = None
     ended: Any = None
@@ -65,12 +68,13 @@ class Recorder:
         self._on_finished = backward.on_finished
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
-        """Of each module that has parameters of its own: their numbers."""
+        """Of each module that has parameters of its own: their numbers. None of a model that is compiled, as a whole or in parts:
+        hooks would cut what was compiled."""
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(_uncompiled(self._after_forward)),
         ]
-        for module in model.modules():
+        for module in model.modules() if not any(map(compiled, model.modules())) else ():
             own = [numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers]
             if own:
                 enter = partial(self._enter, len(self.modules))
@@ -84,13 +88,21 @@ class Recorder:
         """Steps finished so far, those of the warm-up too."""
         return sum(step.finished is not None for step in self._steps)
 
+    @property
+    def began(self) -> int:
+        """Steps begun so far."""
+        return len(self._steps)
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        self._backward.on_finished = self._on_finished
+        if (
+            self._backward.on_finished == self._finished
+        ):  # else somebody else listens, and calls this one, which hands on
+            self._backward.on_finished = self._on_finished
         self._backward.executor.hold = False
 
     def rows(self, quiet: bool) -> torch.Tensor:
@@ -117,7 +129,7 @@ class Recorder:
 
     # ---- hooks
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled():
             return
         if self._steps and self._steps[-1].finished is None:
@@ -129,7 +141,7 @@ class Recorder:
             return
         if len(self._steps) == WARMUP_STEPS:
             self.plan = self._backward.executor.plan
-        shapes = [tensor.shape for tensor in tensors_in(inputs)]
+        shapes = [tensor.shape for tensor in tensors_in((inputs, named))]
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
         self._backward.executor.hold = quiet
@@ -144,13 +156,11 @@ class Recorder:
         step = self._running()
         if step is None or module is not self._model() or not torch.is_grad_enabled():
             return
-        step.backward = self.clock.mark()
-        begun: list[bool] = []
+        step.backward, step.in_backward = self.clock.mark(), False
 
         def begin(gradient: torch.Tensor) -> None:
-            if not begun:
-                begun.append(True)
-                step.backward = self.clock.mark()
+            if not step.in_backward:  # another forward of the same step may have an output, too
+                step.backward, step.in_backward = self.clock.mark(), True
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -173,3 +183,9 @@ class Recorder:
     def _running(self) -> _Step | None:
         """The step that has begun and is not finished."""
         return self._steps[-1] if self._steps and self._steps[-1].finished is None else None
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Out of the sight of torch.compile, which would compile it anew for every step that it has seen."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    return disabled

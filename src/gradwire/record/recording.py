@@ -1,5 +1,6 @@
 """Recording inside an ordinary training loop: what `handle.record` returns."""
 
+import contextlib
 import math
 import os
 import time
@@ -15,13 +16,14 @@ import msgspec
 import torch
 
 from gradwire.collectives import Group
-from gradwire.core.checks import whole
+from gradwire.core.checks import show, whole
+from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.engine.executor import Executor, TaskTimes
 from gradwire.engine.hooks import GradientHooks, tensors_in
 from gradwire.engine.stats import Stats, StepReport
 from gradwire.engine.step import Steps
-from gradwire.errors import PlanError, StepStateError, WriteError
+from gradwire.errors import PlanError, StepStateError
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, Sent, measured_timeline
@@ -76,7 +78,7 @@ class Recording:
         self._names = list(parameters)
         self._steps: list[StepRecord] = []
         self._losses: dict[int, Any] = {}
-        self._seen, self._every = 0, 1
+        self._seen, self._every, self._newest = 0, 1, 0
         self._tensors = Tensors(group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
@@ -106,6 +108,7 @@ class Recording:
     def __enter__(self) -> Self:
         model = self._model()
         if self._group.rank == 0 and model is not None:
+            make_folder(self._path.parent)
             self._on_finished = self._engine.on_finished
             self._on_measured = self._engine.on_measured
             self._engine.on_finished, self._engine.on_measured = self._finished, self._measured
@@ -114,7 +117,6 @@ class Recording:
                 model.register_forward_pre_hook(self._before_forward),
                 model.register_forward_hook(self._after_forward),
             ]
-            self._path.parent.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(
@@ -128,18 +130,24 @@ class Recording:
         self._gradients.remove()
         self._engine.on_finished, self._engine.on_measured = self._on_finished, self._on_measured
         self._engine.executor.times = self._executor().times = None
+        if self._forward is None and error is None:
+            warnings.warn(
+                f"nothing was recorded in {self._path.parent}: a step begins with a call of the model itself, not of its parts, "
+                "and there was none inside record().",
+                stacklevel=2,
+            )
         try:
             self.run().save(self._path)
-        except WriteError as problem:
+        except Exception as problem:
             if error is None:
                 raise
-            warnings.warn(str(problem), stacklevel=2)  # the script's own error matters more
+            self._warn(problem)  # the script's own error matters more
 
     def log(self, loss: Any) -> None:
         """This rank's loss of the step in hand, or of the last one when no forward has begun since: a number, or a tensor of
         one element. Costs no synchronisation with a device.
 
-        Raises StepStateError before the first step, ValueError for a tensor of several elements.
+        Raises StepStateError before the first step, ValueError for what is no real number or a tensor of several elements.
         """
         if self._group.rank != 0:
             return
@@ -150,7 +158,11 @@ class Recording:
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(f"loss has shape {tuple(loss.shape)}: log one number a step, such as loss.mean().")
-            loss = loss.detach()
+            if loss.is_complex():
+                raise ValueError(f"loss is a tensor of {loss.dtype}: log a real number.")
+            loss = loss.detach().clone()  # the script may write the next one to the same memory
+        else:
+            loss = _number(loss)
         back = 0 if self._open else 1
         if (self._seen - back) % self._every == 0:  # else its step is not kept either
             self._losses[self._engine.step - back] = loss
@@ -177,6 +189,7 @@ class Recording:
         if self._group.rank != 0:
             raise StepStateError(f"rank {self._group.rank} records nothing: ask on rank 0.")
         executor, stats = self._executor(), self._stats()
+        self._go_back()
         self._tensors.use(executor, self._engine.step)
         losses = {step: float(loss) for step, loss in self._losses.items()}
         not_finite = [step for step, loss in losses.items() if not math.isfinite(loss)]
@@ -220,6 +233,7 @@ class Recording:
         if module is not self._model() or not torch.is_grad_enabled() or self._open or inside:
             return
         now = time.perf_counter()
+        self._go_back()
         if self._forward is not None and self._steps and self._steps[-1].step == self._engine.step - 1:
             length_us = (now - self._forward - self._aside_s) * 1e6
             self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
@@ -302,9 +316,28 @@ class Recording:
             return
         try:
             self.run().save(self._path)
-        except WriteError as problem:
-            warnings.warn(str(problem), stacklevel=2)  # training matters more
+        except Exception as problem:
+            self._warn(problem)  # training matters more
         self._saved = time.perf_counter()
+
+    def _go_back(self) -> None:
+        """Forget steps that the script undid by loading a state of before."""
+        step, self._newest = self._engine.step, max(self._newest, self._engine.step)
+        if step < self._newest:
+            self._steps = [each for each in self._steps if each.step < step]
+            self._losses = {at: loss for at, loss in self._losses.items() if at < step}
+            self._tensors.forget_from(step)
+            self._newest = step
+
+    def _warn(self, problem: Exception) -> None:
+        warnings.warn(f"the record of this run: {type(problem).__name__}: {problem}", stacklevel=3)
+
+
+def _number(loss: object) -> float:
+    if not isinstance(loss, str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(loss)  # type: ignore[arg-type]
+    raise ValueError(f"loss is {show(loss)}: log a real number, or a tensor of one element.")
 
 
 class Watched(NamedTuple):

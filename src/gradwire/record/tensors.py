@@ -50,6 +50,15 @@ class Tensors:
                 if not known or known[-1][1] != bits:
                     known.append((step, bits))
 
+    def forget_from(self, step: int) -> None:
+        """What was found in this step and later ones did not happen."""
+        for found in (self._bits, self._errors):
+            for name, points in found.items():
+                if points and points[-1][0] >= step:
+                    found[name] = [point for point in points if point[0] < step]
+                    if found is self._bits:
+                        self._executor = None  # bits are noted again
+
     def ask(self) -> None:
         """Take the gradients of this step: `gradient` gets them, `measure` tells what an encode of them loses."""
         names = list(self._numels)

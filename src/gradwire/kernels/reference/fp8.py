@@ -34,7 +34,7 @@ class _Format:
         return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0)
 
     def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
-        x = v * (torch.tensor(self.largest) / _scale(raw))
+        x = v * (torch.tensor(self.largest, dtype=torch.float32) / _scale(raw))
         magnitude = x.abs().clamp(max=self.largest)
         # one unit of the last place: that of the magnitude's power of two, at least the format's smallest number
         exponent = ((bits_of(magnitude) >> 23) - 127).clamp(min=1 - self.bias)

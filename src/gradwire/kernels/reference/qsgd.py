@@ -20,7 +20,7 @@ from gradwire.kernels.segments import Segments
 
 __all__ = ["find_scale", "qsgd_decode", "qsgd_encode"]
 
-SHORT = torch.tensor(1.0 - 2.0**-22).item()  # keeps the largest value from rounding past the largest code
+SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest code
 
 
 def qsgd_encode(

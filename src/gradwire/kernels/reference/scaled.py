@@ -54,7 +54,11 @@ def scaled_encode(
         key, bits = stream_key(words, seg.key), coder.bits(seg)
         for at, count, n in equal_blocks(seg.numel, block):
             where = slice(seg.offset + at, seg.offset + at + count * n)
-            before = torch.zeros(count, n, device=src.device) if residual is None else residual[where].reshape(count, n)
+            before = (
+                torch.zeros(count, n, dtype=torch.float32, device=src.device)
+                if residual is None
+                else residual[where].reshape(count, n)
+            )
             v = src[where].to(torch.float32).reshape(count, n)
             v = v if residual is None else v + before
             finite = (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too

@@ -136,7 +136,7 @@ def _means(v: torch.Tensor, negative: torch.Tensor, means: int) -> tuple[torch.T
 def _values(means: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     value = means.to(torch.float32)
     if means.shape[1] == 0:
-        value = torch.ones(len(means), 1, device=means.device)
+        value = torch.ones(len(means), 1, dtype=torch.float32, device=means.device)
     return torch.where(negative, value[:, 1:] if means.shape[1] == 2 else -value, value[:, :1])
 
 

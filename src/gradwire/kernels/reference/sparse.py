@@ -200,7 +200,7 @@ def _one_nan(v: torch.Tensor) -> torch.Tensor:
 
 def _clipping(src: torch.Tensor, bound: float) -> torch.Tensor:
     """What brings the norm back to the bound, if it is larger and finite; summed in 16 lanes, folded."""
-    one = torch.ones((), device=src.device)
+    one = torch.ones((), dtype=torch.float32, device=src.device)
     if not bound or not src.numel():
         return one
     lanes = torch.nn.functional.pad(src.double() ** 2, (0, -src.numel() % 16)).reshape(-1, 16)

@@ -50,7 +50,7 @@ def threshold_encode(
                 v = v + residual[where]
             v = v.reshape(count, n)
             if threshold:
-                t = torch.full((count, 1), threshold, device=v.device)
+                t = torch.full((count, 1), threshold, dtype=torch.float32, device=v.device)
                 finite = v.abs() < HUGE  # false for NaN too
             else:
                 t, finite = _thresholds(v, multiple)
@@ -73,7 +73,7 @@ def threshold_decode(
     scale_at, code_at = 0, _scale_bytes(segments, block, threshold)
     for seg in segments.rows:
         for at, count, n in equal_blocks(seg.numel, block):
-            t = torch.full((count, 1), threshold, device=payload.device)
+            t = torch.full((count, 1), threshold, dtype=torch.float32, device=payload.device)
             if not threshold:
                 t = payload[scale_at : scale_at + count * 2].clone().view(torch.bfloat16).to(torch.float32).unsqueeze(1)
                 scale_at += count * 2
