@@ -13,6 +13,8 @@ test: .venv/.ready
 
 # those that failed in the last run, one after the other
 test-again: .venv/.ready
+	@$(PY) -c "import json, sys; failed = json.load(open('.pytest_cache/v/cache/lastfailed')); \
+	sys.exit(not failed or any('::' not in name for name in failed))" || { echo "the suite did not run whole: nothing to repeat"; exit 1; }
 	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
 check: .venv/.ready

@@ -185,3 +185,25 @@ def test_a_warm_up_is_not_compressed(worlds: Worlds, schedule: gw.Delayed) -> No
     )
     assert first == second
     assert first[:3] == expected[:3] and first[3] != expected[3]
+
+
+def bytes_of(schedule: gw.Delayed) -> int:
+    model = make_model()
+    handle = gw.parallelize(model, momentum(model.parameters()), plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    found = handle.stats()
+    handle.detach()
+    assert found.wire_bytes == found.intra_bytes + found.inter_bytes == sum(each.wire_bytes for each in found.buckets)
+    return found.wire_bytes
+
+
+def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> None:
+    usual, corrections, every_second, cheap = (
+        worlds.run(2, bytes_of, schedule)[0]
+        for schedule in (
+            gw.Delayed(k=None),
+            gw.Delayed(k=1),
+            gw.Delayed(k=2),
+            gw.Delayed(k=1, correction=gw.QSGD(bits=8, block=32)),
+        )
+    )
+    assert usual < cheap < corrections and abs(every_second - (usual + corrections) / 2) <= 2

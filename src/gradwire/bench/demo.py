@@ -24,6 +24,7 @@ from gradwire.bench.results import BenchRun, Cell, Interval
 from gradwire.bench.runner import BenchRequest, Watch, run_bench
 from gradwire.bench.statistics import median_ratio, wire_us
 from gradwire.bench.table import milliseconds
+from gradwire.core.files import make_folder
 from gradwire.core.specs import QSGD, ErrorFeedback
 from gradwire.core.strict import Document
 from gradwire.errors import GradwireError, TestbedError
@@ -113,7 +114,7 @@ def run_demo(steps: int, out: Path, problem: str | None, watch: Watch) -> DemoSu
     """
     from gradwire.bench.picture import draw_demo
 
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     link = LINK if problem is None else UNLIMITED
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
         request = BenchRequest(

@@ -18,6 +18,7 @@ from gradwire.bench.results import BenchRun
 from gradwire.bench.runner import BenchRequest, Watch, gbps_of, run_bench
 from gradwire.bench.statistics import wire_us
 from gradwire.core.checks import whole
+from gradwire.core.files import make_folder
 from gradwire.errors import FormatError, TestbedError
 
 __all__ = ["JOBS", "LINKS", "NODES", "MatrixRequest", "expected_seconds", "measured_cells", "run_matrix"]
@@ -92,7 +93,7 @@ def run_matrix(
     """
     if problem is not None:
         raise TestbedError(f"the matrix cannot be measured here: {problem}. Run as root or allow user namespaces.")
-    request.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(request.folder)
     failures = []
     for nodes, job in dict.fromkeys((key.nodes, key.job) for key in _keys(request)):
         if request.again or _learning(request, nodes, job) is None:

@@ -21,6 +21,7 @@ from gradwire.bench.names import UNLIMITED, check_job, check_method
 from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from
+from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
@@ -128,6 +129,8 @@ def run_bench(request: BenchRequest, problem: str | None, watch: Watch, save_to:
     A method that fails is a cell with its failure; nothing is raised for it.
     """
     links, notes = _measurable(request, problem)
+    if request.record is not None:
+        make_folder(request.record)
     runner = _Runner(request, problem, notes, watch, save_to)
     for job in request.jobs if request.alone_steps else ():
         runner.measure_alone(job)

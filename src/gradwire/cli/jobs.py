@@ -3,13 +3,14 @@
 import os
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradwire.cli.app import app
-from gradwire.errors import FormatError
+from gradwire.errors import FormatError, GradwireError
 
 if TYPE_CHECKING:
     from gradwire.bench.runner import BenchRequest
@@ -29,6 +30,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
 ) -> None:
     """Train a transformer on two nodes at 500 Mb/s: plain DDP and gradwire, which decides by itself; about 90 seconds."""
+    _check_extra()
     from rich.console import Console
 
     from gradwire.bench.demo import run_demo, summary_table
@@ -123,6 +125,7 @@ def bench(
     """Measure jobs x links x methods, all methods of a job side by side in one run."""
     from rich.console import Console
 
+    _check_extra()
     from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
     from gradwire.bench.names import split_names
     from gradwire.bench.phases import phases_methods, phases_tables
@@ -192,6 +195,14 @@ _USED = {
     "methods": {*_COMMON, "what", "methods"},
 }
 """Options of `bench` that each kind of measurement looks at."""
+
+
+def _check_extra() -> None:
+    """Before anything is measured: what the extra `bench` installs. Raises GradwireError."""
+    if missing := [name for name in ("matplotlib", "psutil", "sklearn") if find_spec(name) is None]:
+        raise GradwireError(
+            f"{' and '.join(missing)} cannot be imported, which this command needs. Run: pip install 'gradwire[bench]'"
+        )
 
 
 def _refuse_others(context: typer.Context, kind: str) -> None:
@@ -306,6 +317,7 @@ def profile(
 
     Started under torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
+    _check_extra()
     from gradwire.bench.names import parse_spec
     from gradwire.bench.profiling import profile_job
     from gradwire.profiler.words import described
@@ -333,7 +345,9 @@ def emulate(
 
 @app.command()
 def doctor(
-    timeout: Annotated[float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0)] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0, max=86400.0)
+    ] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
 ) -> None:
     """Tell what this machine can do and, on every rank of a job, how fast its links are. Exit code 1 if there are problems.

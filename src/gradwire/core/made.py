@@ -22,5 +22,6 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def now() -> "Made":
         """Here, now, by the command that runs this process, with absolute paths cut to their last part."""
         words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
+        words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Made(host=socket.gethostname(), date=date, command=shlex.join(words))

@@ -60,8 +60,8 @@ class Board:
             try:
                 socket.create_connection((self._job.address, self._job.port), timeout=2.0).close()
                 return max(1.0, deadline - time.monotonic())
-            except OSError as error:
-                if time.monotonic() > deadline:
+            except (OSError, UnicodeError) as error:  # the second of what can be no host name
+                if time.monotonic() > deadline or isinstance(error, UnicodeError):
                     raise ConnectionError(self._not_reached(str(error))) from error
             time.sleep(0.1)
 

@@ -91,7 +91,7 @@ def gather_facts(environ: Mapping[str, str] = os.environ) -> Facts:
     )
     try:
         return _with_torch(facts)
-    except (ImportError, OSError) as error:
+    except Exception as error:  # a broken installation may raise anything
         return msgspec.structs.replace(facts, torch_problem=f"{type(error).__name__}: {error}")
 
 

@@ -160,11 +160,14 @@ def gloo(facts: Facts) -> Finding:
     choice = facts.gloo
     if choice is None:
         return Finding(topic="interface", severity="ok", found="unknown")
-    others = [f"{each.name} ({each.address})" for each in facts.interfaces if each.usable_across_nodes]
-    name = next((each.name for each in facts.interfaces if each.usable_across_nodes), "eth0")
-    cure = f"export GLOO_SOCKET_IFNAME={name} on this node: one name, exactly (no prefix and no ^)."
-    if others:
-        cure += f" Here are {', '.join(others)}."
+    usable = [each for each in facts.interfaces if each.usable_across_nodes]
+    usable.sort(key=lambda each: not each.likely_across_nodes)
+    if usable:
+        cure = f"export GLOO_SOCKET_IFNAME={usable[0].name} on this node: one name, exactly (no prefix and no ^). Here are "
+        cure += f"{', '.join(f'{each.name} ({each.address})' for each in usable)}."
+    else:
+        cure = "no interface of this node has an address that other machines can reach: give one an address, and its name to "
+        cure += "GLOO_SOCKET_IFNAME."
     if choice.problem is not None:
         return Finding(
             topic="interface",

@@ -13,6 +13,7 @@ __all__ = ["GlooChoice", "Interface", "bindable_address", "gloo_choice", "interf
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP = 1
+_OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc")
 
 
 class Interface(msgspec.Struct, frozen=True):
@@ -26,6 +27,13 @@ class Interface(msgspec.Struct, frozen=True):
     @property
     def usable_across_nodes(self) -> bool:
         return self.up and self.address is not None and not is_loopback(self.address)
+
+    @property
+    def likely_across_nodes(self) -> bool:
+        """Whether it is no link of its own, as bridges of containers are, and its address is more than one of the link."""
+        if self.address is None or not self.usable_across_nodes or self.name.startswith(_OF_CONTAINERS):
+            return False
+        return not ipaddress.ip_address(self.address.partition("%")[0]).is_link_local
 
 
 class GlooChoice(msgspec.Struct, frozen=True):
@@ -88,7 +96,7 @@ def bindable_address(host: str) -> str | None:
     """The first address of a host name that this machine can listen at, which is how gloo chooses; None if there is none."""
     try:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the second of names that no name server could have
         return None
     for family, kind, protocol, _, place in answers:
         try:

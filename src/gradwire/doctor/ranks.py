@@ -34,9 +34,10 @@ def rate_text(gbps: float) -> str:
     >>> rate_text(0.4781), rate_text(12.34), rate_text(0.0098)
     ('478 Mb/s', '12.3 Gb/s', '9.8 Mb/s')
     """
-    if gbps >= 1:
-        return f"{gbps:.3g} Gb/s"
-    return f"{gbps * 1e3:.0f} Mb/s" if gbps >= 0.1 else f"{gbps * 1e3:.2g} Mb/s"
+    if gbps >= 0.9995:
+        return f"{gbps:.0f} Gb/s" if gbps >= 99.95 else f"{gbps:.3g} Gb/s"
+    mbps = 1e3 * gbps
+    return f"{mbps:.0f} Mb/s" if mbps >= 9.95 else f"{mbps:.2g} Mb/s"
 
 
 def _seconds(seconds: float) -> str:
@@ -157,7 +158,9 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
         alike = [(g, d) for g, d in measured if (nodes.get(d.source) != nodes.get(d.destination)) == crosses]
         usual = statistics.median(g for g, _ in alike) if len(alike) > 1 else 0.0
         slow = [(g, d) for g, d in alike if g * MUCH_SLOWER < usual]
-        if len(alike) == 2 and max(alike)[0] > MUCH_SLOWER * min(alike)[0]:  # two directions of one link
+        if len(alike) == 2 and max(g for g, _ in alike) > MUCH_SLOWER * min(
+            g for g, _ in alike
+        ):  # two directions of one link
             slow, usual = [min(alike, key=lambda pair: pair[0])], max(g for g, _ in alike)
         if slow:
             yield Finding(

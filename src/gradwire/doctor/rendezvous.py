@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gradwire.collectives.slices import short_slices
 from gradwire.doctor.board import Board, bounded
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.job import Job
@@ -88,6 +87,8 @@ class Meeting:
 
     def connect(self) -> None:
         """Every rank: make a gloo group, and tell how that went."""
+        from gradwire.collectives.slices import short_slices  # torch may be what is wrong here
+
         problem = ""
         try:
             with short_slices():  # as the links of a training job have them
@@ -121,6 +122,8 @@ class Meeting:
 
     def measure(self) -> None:
         """Every rank: its links, when it is their turn. What the network does to it is told in the result."""
+        from gradwire.collectives.slices import short_slices
+
         directions = []
         for turn, link in enumerate(self._links):
             if self.job.rank in link:

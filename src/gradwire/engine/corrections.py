@@ -3,7 +3,7 @@
 Steps of the warm-up are corrections without a spec: they send gradients as they are (CD-SGD, algorithm 1).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +14,7 @@ from gradwire.core.schedules import Delayed as DelayedSchedule
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.assembly import Assembly, assemble
 from gradwire.engine.executor import Executor
-from gradwire.engine.layout import Slot
+from gradwire.engine.layout import BucketBuffers, Slot
 from gradwire.engine.memory import Remembered
 from gradwire.planner.corrections import correction_plan
 
@@ -67,6 +67,13 @@ class Corrections:
     def memory(self) -> Remembered | None:
         """Of corrections, if there are any."""
         return self._corrected.memory if self._corrected is not None else None
+
+    @property
+    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+        """The buckets of corrections, and the part of all steps after the warm-up that are some."""
+        if self._corrected is None or self.schedule.k is None:
+            return (), 0.0
+        return self._corrected.executor.buckets, 1 / self.schedule.k
 
     def at_step(self, step: int, keep: bool = False) -> "Corrections":
         """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""

@@ -40,6 +40,7 @@ from gradwire.engine.executor import Executor
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook
 from gradwire.engine.launched import Launched, finish_quietly
+from gradwire.engine.layout import BucketBuffers
 from gradwire.engine.memory import Remembered, added_up
 from gradwire.engine.settling import SettleFirst
 from gradwire.engine.states import CORRECTION, LOCAL, Saved, divided
@@ -164,6 +165,9 @@ class Delayed(Steps):
 
     def outdated(self) -> bool:
         return self._corrections.outdated(self.step)
+
+    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+        return self._corrections.correcting
 
     def when_idle(self, act: Callable[[], None]) -> None:
         if self._between:

@@ -5,6 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,9 @@ class Handle(Attachment):
         from gradwire.record.memory import memory_of
 
         buckets, reports = self._executor.buckets, list(self._reports)
-        of_buckets = tuple(BucketStats.of(buffers, self._group.grid) for buffers in buckets)
+        correcting, part = self._steps.correcting()
+        pairs = zip_longest(buckets, correcting)
+        of_buckets = tuple(BucketStats.of(usual, self._group.grid, other, part) for usual, other in pairs)
         return Stats(
             steps=self._steps.step,
             wire_bytes=sum(each.wire_bytes for each in of_buckets),

@@ -20,20 +20,30 @@ class BucketStats:
     gradient_bytes: int
     """Of the gradients themselves."""
     wire_bytes: int
-    """Bytes this rank sends for the bucket in a step."""
+    """Bytes this rank sends for the bucket in a step; in the delayed schedule the mean of usual steps and corrections."""
     intra_bytes: int
     """Those of them that go to ranks of its own node."""
     inter_bytes: int
     """Those that leave the node."""
 
     @staticmethod
-    def of(buffers: BucketBuffers, grid: Grid) -> "BucketStats":
-        """From the schemes of its chunks."""
-        links = [grid.split(chunk.bytes_to) for chunk in buffers.chunks]
-        intra, inter = sum(inside for inside, _ in links), sum(outside for _, outside in links)
+    def of(
+        buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0
+    ) -> "BucketStats":
+        """From the schemes of its chunks, and of those of its corrections, which are this part of all steps."""
+        intra, inter = _sent(buffers, grid)
+        if correcting is not None:
+            pairs = zip((intra, inter), _sent(correcting, grid), strict=True)
+            intra, inter = (round(usual + part * (corrected - usual)) for usual, corrected in pairs)
         tensors, numel = buffers.bucket.tensors, buffers.flat.numel()
         nbytes = numel * buffers.flat.element_size()
         return BucketStats(tensors, numel, len(buffers.chunks), nbytes, intra + inter, intra, inter)
+
+
+def _sent(buffers: BucketBuffers, grid: Grid) -> tuple[int, int]:
+    """Bytes of a step to ranks of the own node, and to others."""
+    links = [grid.split(chunk.bytes_to) for chunk in buffers.chunks]
+    return sum(inside for inside, _ in links), sum(outside for _, outside in links)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """In what schedules differ for those who use them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire.engine.executor import Executor
+from gradwire.engine.layout import BucketBuffers
 from gradwire.errors import StepStateError
 
 __all__ = ["Traits"]
@@ -47,6 +48,10 @@ class Traits:
     def outdated(self) -> bool:
         """Whether buckets of the schedule's own are for other steps than the next one."""
         return False
+
+    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+        """The buckets that some steps run instead of the plan's, and the part of all steps that these are."""
+        return (), 0.0
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float

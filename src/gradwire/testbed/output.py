@@ -5,6 +5,8 @@ import io
 import sys
 from collections.abc import Callable
 
+from gradwire.errors import TestbedError
+
 LineCallback = Callable[[int, str, str], None]
 
 _LONGEST_LINE = 16 * 1024 * 1024  # characters; what is longer is handed on in parts, so that memory stays bounded
@@ -12,7 +14,14 @@ _LONGEST_LINE = 16 * 1024 * 1024  # characters; what is longer is handed on in p
 
 def print_with_prefix(rank: int, stream: str, line: str) -> None:
     """Print `[rank] line` on the stream it came from."""
-    print(f"[{rank}] {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
+    target = sys.stderr if stream == "stderr" else sys.stdout
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    try:
+        print(f"[{rank}] {line}".encode(encoding, "backslashreplace").decode(encoding), file=target, flush=True)
+    except BrokenPipeError:
+        raise  # whoever read it has left
+    except OSError as error:
+        raise TestbedError(f"what rank {rank} said cannot be printed: {error.strerror or error}.") from error
 
 
 class LineSplitter:
