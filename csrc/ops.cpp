@@ -2,6 +2,10 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#ifdef GRADWIRE_HAVE_AVX2
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <vector>
 
@@ -19,15 +23,24 @@ namespace avx512 { extern const Kernels kernels; }
 
 namespace {
 
+#ifdef GRADWIRE_HAVE_AVX2
+// Where LZCNT is hidden, as by some hypervisors, it runs as BSR and counts wrongly; not all compilers know it by name.
+bool counts_leading_zeros() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0x80000001u, &a, &b, &c, &d) && (c >> 5 & 1u);
+}
+#endif
+
 // Levels this machine can run, slowest first.
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> found{&baseline::kernels};
 #ifdef GRADWIRE_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    found.push_back(&avx2::kernels);
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2") && counts_leading_zeros();
+  if (v3) found.push_back(&avx2::kernels);
 #endif
 #ifdef GRADWIRE_HAVE_AVX512
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
     found.push_back(&avx512::kernels);
 #endif

@@ -1,6 +1,5 @@
 """Commands that plan and predict. No GPU, no network, no torch."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -139,8 +138,8 @@ def simulate(
 
 
 def _bytes_of(megabytes: float) -> int:
-    if not 0 <= megabytes < math.inf:
-        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes, not below 0.")
+    if not 0 <= megabytes < 1e12:
+        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes, not below 0 and below 1e12.")
     return round(megabytes * 1e6)
 
 

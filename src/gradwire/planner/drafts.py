@@ -29,7 +29,7 @@ from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.planner.schemes import tasks_of
 from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
-from gradwire.sim.simulator import FS_PER_US, Simulator
+from gradwire.sim.simulator import FS_PER_US, Simulator, fs_of
 
 __all__ = ["Choice", "Draft", "Job", "LightPlan", "Limits", "Part"]
 
@@ -122,8 +122,8 @@ class Job:
         self.pricer = Pricer(self.simulator)
         tensors = profile.tensors
         self.line = Replayer(
-            self.simulator.optimizer + sum(round((t.forward_us or 0.0) * FS_PER_US) for t in tensors),
-            [round(t.backward_us * FS_PER_US) for t in tensors],
+            self.simulator.optimizer + sum(fs_of(t.forward_us or 0.0) for t in tensors),
+            [fs_of(t.backward_us) for t in tensors],
             self.rules.cpu_workers,
         )
         self.specs = tuple(spec for spec in specs if not isinstance(spec, Identity))

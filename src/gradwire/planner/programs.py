@@ -13,7 +13,7 @@ from gradwire.costs.collectives import us_per_byte
 from gradwire.costs.steps import steps_of
 from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
 from gradwire.sim.replay import Program
-from gradwire.sim.simulator import FS_PER_US, Simulator
+from gradwire.sim.simulator import Simulator, fs_of
 
 __all__ = ["Bytes", "Pricer", "bytes_of"]
 
@@ -139,7 +139,7 @@ class Pricer:
                 links.append(move.resource)
                 held = size[move.payload] * move.share
                 us = max(alpha + beta * held for alpha, beta in move.lines)
-            length = round(us * FS_PER_US)
+            length = fs_of(us)
             busy[move.resource] += length
             tasks.append((move.resource, length, move.urgency, move.phase))
         return Program(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), codecs)

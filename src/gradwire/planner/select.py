@@ -129,7 +129,11 @@ class _Search:
         starts = []
         for option in plain or range(len(tables[0])):
             replayed = self._replay([table[option] for table in tables], NEVER)
-            assert replayed is not None
+            if replayed is None:
+                raise PlanError(
+                    "a step would take more than 30 years: a rate of the cluster or a time of the profile is wrong by many "
+                    "powers of ten. Measure or write it again."
+                )
             starts.append((replayed.step, option, replayed))
         _, option, self.best = min(starts, key=lambda start: start[:2])
         self.chosen = [option] * len(tables)

@@ -32,9 +32,10 @@ from gradwire.sim.events import (
 )
 from gradwire.sim.rules import Rules
 
-__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "launch_order"]
+__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "fs_of", "launch_order"]
 
 FS_PER_US = 10**9
+LONGEST_US = 1e13
 """Times are whole femtoseconds inside the event loop."""
 _FEWEST_CYCLES, _MOST_CYCLES = 5, 80
 """Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
@@ -111,11 +112,11 @@ class Simulator:
         tensors = profile.tensors
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
-        forward = [_fs(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
-        self.optimizer = _fs(profile.optimizer_us or 0.0)
+        forward = [fs_of(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
+        self.optimizer = fs_of(profile.optimizer_us or 0.0)
         """Femtoseconds of the optimizer, which begins when an exchange is over: a step here begins with it."""
         forward[0] += self.optimizer
-        self._lengths = [*forward, *(_fs(tensor.backward_us) for tensor in tensors)]
+        self._lengths = [*forward, *(fs_of(tensor.backward_us) for tensor in tensors)]
 
     def step_us(self, plan: Planned) -> float:
         """Microseconds of one step in the long run; of `delayed`, the mean over corrections and other steps.
@@ -225,7 +226,7 @@ class Simulator:
         if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
         gate, ends = bucket if first else -1, bucket if last else -1
-        return Task(self._resource(what, where), _fs(us), order, urgency, gate, ends)
+        return Task(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
 
     def _resource(self, what: str, where: str) -> int:
         if what in LINK_TASKS:
@@ -233,7 +234,13 @@ class Simulator:
         return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
 
 
-def _fs(us: float) -> int:
+def fs_of(us: float) -> int:
+    """Femtoseconds. Raises PlanError for a time that no step has."""
+    if us > LONGEST_US:
+        raise PlanError(
+            f"one task of a step would take {us:.3g} us, more than 100 days: a time in the profile or the costs, or a rate in "
+            "the cluster, is wrong by many powers of ten. Measure or write it again."
+        )
     return round(us * FS_PER_US)
 
 
