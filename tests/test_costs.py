@@ -26,6 +26,7 @@ from gradwire.core import (
     PowerSGD,
     Profile,
     TensorInfo,
+    TensorProfile,
     TopK,
 )
 from gradwire.core.specs.base import Run
@@ -37,6 +38,7 @@ from gradwire.costs.steps import steps_of
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner import Uniform
 from gradwire.planner.options import tree
+from gradwire.planner.programs import bytes_of
 
 GRACE = ("comp:gpu", "allgather:inter", "decomp:gpu")
 TWO_PHASE = ("comp:gpu", "alltoall:inter", "decomp:gpu", "comp:gpu", "allgather:inter", "decomp:gpu")
@@ -485,3 +487,19 @@ class TestImport:
         profile = profile_from(PUBLISHED, 32, "V100")
         plan = Uniform(ErrorFeedback(QSGD())).plan(profile.tensor_infos("gpu"))
         assert isinstance(plan, Plan)
+
+
+def test_codecs_are_priced_by_elements_whatever_the_gradients_dtype() -> None:
+    """They are timed on float32: bfloat16 gradients of as many elements take as long, and half as many bytes to read."""
+    spec = QSGD(bits=4)
+    points = ((1000, 10.0), (1_000_000, 1000.0))
+    costs = Costs(codecs=(CodecCosts(spec=spec, device="gpu", encode=points, decode=points),))
+    cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
+    tensors = [TensorInfo("wide", (50_000,), "float32"), TensorInfo("narrow", (50_000,), "bfloat16")]
+    prices = Prices(tensors, cluster, costs)
+    option = ("comp:gpu", "allgather:inter", "decomp:gpu")
+    wide, narrow = (prices.of(Bucket(tensors=(name,), spec=spec, option=option)) for name in ("wide", "narrow"))
+    codecs = [[p.us for p in each.tasks if "comp" in p.task] for each in (wide, narrow)]
+    assert codecs[0] == codecs[1] and codecs[0][0] == pytest.approx(time_at(points, 200_000))
+    profile = [TensorProfile(name=t.name, shape=t.shape, dtype=t.dtype, backward_us=1.0) for t in tensors]
+    assert bytes_of(profile[1:], spec).coded == bytes_of(profile[:1], spec).coded == 200_000

@@ -17,7 +17,8 @@ Points: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class CodecCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of one spec's codec on one device, against the bytes of the uncompressed input."""
+    """Times of one spec's codec on one device, against the bytes of the uncompressed input in float32: of 16-bit gradients two
+    bytes count as four."""
 
     spec: SpecField
     device: str

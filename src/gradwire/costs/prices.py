@@ -91,6 +91,7 @@ class Prices:
         rounds = bucket.spec_of(bucket.tensors[0]).rounds
         steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
         nbytes = sum(self._sizes[name][1] for name in bucket.tensors)
+        coded = DTYPE_BYTES["float32"] * sum(self._sizes[name][0] for name in bucket.tensors)
         whole = bucket.option == ("allreduce:inter",) or not bucket.chunk_bytes
         pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
         payloads = self._payload_bytes(bucket, nbytes, rounds)
@@ -100,7 +101,7 @@ class Prices:
             if step.traffic is None:
                 # the encodes of several rounds are one encode, cut
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
-                tasks.append(Price(step.task, self._codec_us(step, shares, nbytes / pieces) / cuts, step.gathers))
+                tasks.append(Price(step.task, self._codec_us(step, shares, coded / pieces) / cuts, step.gathers))
             else:
                 if self.launch_us:
                     tasks.append(Price("launch:cpu", self.launch_us, step.gathers))
@@ -131,7 +132,8 @@ class Prices:
         return shares
 
     def _codec_us(self, step: Step, shares: Mapping[Spec, float], nbytes: float) -> float:
-        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes."""
+        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes. `nbytes` are
+        those of the gradients in float32, which is what codecs are timed on."""
         what, _, device = step.task.partition(":")
         time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
         if not step.parts or not step.share:

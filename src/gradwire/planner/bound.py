@@ -55,7 +55,7 @@ def least_step_us(
                 allowed = [spec for spec in (Identity(), *specs) if not exempt or isinstance(spec, Identity)]
                 sizes = {spec: _least_bytes(tensor, spec) for spec in allowed}
                 known[key] = min(
-                    sum(factor * size for factor, size in zip(factors, sizes[spec], strict=True))
+                    sum(factor * size for factor, size in zip(factors, sizes[spec][:3], strict=True))
                     for spec, _, factors in ways
                     if spec in sizes
                 )
@@ -87,5 +87,6 @@ def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[i
 
 def _least_bytes(tensor: TensorProfile, spec: Spec) -> Bytes:
     """What the tensor adds to a bucket's Bytes, at least."""
-    raw, first, later = bytes_of([tensor], spec)
-    return Bytes(raw, max(0.0, first - _SHARED_BYTES), max(0.0, later - _SHARED_BYTES))
+    size = bytes_of([tensor], spec)
+    first, later = (max(0.0, nbytes - _SHARED_BYTES) for nbytes in (size.first, size.later))
+    return size._replace(first=first, later=later)

@@ -27,18 +27,21 @@ class Bytes(NamedTuple):
     """Of the payload of the first encode; 0 if nothing is encoded."""
     later: float
     """Of the payload of a later encode, which encodes a sum."""
+    coded: float
+    """Of the gradients in float32, which is what codecs are timed on."""
 
 
 def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
     """Of a bucket of these tensors, summed in float32."""
     raw = sum(tensor.nbytes for tensor in tensors)
+    coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
     if isinstance(spec, Identity):
-        return Bytes(raw, 0, 0)
+        return Bytes(raw, 0, 0, coded)
     runs = [Run(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
     first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
     if spec.rounds:
-        return Bytes(raw, first / spec.rounds, first / spec.rounds)
-    return Bytes(raw, first, spec.payload_bytes(runs, DTYPE_BYTES["float32"]))
+        return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
+    return Bytes(raw, first, spec.payload_bytes(runs, DTYPE_BYTES["float32"]), coded)
 
 
 class _Move(NamedTuple):
@@ -119,7 +122,7 @@ class Pricer:
                 us += max(alpha + beta * held for alpha, beta in move.lines)
             elif move.share and not (free and move.decodes):
                 points = self._floor.get((spec, move.device, move.decodes))
-                us += move.calls * time_at(points, size.raw * move.share) / move.cuts if points else 0.0
+                us += move.calls * time_at(points, size.coded * move.share) / move.cuts if points else 0.0
         return us
 
     def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> Program:
@@ -147,7 +150,7 @@ class Pricer:
     def _codec_us(self, move: _Move, spec: Spec, size: Bytes) -> float:
         if not move.share:
             return 0.0
-        nbytes = size.raw * move.share
+        nbytes = size.coded * move.share
         key = (spec, move.device, move.decodes, nbytes)
         us = self._times.get(key)
         if us is None:
