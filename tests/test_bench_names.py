@@ -109,6 +109,7 @@ def test_commas_in_json_do_not_separate():
         ({"nodes": 0}, FormatError, "nodes is 0"),
         ({"steps": 0}, FormatError, "steps is 0"),
         ({"warmup_steps": 2}, FormatError, "warmup_steps is 2"),
+        ({"nodes": 100_000}, FormatError, "1 to 1000 nodes"),
     ],
 )
 def test_wrong_request_is_named(change, error, said):

@@ -25,6 +25,7 @@ from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
+from gradwire.testbed.cluster import MOST_NODES
 
 __all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench"]
 
@@ -81,6 +82,8 @@ class BenchRequest:
         for name, low in (least | {"warmup_steps": FEWEST_WARMUP_STEPS}).items():
             if getattr(self, name) < low:
                 raise FormatError(f"{name} is {getattr(self, name)}; it must be at least {low}.")
+        if self.nodes > MOST_NODES:
+            raise FormatError(f"nodes is {self.nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
 
     @property
     def world_size(self) -> int:
