@@ -38,11 +38,11 @@ std::vector<const Kernels*> runnable() {
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
                   __builtin_cpu_supports("bmi2") && counts_leading_zeros();
   if (v3) found.push_back(&avx2::kernels);
-#endif
 #ifdef GRADWIRE_HAVE_AVX512
   if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
     found.push_back(&avx512::kernels);
+#endif
 #endif
   return found;
 }

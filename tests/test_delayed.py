@@ -197,13 +197,15 @@ def bytes_of(schedule: gw.Delayed) -> int:
 
 
 def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> None:
-    usual, corrections, every_second, cheap = (
+    usual, corrections, every_second, cheap, warming = (
         worlds.run(2, bytes_of, schedule)[0]
         for schedule in (
             gw.Delayed(k=None),
             gw.Delayed(k=1),
             gw.Delayed(k=2),
             gw.Delayed(k=1, correction=gw.QSGD(bits=8, block=32)),
+            gw.Delayed(k=1, correction=gw.QSGD(bits=8, block=32), warmup_steps=3),
         )
     )
+    assert warming == usual, "the buckets of the warm-up are not those of corrections"
     assert usual < cheap < corrections and abs(every_second - (usual + corrections) / 2) <= 2

@@ -114,6 +114,9 @@ def test_tensors_of_earlier_modules_do_not_count_again() -> None:
     rows = torch.tensor([row, row], dtype=torch.float64)
     found = model_times(infos, modules, rows, rows)
     assert [(tensor.name, tensor.forward_us) for tensor in found.tensors] == [("middle", 14.0), ("embedding", 1.0)]
+    registered_first = [[0], [0], [1], [0, 1]]  # the head, of 1 us here, then embedding, middle and the last module
+    found = model_times(infos, registered_first, rows, rows, entered=[1, 2, 0, 3])
+    assert [(tensor.name, tensor.forward_us) for tensor in found.tensors] == [("middle", 13.0), ("embedding", 2.0)]
 
 
 def parts_alone(folder: str) -> str:

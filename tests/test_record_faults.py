@@ -1,9 +1,11 @@
 """Recording when something goes wrong, or back: the record is kept as far as it holds, and training goes on."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from worlds import Worlds
 
@@ -12,14 +14,16 @@ from gradwire.engine.handle import Handle
 from gradwire.errors import WriteError
 from gradwire.record.run import Run
 
+PLAN = gw.Uniform(gw.QSGD(bits=4))
+
 
 class Loop:
-    """A training on one rank."""
+    """A small training."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: gw.Policy = PLAN) -> None:
         self.model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.handle: Handle = gw.parallelize(self.model, self.optimizer, plan=gw.Uniform(gw.QSGD(bits=4)))
+        self.handle: Handle = gw.parallelize(self.model, self.optimizer, plan=plan)
 
     def step(self) -> torch.Tensor:
         loss = self.model(torch.randn(8, 40)).square().mean()
@@ -29,24 +33,45 @@ class Loop:
         return loss
 
 
-def gone_back(folder: str) -> tuple[list[int], list[int], list[float | None]]:
-    loop = Loop()
+def gone_back(folder: str, plan: gw.Policy, load_at: int) -> tuple[list[int], list[int], list[float | None], float]:
+    """6 steps; behind `load_at` of them the state behind 2 is loaded, after a pause."""
+    loop = Loop(plan)
     with loop.handle.record(folder, error_steps=1) as recording:
         for number in range(6):
             if number == 2:
                 state = loop.handle.state_dict()
-            if number == 4:
+            if number == load_at:
+                time.sleep(0.5)
                 loop.handle.load_state_dict(state)
             loop.step()
             recording.log(loss=float(number))
+    if dist.get_rank() > 0:
+        return [], [], [], 0.0
     run = Run.read(folder)
     errors = next(tensor.error for tensor in run.tensors if tensor.name == "0.weight")
-    return [step.step for step in run.steps], [step for step, _ in errors], [step.loss for step in run.steps]
+    longest_s = max(step.step_us for step in run.steps[1:]) / 1e6
+    return [step.step for step in run.steps], [step for step, _ in errors], [step.loss for step in run.steps], longest_s
 
 
-def test_steps_that_a_loaded_state_undid_are_recorded_as_they_were_made_again(worlds: Worlds, tmp_path: Path) -> None:
-    (found,) = worlds.run(1, gone_back, str(tmp_path))
-    assert found == ([0, 1, 2, 3], [0, 1, 2, 3], [0.0, 1.0, 4.0, 5.0])
+@pytest.mark.parametrize("load_at", [3, 4])
+def test_steps_that_a_loaded_state_undid_are_recorded_as_they_were_made_again(
+    load_at: int, worlds: Worlds, tmp_path: Path
+) -> None:
+    ((steps, errors, losses, longest_s),) = worlds.run(1, gone_back, str(tmp_path), PLAN, load_at)
+    last = 6 - load_at + 2
+    assert steps == errors == list(range(last))
+    assert losses == [0.0, 1.0, *map(float, range(load_at, 6))]
+    assert longest_s < 0.4, "the load is in no step"
+
+
+@pytest.mark.parametrize("load_at", [3, 4])
+def test_steps_undone_while_steps_overlap(load_at: int, worlds: Worlds, tmp_path: Path) -> None:
+    """The last one is still under way at the end, and is left out."""
+    delayed = gw.Uniform(gw.QSGD(bits=4), schedule="delayed")
+    steps, errors, losses, _ = worlds.run(2, gone_back, str(tmp_path), delayed, load_at)[0]
+    last = 6 - load_at + 2 - 1
+    assert steps == list(range(last)) and losses == [0.0, 1.0, *map(float, range(load_at, 5))]
+    assert errors == sorted(set(errors)) and set(errors) <= set(steps)
 
 
 def undone(folder: str) -> list[int]:
@@ -55,7 +80,6 @@ def undone(folder: str) -> list[int]:
     with loop.handle.record(folder, error_steps=1):
         loop.step()
         state = loop.handle.state_dict()
-        loop.step()
         loop.step()
         loop.handle.load_state_dict(state)
     return [step.step for step in Run.read(folder).steps]

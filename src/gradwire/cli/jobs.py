@@ -30,7 +30,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
 ) -> None:
     """Train a transformer on two nodes at 500 Mb/s: plain DDP and gradwire, which decides by itself; about 90 seconds."""
-    _check_extra()
+    _check_extra("matplotlib", "psutil", "sklearn")
     from rich.console import Console
 
     from gradwire.bench.demo import run_demo, summary_table
@@ -125,7 +125,7 @@ def bench(
     """Measure jobs x links x methods, all methods of a job side by side in one run."""
     from rich.console import Console
 
-    _check_extra()
+    _check_extra("psutil", "sklearn")
     from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
     from gradwire.bench.names import split_names
     from gradwire.bench.phases import phases_methods, phases_tables
@@ -197,9 +197,9 @@ _USED = {
 """Options of `bench` that each kind of measurement looks at."""
 
 
-def _check_extra() -> None:
-    """Before anything is measured: what the extra `bench` installs. Raises GradwireError."""
-    if missing := [name for name in ("matplotlib", "psutil", "sklearn") if find_spec(name) is None]:
+def _check_extra(*names: str) -> None:
+    """Before anything is measured: these modules, which the extra `bench` installs. Raises GradwireError."""
+    if missing := [name for name in names if find_spec(name) is None]:
         raise GradwireError(
             f"{' and '.join(missing)} cannot be imported, which this command needs. Run: pip install 'gradwire[bench]'"
         )
@@ -317,7 +317,7 @@ def profile(
 
     Started under torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
-    _check_extra()
+    _check_extra("psutil", "sklearn")
     from gradwire.bench.names import parse_spec
     from gradwire.bench.profiling import profile_job
     from gradwire.profiler.words import described

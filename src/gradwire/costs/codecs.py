@@ -40,11 +40,11 @@ class CodecTimes:
         return codec in self._codecs
 
     def encode_us(self, spec: Spec, device: str, nbytes: float) -> float:
-        """Microseconds to encode so many bytes of gradient. Raises PlanError if the codec was not measured."""
+        """Microseconds to encode so many bytes of gradient in float32. Raises PlanError if the codec was not measured."""
         return time_at(self.points(spec, device, "encode"), nbytes)
 
     def decode_us(self, spec: Spec, device: str, nbytes: float) -> float:
-        """Microseconds to decode one payload of so many bytes of gradient. Raises PlanError if it was not measured."""
+        """Microseconds to decode one payload of so many bytes of gradient in float32. Raises PlanError if it was not measured."""
         return time_at(self.points(spec, device, "decode"), nbytes)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:

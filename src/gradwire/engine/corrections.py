@@ -70,8 +70,9 @@ class Corrections:
 
     @property
     def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
-        """The buckets of corrections, and the part of all steps after the warm-up that are some."""
-        if self._corrected is None or self.schedule.k is None:
+        """The buckets of corrections, and the part of all steps after the warm-up that are some. None before there are any."""
+        others = self._warming and self.schedule.correction is not None
+        if self._corrected is None or self.schedule.k is None or others:
             return (), 0.0
         return self._corrected.executor.buckets, 1 / self.schedule.k
 

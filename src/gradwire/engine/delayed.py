@@ -163,6 +163,10 @@ class Delayed(Steps):
                 self._weights.local_update(self._moves(optimizer))
         self._change_now()
 
+    @property
+    def next_step(self) -> int:
+        return self.step + len(self._under_way)
+
     def outdated(self) -> bool:
         return self._corrections.outdated(self.step)
 
@@ -237,8 +241,8 @@ class Delayed(Steps):
     # ---- launching
 
     def _begin_step(self) -> None:
-        self._side = self._corrections.side(self.step)
-        times = self.executor.times
+        self._corrections = self._corrections.at_step(self.step, keep=True)  # after a void step nobody made them anew
+        self._side, times = self._corrections.side(self.step), self.executor.times
         self.executor, self.random, self.slots, _ = self._side
         self.executor.times = times
         super()._begin_step()
@@ -350,14 +354,13 @@ class Delayed(Steps):
 
     def state(self) -> dict[str, torch.Tensor]:
         self.flush()
-        self._corrections = self._corrections.at_step(self.step, keep=True)
+        memory = self._corrections.at_step(self.step, keep=True).memory
         local = zip(self.names, self._weights.local_weights, strict=True)
         sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self._weights.global_weights)]
-        remembered = self._corrections.memory.state() if self._corrections.memory is not None else {}
         return {
             "weights": torch.tensor(sums),
             **{f"{LOCAL}0/{name}": weight.detach().reshape(-1).clone() for name, weight in local},
-            **{CORRECTION + key: value for key, value in remembered.items()},
+            **{CORRECTION + key: value for key, value in (memory.state() if memory is not None else {}).items()},
         }
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:

@@ -35,8 +35,15 @@ class Traits:
     """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
     on_begin: Callable[[], None] = staticmethod(lambda: None)
     """Called when the first gradient of a step came, before anything is sent."""
+    step: int
+    """Steps so far: the number of the next one."""
     stepped: bool = True
     """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step whose forward begins next."""
+        return self.step
 
     def flush(self) -> None:
         """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""

@@ -58,7 +58,7 @@ class _Move(NamedTuple):
     device: str
     calls: int
     share: float
-    """Of the raw bytes, in each call."""
+    """Of the bytes of the payload that it moves, or of the coded ones, in each call."""
     cuts: int
     with_decodes: bool
     """Whether all decodes are added to it."""

@@ -1,6 +1,6 @@
 """From what ranks recorded of their steps to a model's profile: medians and their spread. Talks to nobody."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,11 +34,16 @@ def slowest(rows: torch.Tensor) -> torch.Tensor:
 
 
 def model_times(
-    infos: Sequence[TensorInfo], modules: Sequence[Sequence[int]], quiet: torch.Tensor, loaded: torch.Tensor
+    infos: Sequence[TensorInfo],
+    modules: Sequence[Sequence[int]],
+    quiet: torch.Tensor,
+    loaded: torch.Tensor,
+    entered: Sequence[int] | None = None,
 ) -> ModelTimes:
     """Times by tensor, in gradient-ready order.
 
-    infos: the trainable tensors. modules: of each module the numbers of its own ones. quiet, loaded: rows as
+    infos: the trainable tensors. modules: of each module the numbers of its own ones. entered: the modules in the order in which
+    forward enters them; theirs by default. quiet, loaded: rows as
     `Recorder.rows` has them, (steps, columns). Gaps are differences of median moments, so that they add up to the median
     backward; forward times are medians, scaled so that they add up to the median forward. A tensor that never got a
     gradient is the last, with no gap. A module's forward counts for that tensor of it whose turn in forward comes last; if all of
@@ -55,7 +60,7 @@ def model_times(
     whole_us = _known(_quantile(began[:, None], 0.5)[0])
     times_us, spreads_us = _scaled(forward, whole_us), _spread(forward).tolist()
     forward_us, forward_spread = [0.0] * len(order), [0.0] * len(order)
-    for module, place in enumerate(_places(modules, order)):
+    for module, place in _places(modules, order, range(count) if entered is None else entered):
         forward_us[place] += times_us[module]
         forward_spread[place] += spreads_us[module]
     if not any(forward_us):
@@ -102,15 +107,17 @@ def _scaled(forward: torch.Tensor, whole_us: float) -> list[float]:
     return (middles * (whole_us / total) if total > 0 else middles).tolist()
 
 
-def _places(modules: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """Of each module the place of its tensor whose gradient is ready first, which forward uses last, among those that are no
+def _places(
+    modules: Sequence[Sequence[int]], order: Sequence[int], entered: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Each module and the place of its tensor whose gradient is ready first, which forward uses last, among those that are no
     earlier module's; where all are, the place of the module before it."""
-    found, seen = list[int](), set[int]()
-    for own in modules:
-        new = [order.index(each) for each in own if each not in seen]
-        found.append(min(new) if new else found[-1])
-        seen.update(own)
-    return found
+    place, seen = 0, set[int]()
+    for module in entered:
+        new = [order.index(each) for each in modules[module] if each not in seen]
+        place = min(new) if new else place
+        seen.update(modules[module])
+        yield module, place
 
 
 def _quantile(rows: torch.Tensor, q: float) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Profiling:
             )
             for name, p in self._parameters.items()
         ]
-        found = model_times(infos, recorder.modules, quiet, loaded)
+        found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
         if device.type == "cpu":
             launch_us = launch_time_us(plan, found.tensors, self.cluster, self.costs, found.exchange_cpu_us)
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us)

@@ -93,6 +93,12 @@ class Recorder:
         """Steps begun so far."""
         return len(self._steps)
 
+    @property
+    def entered(self) -> list[int]:
+        """Modules in the order in which the last step first entered them, and then those that it did not."""
+        seen = dict.fromkeys(number for number, _ in self._steps[-1].modules) if self._steps else {}
+        return [*seen, *(number for number in range(len(self.modules)) if number not in seen)]
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for hook in self._hooks:

@@ -78,7 +78,9 @@ class Recording:
         self._names = list(parameters)
         self._steps: list[StepRecord] = []
         self._losses: dict[int, Any] = {}
-        self._seen, self._every, self._newest = 0, 1, 0
+        self._seen, self._every = 0, 1
+        self._number = self._newest = 0
+        """The step of the last forward; the engine's count when the last step was kept."""
         self._tensors = Tensors(group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
@@ -163,9 +165,10 @@ class Recording:
             loss = loss.detach().clone()  # the script may write the next one to the same memory
         else:
             loss = _number(loss)
-        back = 0 if self._open else 1
-        if (self._seen - back) % self._every == 0:  # else its step is not kept either
-            self._losses[self._engine.step - back] = loss
+        self._losses[self._number] = loss
+        if len(self._losses) > 2 * MOST_STEPS:
+            kept = {each.step for each in self._steps} | {self._number}
+            self._losses = {at: each for at, each in self._losses.items() if at in kept}
 
     def timeline(self) -> Timeline:
         """One step as it was measured: of the last ones the one of median length. The first step, of which no end of an exchange
@@ -230,11 +233,13 @@ class Recording:
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         inside = torch._C._current_graph_task_id() != -1  # recomputed in backward
-        if module is not self._model() or not torch.is_grad_enabled() or self._open or inside:
+        if module is not self._model() or not torch.is_grad_enabled() or inside:
+            return
+        undone, self._number = self._go_back(), self._engine.next_step
+        if self._open:
             return
         now = time.perf_counter()
-        self._go_back()
-        if self._forward is not None and self._steps and self._steps[-1].step == self._engine.step - 1:
+        if not undone and self._forward is not None and self._steps and self._steps[-1].step == self._engine.step - 1:
             length_us = (now - self._forward - self._aside_s) * 1e6
             self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
         self._save_meanwhile(now)
@@ -304,12 +309,10 @@ class Recording:
                 )
             )
             self._codec_us = []
-        self._seen += 1
+        self._seen, self._newest = self._seen + 1, self._engine.step
         if len(self._steps) > MOST_STEPS:
             del self._steps[1::2]
             self._every *= 2
-            kept = {each.step for each in self._steps}
-            self._losses = {at: loss for at, loss in self._losses.items() if at in kept}
 
     def _save_meanwhile(self, now: float) -> None:
         if now - self._saved < SAVE_EVERY_S:
@@ -320,14 +323,17 @@ class Recording:
             self._warn(problem)  # training matters more
         self._saved = time.perf_counter()
 
-    def _go_back(self) -> None:
-        """Forget steps that the script undid by loading a state of before."""
-        step, self._newest = self._engine.step, max(self._newest, self._engine.step)
-        if step < self._newest:
-            self._steps = [each for each in self._steps if each.step < step]
-            self._losses = {at: loss for at, loss in self._losses.items() if at < step}
-            self._tensors.forget_from(step)
-            self._newest = step
+    def _go_back(self) -> bool:
+        """Forget steps that the script undid by loading a state of before. Whether it did."""
+        step = self._engine.step
+        if step >= self._newest:
+            return False
+        self._steps = [each for each in self._steps if each.step < step]
+        self._losses = {at: loss for at, loss in self._losses.items() if at < step}
+        self._tensors.forget_from(step)
+        self._watched.clear()
+        self._codec_us, self._open, self._newest = [], False, step
+        return True
 
     def _warn(self, problem: Exception) -> None:
         warnings.warn(f"the record of this run: {type(problem).__name__}: {problem}", stacklevel=3)

@@ -34,8 +34,9 @@ from gradwire.sim.rules import Rules
 
 __all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "fs_of", "launch_order"]
 
-FS_PER_US = 10**9
 LONGEST_US = 1e13
+"""No task of a step takes so long, in microseconds."""
+FS_PER_US = 10**9
 """Times are whole femtoseconds inside the event loop."""
 _FEWEST_CYCLES, _MOST_CYCLES = 5, 80
 """Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
