@@ -156,7 +156,7 @@ class Attachment(Driven):
         self._first_gradient.ended(self._steps.first_gradient_s, time.perf_counter() - exposed_s, self._model())
         if self._policy is not None and not self._order_known and self._steps.learns_order:
             self._plan_again(self._policy)
-        elif self._built.outdated(self._steps.step) or self._steps.outdated():
+        elif self._built.outdated(self._steps.step):
             self._change_to(self._plan)
         self._step_ended()
         self._began_s = None

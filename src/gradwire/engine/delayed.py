@@ -167,9 +167,6 @@ class Delayed(Steps):
     def next_step(self) -> int:
         return self.step + len(self._under_way)
 
-    def outdated(self) -> bool:
-        return self._corrections.outdated(self.step)
-
     def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
         return self._corrections.correcting
 
@@ -241,7 +238,7 @@ class Delayed(Steps):
     # ---- launching
 
     def _begin_step(self) -> None:
-        self._corrections = self._corrections.at_step(self.step, keep=True)  # after a void step nobody made them anew
+        self._corrections = self._corrections.at_step(self.step, keep=True)
         self._side, times = self._corrections.side(self.step), self.executor.times
         self.executor, self.random, self.slots, _ = self._side
         self.executor.times = times

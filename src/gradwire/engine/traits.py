@@ -52,10 +52,6 @@ class Traits:
         """Do something between steps: at once, or where a step is in hand when that is over. Collective, as steps are."""
         act()
 
-    def outdated(self) -> bool:
-        """Whether buckets of the schedule's own are for other steps than the next one."""
-        return False
-
     def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
         """The buckets that some steps run instead of the plan's, and the part of all steps that these are."""
         return (), 0.0

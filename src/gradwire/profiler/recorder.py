@@ -105,9 +105,8 @@ class Recorder:
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        if (
-            self._backward.on_finished == self._finished
-        ):  # else somebody else listens, and calls this one, which hands on
+        # else somebody else listens by now, and calls this one, which hands on
+        if self._backward.on_finished == self._finished:
             self._backward.on_finished = self._on_finished
         self._backward.executor.hold = False
 
