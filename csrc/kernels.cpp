@@ -31,6 +31,7 @@ namespace GRADWIRE_LEVEL {
 #include "sparse.hpp"
 #include "block_topk.hpp"
 #include "randomk.hpp"
+#include "local_update.hpp"
 
 template <class T>
 static void encode_dtype(const void* src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
@@ -169,7 +170,7 @@ const Kernels kernels = {
     GW_TEXT(GRADWIRE_LEVEL), qsgd_encode, qsgd_decode, cast_encode, cast_decode, project, back_project, orthogonalise,
     reconstruct, select_encode, select_decode, block_topk_encode, block_topk_decode, stream_base, random_gather,
     random_scatter, sign_encode, mean_sign_encode, sign_decode, threshold_encode, threshold_decode, terngrad_encode,
-    scaled_encode, scaled_decode,
+    scaled_encode, scaled_decode, local_update,
 };
 
 }  // namespace GRADWIRE_LEVEL

@@ -82,6 +82,11 @@ struct Ternary {
   double multiple;
 };
 
+// out = weight - rate * (own * gradient + momentum * mean) / (sqrt(kept * squares + taken * gradient^2) + eps)
+struct LocalUpdate {
+  float rate, own, momentum, kept, taken, eps;
+};
+
 struct Kernels {
   const char* level;
   // Reads src (+ residual, when given) and writes a payload; residual becomes what the payload lost.
@@ -138,6 +143,9 @@ struct Kernels {
                         const Stream& stream, const Scaled& how, uint8_t* payload);
   void (*scaled_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                         const Scaled& how);
+  // Of elements `from` to `to`. Without mean or squares their terms are not there.
+  void (*local_update)(const void* weight, const void* gradient, const void* squares, const void* mean, Dtype dtype,
+                       const LocalUpdate& how, int64_t from, int64_t to, void* out);
 };
 
 }  // namespace gradwire

@@ -82,15 +82,14 @@ class Reference:
     def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rate: float) -> torch.Tensor:
         if isinstance(self.optimizer, torch.optim.SGD):
             buffer = self.optimizer.state[parameter].get("momentum_buffer")
-            moved = torch.add(parameter, gradient, alpha=-rate)
             kept = self.optimizer.param_groups[0]["momentum"]
-            return moved if buffer is None else moved.add(buffer, alpha=-rate * kept)
+            return parameter - (gradient if buffer is None else gradient + buffer * kept) * rate
         state, group = self.optimizer.state[parameter], self.optimizer.param_groups[0]
         if not state or not rate:
             return parameter  # no estimates yet
         first, second = group["betas"]
         steps = state["step"].item() + 1
-        squares = (state["exp_avg_sq"] * second).addcmul(gradient, gradient, value=1 - second)
-        root = (squares / (1 - second**steps)).sqrt() + group["eps"]
-        mean = gradient.lerp(state["exp_avg"], first)
-        return torch.addcdiv(parameter, mean, root, value=-rate / (1 - first**steps))
+        of_mean, of_squares = 1 - first**steps, 1 - second**steps
+        squares = state["exp_avg_sq"] * (second / of_squares) + gradient * gradient * ((1 - second) / of_squares)
+        along = gradient * (1 - first) + state["exp_avg"] * first
+        return parameter - along * (rate * (1 / of_mean)) / (squares.double().sqrt().float() + group["eps"])

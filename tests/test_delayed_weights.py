@@ -1,17 +1,19 @@
 """Local updates."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from gradwire.engine import weights
-from gradwire.engine.weights import Move, local_move
+from gradwire.engine.weights import Move, TwoWeights, local_move
+from gradwire.kernels import LocalUpdate
 
 
 def moved(move: Move | None, weight: torch.Tensor) -> torch.Tensor:
     """By how much, for a rate of 1."""
     assert move is not None
-    after, before = weight.clone(), torch.empty_like(weight)
-    move.apply(after, before)
+    before, after = weight.clone(), torch.empty_like(weight)
+    move.apply(weight, after)
     assert torch.equal(before, weight)
     return after - before
 
@@ -59,11 +61,77 @@ def test_local_steps_have_no_weight_decay_and_go_uphill_where_the_optimizer_does
     assert change.tolist() == [3.0, -4.0]
 
 
-def test_moves_are_the_same_in_pieces_and_in_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_moves_are_the_same_in_any_memory(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, gradient, squares, mean = (torch.rand(7, 6, generator=generator) for _ in range(4))
-    moments = {"squares": squares, "mean": mean, "decay": (0.9, 0.1), "momentum": 0.5, "corrections": (0.5, 0.1)}
-    whole = moved(Move(gradient, 0.5, **moments, eps=1e-8), weight)
-    monkeypatch.setattr(weights, "_PIECE", 5)
-    assert torch.equal(moved(Move(gradient, 0.5, **moments, eps=1e-8), weight), whole)
-    assert torch.equal(moved(Move(gradient.t().clone().t(), 0.5, **moments, eps=1e-8), weight), whole)
+    tensors = [torch.rand(7, 6, 3, 2, generator=generator).to(dtype) for _ in range(4)]
+    by = LocalUpdate(0.5, 0.5, 0.5, 0.9, 0.1, 1e-8)
+    outs = []
+    for lay in (
+        lambda each: each,
+        lambda each: each.to(memory_format=torch.channels_last),
+        lambda each: torch.stack([each, each], dim=-1)[..., 0],  # with holes
+        lambda each: each.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
+        weight, gradient, squares, mean = (lay(each) for each in tensors)
+        out = torch.zeros_like(weight)
+        Move(gradient, by, squares, mean).apply(weight, out)
+        Move(lay(tensors[1]), by, tensors[2], mean).apply(weight, out)  # lying otherwise than the others
+        outs.append(out)
+    assert all(torch.equal(out, outs[0]) and not torch.equal(out, tensors[0]) for out in outs)
+
+
+def test_a_moment_of_another_dtype_is_taken_as_it_is() -> None:
+    weight, gradient, squares = torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), torch.full((4,), 4.001)
+    assert moved(Move(gradient, LocalUpdate(1.0, kept=1.0), squares), weight).tolist() == [-0.5] * 4
+
+
+def two_weights() -> tuple[TwoWeights, list[torch.nn.Parameter]]:
+    parameters = {"a": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(2, 2))}
+    return TwoWeights(parameters), list(parameters.values())
+
+
+def test_weights_are_lent_memory_for_a_step_and_get_their_own_back() -> None:
+    both, (a, b) = two_weights()
+    own = [a.data_ptr(), b.data_ptr()]
+    for number in (1.0, 2.0):
+        with both.lent():
+            assert a.tolist() == [number] * 3
+            with torch.no_grad():
+                a += 1  # an optimizer's step
+            both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+        assert [a.data_ptr(), b.data_ptr()] == own
+        assert a.tolist() == [number + 0.5] * 3
+        assert both.global_weights[0].tolist() == [number + 1] * 3
+        assert b.tolist() == [[1, 1], [1, 1]]
+    both.show_global()
+    assert a.tolist() == [3] * 3
+    both.show_local()
+    assert a.tolist() == [2.5] * 3
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("an optimizer's")])
+def test_weights_that_are_not_updated_locally_are_the_global_ones(error: Exception | None) -> None:
+    both, (a, b) = two_weights()
+    own = [a.data_ptr(), b.data_ptr()]
+    with both.lent():
+        both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+    with pytest.raises(RuntimeError) if error else nullcontext(), both.lent():
+        with torch.no_grad():
+            a += 1
+        if error:
+            raise error
+    assert [a.data_ptr(), b.data_ptr()] == own
+    assert a.tolist() == [2] * 3
+    assert both.local_weights[0].tolist() == [2] * 3
+    both.show_local()
+    assert a.tolist() == [2] * 3
+
+
+def test_autograd_tells_of_a_graph_whose_weights_were_moved() -> None:
+    both, (a, _) = two_weights()
+    loss = (a * a).sum()
+    with both.lent():
+        both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

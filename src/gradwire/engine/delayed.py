@@ -153,7 +153,7 @@ class Delayed(Steps):
         self._check_usable()
         self._check_gradients(optimizer)
         parameters = list(self._by_name.values())
-        with self._guard.passing():
+        with self._guard.passing(), self._weights.lent():
             self._land_the_last()
             update = partial(step_later, optimizer, whole, snapshot(optimizer), parameters)
             self._launch([parameter.grad for parameter in parameters], State.DONE, update)
@@ -190,7 +190,7 @@ class Delayed(Steps):
 
     def _send_nothing(self, state: State) -> None:
         """A step with zeros for all gradients, and no update."""
-        with self._guard.passing():
+        with self._guard.passing(), self._weights.lent():
             self._land_the_last()
             self._launch([None] * len(self.names), state, None)
             self._land()
@@ -336,7 +336,6 @@ class Delayed(Steps):
 
     def _land_the_last(self) -> None:
         """Before a step is launched, on all ranks alike: land the one before it, and do what ranks do together then."""
-        self._weights.show_global(keep_local=False)
         self._computing = False
         self._land()
         if self._landed is not None:

@@ -2,11 +2,12 @@
 
 The model's parameters hold one of the two. They hold L from the training forward of a step to its `optimizer.step()`, and W
 whenever a script may look. While they hold L a copy of W is kept; while they hold W a copy of L is, until the next training
-forward takes it. So the `delayed` schedule needs one more copy of the weights, and two while a script looks.
+forward takes it. In `optimizer.step()` they have the memory of that copy of W for a while. So the `delayed` schedule needs one more copy of the weights, and two while a script looks.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,19 +15,19 @@ import torch
 from gradwire.engine.drift import checksums
 from gradwire.engine.stepping import outermost
 from gradwire.errors import PlanError
+from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
 __all__ = ["Move", "TwoWeights", "check_local_updates", "local_move"]
 
-Moments = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-_PIECE = 1 << 16
-"""Elements."""
+Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
+"""A local update for a rate of 1, and the squares and the mean that it takes."""
 
 
 class TwoWeights:
     """The weights of some parameters, which hold W at first, and L = W.
 
-    All methods that write do so in place, under `torch.no_grad()`: parameters stay the same objects in the same memory, and
-    autograd tells of a graph that needs what was written over.
+    All methods that write do so in place, under `torch.no_grad()`: parameters stay the same objects, in the same memory but
+    while they are `lent` some, and autograd tells of a graph that needs what was written over.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -35,7 +36,9 @@ class TwoWeights:
         self._versions: list[int] = []
         """Of the parameters when they came to hold L."""
         self._warned = False
-        self._global = [parameter.detach().clone() for parameter in self._parameters]
+        self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
+        self._home: list[torch.Tensor] | None = None
+        """The parameters' own memory while `lent`."""
         self._local: list[torch.Tensor] | None = None
         self._global_sums: list[int] | None = None
         """Of L that was loaded: checksums of the W that it belongs to."""
@@ -133,15 +136,49 @@ class TwoWeights:
             if self._local is not None:
                 _copy(self._parameters, self._global)  # what a script does to W from now on is seen by the difference
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the parameters hold W, and L is forgotten. Afterwards they hold the L of a `local_update` inside, or W.
+
+        Where they held L, they have the memory of the other copy inside: no weight is copied for a step.
+        """
+        self._local = self._global_sums = None
+        if not self._show_global:
+            self._warn_of_writes()
+            self._home = [parameter.data for parameter in self._parameters]
+            self._move_to(self._global)
+            self._show_global = True
+        try:
+            yield
+        finally:
+            if self._home is not None:
+                self._go_home()
+                with torch.no_grad():
+                    _copy(self._global, self._parameters)
+
+    def _go_home(self) -> None:
+        assert self._home is not None
+        self._move_to(self._home)
+        self._home = None
+
+    def _move_to(self, memory: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, memory, strict=True):
+            parameter.data = tensor
+
     @torch.no_grad()
     def local_update(self, moves: "Iterable[Move | None]") -> None:
         """L = W moved, which the parameters then hold. None is no move."""
-        self.show_global(keep_local=False)
-        for parameter, kept, move in zip(self._parameters, self._global, moves, strict=True):
+        moves = list(moves)  # all or nothing
+        if self._home is not None:
+            self._go_home()
+        else:
+            _copy(self._parameters, self._global)
+        for parameter, weight, move in zip(self._parameters, self._global, moves, strict=True):
             if move is None:
-                kept.copy_(parameter)
+                parameter.copy_(weight)
             else:
-                move.apply(parameter.detach(), kept)
+                move.apply(weight, parameter.detach())
+                torch.autograd.graph.increment_version(parameter)
         self._hold_local()
 
     @torch.no_grad()
@@ -150,6 +187,11 @@ class TwoWeights:
         the next step begins, whether they are loaded before or after this."""
         self.show_global(keep_local=False)
         self._local, self._global_sums = [value.clone() for value in values], global_sums
+
+
+def _same_memory(parameter: torch.nn.Parameter) -> torch.Tensor:
+    size, stride = parameter.size(), parameter.stride()
+    return torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device)
 
 
 def _copy(sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
@@ -165,36 +207,22 @@ class Move(NamedTuple):
     mean. Of SGD with its momentum; of the moments where the optimizer is Adam or one of its like."""
 
     gradient: torch.Tensor
-    rate: float
-    """Of what is subtracted."""
+    by: LocalUpdate
     squares: torch.Tensor | None = None
     """The second-moment estimate of each element so far; None of SGD."""
     mean: torch.Tensor | None = None
     """The first-moment estimate so far, of SGD the momentum; None where the optimizer has none."""
-    decay: tuple[float, float] = (1.0, 1.0)
-    """What the estimate so far and the gradient's square count in the next one."""
-    momentum: float = 0.0
-    """What the first moment so far counts in the step; the gradient counts the rest, and of SGD `own`."""
-    own: float = 1.0
-    corrections: tuple[float, float] = (1.0, 1.0)
-    """What the next first and second moment are divided by."""
-    eps: float = 0.0
 
-    def apply(self, weight: torch.Tensor, before: torch.Tensor) -> None:
-        """`before` becomes the weight as it was, and the weight is moved. A piece at a time, which stays in a cache meanwhile:
-        six passes over memory instead of twenty."""
-        moments = [moment for moment in (self.squares, self.mean) if moment is not None]
-        for piece, old, gradient, *rest in _pieces([weight, before, self.gradient, *moments]):
-            old.copy_(piece)
-            if self.squares is None:
-                piece.add_(gradient, alpha=-self.rate * self.own)
-                if rest:
-                    piece.add_(rest[0], alpha=-self.rate * self.momentum)
-                continue
-            squares = (rest[0] * self.decay[0]).addcmul_(gradient, gradient, value=self.decay[1])
-            scale = squares.div_(self.corrections[1]).sqrt_().add_(self.eps)
-            along = gradient if len(rest) == 1 else gradient.lerp(rest[1], self.momentum)
-            piece.addcdiv_(along, scale, value=-self.rate / self.corrections[0])
+    def apply(self, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` becomes the weight moved, in one pass over memory where all lie in it alike."""
+        tensors = [each for each in (weight, self.gradient, self.squares, self.mean, out) if each is not None]
+        alike = all(each.dtype is weight.dtype and each.stride() == weight.stride() for each in tensors)
+        dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+        if not (alike and dense and is_float(weight.dtype)):
+            reference.local_update(weight, self.gradient, self.squares, self.mean, self.by, out)
+            return
+        kernels = kernels_for(weight.device.type)
+        kernels.local_update(*(_in_memory(each) for each in (weight, *self[:1], *self[2:])), self.by, _in_memory(out))
 
 
 def local_move(
@@ -208,18 +236,16 @@ def local_move(
     rate = -rate if param_group.get("maximize") else rate
     (key, moments_of), state = _MOMENTS[type(optimizer)], optimizer.state.get(parameter, {})
     if state.get(key) is None:
-        return Move(gradient, rate) if isinstance(optimizer, torch.optim.SGD) else None
-    return Move(gradient, rate, **moments_of(state, param_group), eps=param_group.get("eps", 0.0))
+        return Move(gradient, LocalUpdate(rate)) if isinstance(optimizer, torch.optim.SGD) else None
+    by, squares, mean = moments_of(state, param_group)
+    return Move(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Pieces at the same places of all, which have one shape; all whole where they do not lie in memory alike."""
-    if len({tensor.stride() for tensor in tensors}) > 1 or not tensors[0].is_contiguous():
-        yield list(tensors)
-        return
-    flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), _PIECE):
-        yield [each[start : start + _PIECE] for each in flat]
+def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Its elements in the order in which they lie in memory."""
+    if tensor is None or tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -234,33 +260,29 @@ def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def _of_sgd(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
+def _of_sgd(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
     kept, taken = param_group["momentum"], 1 - param_group["dampening"]
     own, momentum = (1 + kept * taken, kept * kept) if param_group["nesterov"] else (taken, kept)
-    return {"mean": state["momentum_buffer"], "momentum": momentum, "own": own}
+    return LocalUpdate(1.0, own, momentum), None, state["momentum_buffer"]
 
 
-def _of_adam(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
+def _of_adam(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
     first, second = param_group["betas"]
     steps = float(state["step"]) + 1
-    return {
-        "squares": state.get("max_exp_avg_sq", state["exp_avg_sq"]),
-        "mean": state["exp_avg"],
-        "decay": (second, 1 - second),
-        "momentum": first,
-        "corrections": (1 - first**steps, 1 - second**steps),
-    }
+    of_mean, of_squares = 1 - first**steps, 1 - second**steps
+    by = LocalUpdate(1 / of_mean, 1 - first, first, second / of_squares, (1 - second) / of_squares)
+    return by, state.get("max_exp_avg_sq", state["exp_avg_sq"]), state["exp_avg"]
 
 
-def _of_rmsprop(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
-    return {"squares": state["square_avg"], "decay": (param_group["alpha"], 1 - param_group["alpha"])}
+def _of_rmsprop(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    return LocalUpdate(1.0, kept=param_group["alpha"], taken=1 - param_group["alpha"]), state["square_avg"], None
 
 
-def _of_adagrad(state: dict[str, Any], param_group: dict[str, Any]) -> dict[str, Any]:
-    return {"squares": state["sum"]}
+def _of_adagrad(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    return LocalUpdate(1.0, kept=1.0, taken=1.0), state["sum"], None
 
 
-_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Moments]] = {
+_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[dict[str, Any], dict[str, Any]], Moments]]] = {
     torch.optim.SGD: ("momentum_buffer", _of_sgd),
     torch.optim.Adam: ("exp_avg_sq", _of_adam),
     torch.optim.AdamW: ("exp_avg_sq", _of_adam),

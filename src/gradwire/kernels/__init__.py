@@ -8,9 +8,10 @@ from types import ModuleType
 import torch
 
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.segments import Segment, Segments, tensor_key
 
-__all__ = ["Segment", "Segments", "kernels_for", "tensor_key"]
+__all__ = ["LocalUpdate", "Segment", "Segments", "kernels_for", "tensor_key"]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.segments import Segments
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "fp8_encode",
     "gather_random",
     "levels",
+    "local_update",
     "mean_sign_encode",
     "natural_decode",
     "natural_encode",
@@ -383,3 +385,15 @@ def exponential_encode(
 def exponential_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
     """As `reference.exponential_decode`."""
     torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["exponential"], block, add, dst)
+
+
+def local_update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    squares: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    by: LocalUpdate,
+    out: torch.Tensor,
+) -> None:
+    """As `reference.local_update`, in one pass."""
+    torch.ops.gradwire.local_update(weight, gradient, squares, mean, *by, out)

@@ -5,6 +5,7 @@ Works on any device and is correct everywhere; hundreds of times slower than the
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
 from gradwire.kernels.reference.fp8 import fp8_decode, fp8_encode
+from gradwire.kernels.reference.local_update import local_update
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.reference.powers import exponential_decode, exponential_encode, natural_decode, natural_encode
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
@@ -25,6 +26,7 @@ __all__ = [
     "fp8_decode",
     "fp8_encode",
     "gather_random",
+    "local_update",
     "mean_sign_encode",
     "natural_decode",
     "natural_encode",

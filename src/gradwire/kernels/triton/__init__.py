@@ -1,7 +1,7 @@
 """Kernels for CUDA in Triton, with the bytes of the reference. A call queues its work and waits for nothing.
 
 One Triton kernel a call, what is remembered fused into it: cast, qsgd, terngrad, fp8, natural, exponential, threshold, sign,
-mean_sign in blocks, block_topk, randomk, gather_random, scatter_random, project, back_project, orthogonalise.
+mean_sign in blocks, block_topk, randomk, gather_random, scatter_random, project, back_project, orthogonalise, local_update.
 
 Several a call: mean_sign of whole runs (sums of pieces, means, signs), topk and dgc (count, choose, send, pack or find indices),
 reconstruct (is Q finite, the product).
@@ -19,6 +19,7 @@ Imported by `kernels_for("cuda")` only: Triton is loaded with it.
 
 from gradwire.kernels.triton.block_topk import block_topk_decode, block_topk_encode
 from gradwire.kernels.triton.cast import cast_decode, cast_encode
+from gradwire.kernels.triton.local_update import local_update
 from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode, terngrad_encode
 from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
@@ -46,6 +47,7 @@ __all__ = [
     "fp8_decode",
     "fp8_encode",
     "gather_random",
+    "local_update",
     "mean_sign_encode",
     "natural_decode",
     "natural_encode",

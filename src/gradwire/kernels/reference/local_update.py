@@ -1,0 +1,29 @@
+"""A rank's own step of weights, by its own gradient."""
+
+import torch
+
+from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.reference.numbers import narrow
+
+__all__ = ["local_update"]
+
+
+def local_update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    squares: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    by: LocalUpdate,
+    out: torch.Tensor,
+) -> None:
+    """Write the weights moved by `by` to `out`, in float32 (or float64, if they are) and rounded once. All have one shape."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    g = gradient.to(wide)
+    along = g * by.own
+    if mean is not None:
+        along = along + mean.to(wide) * by.momentum
+    along = along * by.rate
+    if squares is not None:
+        estimate = squares.to(wide) * by.kept + g * g * by.taken
+        along = along / (estimate.to(torch.float64).sqrt().to(wide) + by.eps)  # torch's own of float32 is not exact
+    out.copy_(narrow(weight.to(wide) - along, out.dtype))

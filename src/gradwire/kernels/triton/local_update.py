@@ -1,0 +1,59 @@
+"""A rank's own step of weights, by its own gradient."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.triton.launch import OPTIONS, check_flat, device_of
+from gradwire.kernels.triton.numbers import narrow, widen
+
+__all__ = ["local_update"]
+
+TILE = 1024
+"""Elements of a program."""
+
+
+@triton.jit
+def local_update_kernel(
+    weight, gradient, squares, mean, out, numel, rate, own, momentum, kept, taken, eps,
+    SQUARES: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As `reference.local_update`."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    g = widen(tl.load(gradient + at, mask=inside, other=0.0))
+    along = g * own
+    if MEAN:
+        along += widen(tl.load(mean + at, mask=inside, other=0.0)) * momentum
+    along *= rate
+    if SQUARES:
+        estimate = widen(tl.load(squares + at, mask=inside, other=1.0)) * kept
+        along = tl.div_rn(along, tl.sqrt_rn(estimate + g * g * taken) + eps)
+    moved = widen(tl.load(weight + at, mask=inside, other=0.0)) - along
+    tl.store(out + at, narrow(moved, out.dtype.element_ty), mask=inside)
+
+
+def local_update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    squares: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    by: LocalUpdate,
+    out: torch.Tensor,
+) -> None:
+    """As `reference.local_update`."""
+    numel = weight.numel()
+    moments = [moment if moment is not None else weight for moment in (squares, mean)]
+    for each in (weight, gradient, *moments, out):
+        check_flat(each, numel)
+        if each.dtype != weight.dtype or each.numel() != numel:
+            raise RuntimeError(
+                "gradient, moments and result must be contiguous, of the weight's dtype and as long as it"
+            )
+    if numel:
+        with device_of(weight):
+            local_update_kernel[(triton.cdiv(numel, TILE),)](
+                weight, gradient, *moments, out, numel, *map(float, by),
+                SQUARES=squares is not None, MEAN=mean is not None, TILE=TILE, **OPTIONS,
+            )  # fmt: skip
