@@ -2,7 +2,8 @@
 
 The model's parameters hold one of the two. They hold L from the training forward of a step to its `optimizer.step()`, and W
 whenever a script may look. While they hold L a copy of W is kept; while they hold W a copy of L is, until the next training
-forward takes it. In `optimizer.step()` they have the memory of that copy of W for a while. So the `delayed` schedule needs one more copy of the weights, and two while a script looks.
+forward takes it. In `optimizer.step()` they have the memory of that copy of W for a while. So the `delayed` schedule needs one
+more copy of the weights, and two while a script looks.
 """
 
 import warnings
