@@ -10,6 +10,8 @@ from delayed_steps import Reference, exact_mean
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine import delayed
+from gradwire.engine.weights import TwoWeights
 
 STEPS = 12
 
@@ -81,6 +83,91 @@ def test_steps_are_those_of_the_recurrences(worlds: Worlds, name: str, make_opti
     unseen = worlds.run(2, engine, SCHEDULES[name], make_optimizer, False)
     assert [each for each, _ in unseen] == [after[-1:], after[-1:]]
     assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
+
+
+# ---- bucket by bucket
+
+
+def by_buckets(make_optimizer: Any, behind: bool, hooked: bool) -> tuple[list[str], int, int]:
+    """Digests of W and L at the end, how often the optimizer stepped some parameters, and the number of buckets."""
+    updates, usual, bound = [], TwoWeights.update, delayed._BEHIND_S
+
+    def counted(self: TwoWeights, *arguments: Any) -> None:
+        updates.append(arguments)
+        usual(self, *arguments)
+
+    TwoWeights.update, delayed._BEHIND_S = counted, -1.0 if behind else 1e9  # type: ignore[method-assign]
+    try:
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_: None)
+        plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=3))
+        handle = gw.parallelize(model, optimizer, plan=plan)
+        for step in range(STEPS):
+            gradient(model, step, dist.get_rank())
+            optimizer.step()
+            optimizer.zero_grad()
+        own = digest(layer.weight for layer in (model[0], model[2]))
+        counts = len(updates), len(handle.plan.buckets)
+        whole = digest(model.state_dict().values())
+        handle.detach()
+        return [own, whole], *counts
+    finally:
+        TwoWeights.update, delayed._BEHIND_S = usual, bound  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+def test_a_wire_that_is_behind_gets_buckets_one_by_one(worlds: Worlds, make_optimizer: Any) -> None:
+    ends = {}
+    for behind, hooked in ((False, False), (True, False), (True, True)):
+        ranks = worlds.run(2, by_buckets, make_optimizer, behind, hooked)
+        ends[behind, hooked] = [digests for digests, _, _ in ranks]
+        for _, updates, buckets in ranks:
+            assert buckets > 1
+            # the first step has none to land, the last lands when it is looked at
+            assert updates == (STEPS - 1) * (buckets if behind and not hooked else 1)
+    assert ends[True, False] == ends[False, False] == ends[True, True]
+
+
+class Stumbles(torch.optim.SGD):
+    """Raises once, in the middle of a step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 8 and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def stumble() -> tuple[list[int], int]:
+    """Steps whose `optimizer.step()` raised, and how many there were in the end."""
+    bound, delayed._BEHIND_S = delayed._BEHIND_S, -1.0
+    model, raised = make_model(), []
+    optimizer = Stumbles(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=None, local_lr=0))
+    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=0)
+    for step in range(STEPS):
+        gradient(model, step, dist.get_rank())
+        try:
+            optimizer.step()
+        except RuntimeError:
+            raised.append(step)
+        optimizer.zero_grad()
+    handle.flush()
+    steps = handle.stats().steps
+    handle.detach()
+    delayed._BEHIND_S = bound
+    return raised, steps
+
+
+def test_an_optimizer_that_raises_between_buckets_leaves_no_rank_waiting(worlds: Worlds) -> None:
+    (first, steps), (second, others) = worlds.run(2, stumble)
+    assert first == []
+    assert len(second) == 1
+    assert steps == others == STEPS
 
 
 FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))

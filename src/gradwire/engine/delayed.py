@@ -4,8 +4,9 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
 
 1. A training forward computes on L(i), and backward leaves this rank's own gradient g(i) in `grad`. Nothing is sent.
 2. `optimizer.step()` lands step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
-   its groups had when the script stepped it. Then it launches step i: g(i) is copied to the flat buffers and the lanes begin.
-   Last L(i+1) = W(i) - local_lr * g(i).
+   its groups had when the script stepped it. It also launches step i: g(i) is copied to the flat buffers and the lanes begin.
+   If it had to wait, both go bucket by bucket, where the optimizer allows: a wire that is behind does not wait for all of the
+   optimizer's work. Last L(i+1) = W(i) - local_lr * g(i).
 3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
    changes nothing: L(i+1) is put back by the next training forward.
 
@@ -20,7 +21,7 @@ gradients, which the script's own and the flat buffers no longer share.
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, reduce
@@ -39,18 +40,22 @@ from gradwire.engine.drift import checksums
 from gradwire.engine.executor import Executor
 from gradwire.engine.failure import RollCall
 from gradwire.engine.hooks import ModelHook
-from gradwire.engine.launched import Launched, finish_quietly
+from gradwire.engine.launched import Launched, Update, by_bucket, check_gradients, finish_quietly
 from gradwire.engine.layout import BucketBuffers
 from gradwire.engine.memory import Remembered, added_up
 from gradwire.engine.settling import SettleFirst
+from gradwire.engine.splitting import why_at_once
 from gradwire.engine.states import CORRECTION, LOCAL, Saved, divided
 from gradwire.engine.stats import StepReport
 from gradwire.engine.step import Steps
 from gradwire.engine.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.engine.weights import Move, TwoWeights, local_move
+from gradwire.engine.weights import TwoWeights, check_local, local_moves
 from gradwire.errors import GradwireError, StepStateError
 
 __all__ = ["Delayed"]
+
+_BEHIND_S = 0.001
+"""Whoever waits longer for an exchange computes faster than the wire sends."""
 
 
 class Delayed(Steps):
@@ -76,6 +81,12 @@ class Delayed(Steps):
         """From the training forward of a step to its `optimizer.step()`."""
         self._under_way: list[Launched] = []
         """At most one."""
+        self._due: dict[int, torch.Tensor | None] = {}
+        """Means that arrived, by parameter, and of which the optimizer has not made W yet."""
+        self._update: Update | None = None
+        """What makes W of them."""
+        self._waited_s = 0.0
+        """For the exchange of the last step."""
         self._sent_buffers: BufferCopy | None = None
         self._sending: list[Future[Mark]] = []
         self._meters: list[Meter] = []
@@ -118,7 +129,7 @@ class Delayed(Steps):
         self._guard.remove()
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
-        """Nothing is sent in backward, so its graph does not matter."""
+        """Does not matter: nothing is sent in backward."""
 
     # ---- what a script sees
 
@@ -151,16 +162,16 @@ class Delayed(Steps):
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
         """What the script's `optimizer.step()` does."""
         self._check_usable()
-        self._check_gradients(optimizer)
+        check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
         with self._guard.passing(), self._weights.lent():
-            self._land_the_last()
-            update = partial(step_later, optimizer, whole, snapshot(optimizer), parameters)
+            self._arrive_first()
+            update = partial(step_later, optimizer, whole, snapshot(optimizer))
             self._launch([parameter.grad for parameter in parameters], State.DONE, update)
             if self._last_act or not self.schedule.local_update or self.step < self.schedule.warmup_steps:
                 self._land()
             else:
-                self._weights.local_update(self._moves(optimizer))
+                self._weights.local_update(local_moves(optimizer, parameters, self.schedule.local_lr))
         self._change_now()
 
     @property
@@ -191,7 +202,7 @@ class Delayed(Steps):
     def _send_nothing(self, state: State) -> None:
         """A step with zeros for all gradients, and no update."""
         with self._guard.passing(), self._weights.lent():
-            self._land_the_last()
+            self._arrive_first()
             self._launch([None] * len(self.names), state, None)
             self._land()
         self._change_now()
@@ -212,29 +223,6 @@ class Delayed(Steps):
         self._weights.show_global(keep_local=False)
         self._computing = False
 
-    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for name, parameter in self._by_name.items():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise StepStateError(
-                    f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
-                )
-        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-            raise StepStateError(
-                f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
-                "sends them before. Make the optimizer with fused=False."
-            )
-
-    def _moves(self, optimizer: torch.optim.Optimizer) -> Iterator[Move | None]:
-        """The local update of each parameter."""
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in self._by_name.values():
-            group, gradient = groups.get(id(parameter)), parameter.grad
-            if group is None or gradient is None:
-                yield None
-                continue
-            rate = float(group["lr"]) if self.schedule.local_lr is None else self.schedule.local_lr
-            yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
-
     # ---- launching
 
     def _begin_step(self) -> None:
@@ -246,22 +234,37 @@ class Delayed(Steps):
         self._send_buffers()
 
     @torch.no_grad()
-    def _launch(
-        self, gradients: Sequence[torch.Tensor | None], state: State, update: Callable[[], None] | None
-    ) -> None:
-        """Begin the exchange of these gradients. The parameters hold W."""
+    def _launch(self, gradients: Sequence[torch.Tensor | None], state: State, update: Update | None) -> None:
+        """Begin the exchange of these gradients, after what is due of W. Raises what the optimizer does, when it has begun."""
         self._begin_step()
-        self._used = sum(1 << index for index, gradient in enumerate(gradients) if gradient is not None)
-        for index, (slot, gradient) in enumerate(zip(self.slots, gradients, strict=True)):
-            if gradient is None:
-                slot.view.zero_()
-            else:
-                self._filled[index] = None
-                torch.mul(gradient, 1.0 / self.group.world_size, out=slot.view)
-        self._corrections.add_residuals(self._side, self._filled)
-        for slot in self.slots:
-            self._count(slot)
+        self._used = sum(1 << index for index, own in enumerate(gradients) if own is not None)
+        problem: Exception | None = None
+        for portion in self._portions():
+            try:
+                self._land_due(portion)
+            except Exception as error:  # other ranks wait for the gradients
+                problem = error
+                self._due.clear()
+            for index in portion:
+                if (gradient := gradients[index]) is None:
+                    self.slots[index].view.zero_()
+                else:
+                    self._filled[index] = None
+                    torch.mul(gradient, 1.0 / self.group.world_size, out=self.slots[index].view)
+            self._corrections.add_residuals(self._side, self._filled)
+            for index in portion:
+                self._count(self.slots[index])
         self._under_way.append(Launched(self.executor, state, self._tell(state), self._sending, update))
+        if problem is not None:
+            raise problem
+
+    def _portions(self) -> list[list[int]]:
+        """The parameters that are landed and launched together: of a bucket, which takes more of the core but lets a wire that is
+        behind begin at once, or all of them."""
+        optimizer, behind = self._optimizer(), self._waited_s > _BEHIND_S
+        if optimizer is None or not behind or self.schedule.flush or why_at_once(optimizer):
+            return [list(range(len(self.slots)))]
+        return by_bucket(self.executor.plan, self.slots)
 
     def _send_buffers(self) -> None:
         """After the step's own exchanges on the first lane: rank 0's buffers as they are now."""
@@ -286,9 +289,20 @@ class Delayed(Steps):
         for sent in self._sending:
             self.executor.lanes[0].link.streams.wait(sent.result())
 
-    @torch.no_grad()
     def _land(self) -> None:
-        """Wait for the step under way, if there is one, and update W, which the parameters hold."""
+        """Wait for the step under way, if there is one, and make W of its mean."""
+        self._arrive()
+        self._land_due(list(self._due))
+
+    def _land_due(self, indices: Sequence[int]) -> None:
+        """W becomes what the optimizer makes of what is due of these parameters, which hold it."""
+        due = {index: self._due.pop(index) for index in indices if index in self._due}
+        if due and self._update is not None:
+            self._weights.update(due, self._update)
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the step under way, if there is one. Its mean is due then."""
         if not self._under_way:
             return
         launched, start = self._under_way[0], time.perf_counter()
@@ -299,8 +313,8 @@ class Delayed(Steps):
             self._corrections.landed(counts=False)
             raise
         self._under_way.clear()
-        exposed = time.perf_counter() - start
-        self._update(launched, reports)
+        self._waited_s = exposed = time.perf_counter() - start
+        self._take(launched, reports)
         model = self._model()
         if self._sent_buffers is not None and model is not None and self.group.rank != 0:
             self._sent_buffers.put_into(model)
@@ -313,14 +327,14 @@ class Delayed(Steps):
         """A step that some left is void too, but all hear of it only when the next one is computed, and go on."""
         return super()._why_void([r._replace(state=State.DONE) if r.state is State.LEFT else r for r in reports])
 
-    def _update(self, launched: Launched, reports: Sequence[Report]) -> None:
-        """W becomes what the optimizer makes of the mean, but for parameters that no rank used."""
+    def _take(self, launched: Launched, reports: Sequence[Report]) -> None:
+        """The mean is due, but of parameters that no rank used."""
         used = reduce(or_, (report.used for report in reports))
         left = [self.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is State.LEFT]
-        gradients: list[torch.Tensor | None] = []
+        self._due, self._update = {}, None if left else launched.update
         for index, slot in enumerate(self.slots):
-            gradients.append(slot.view if used >> index & 1 and not left else None)
-            if gradients[-1] is None:
+            self._due[index] = slot.view if used >> index & 1 and not left else None
+            if self._due[index] is None:
                 self.executor.buckets[slot.bucket].take_back(slot)
             else:
                 slot.owed = None
@@ -330,14 +344,12 @@ class Delayed(Steps):
                 "training goes on with the next one.",
                 stacklevel=2,
             )
-        elif launched.update is not None:
-            self._weights.update(gradients, launched.update)
         self._corrections.landed(counts=not left, taken_back=True)
 
-    def _land_the_last(self) -> None:
-        """Before a step is launched, on all ranks alike: land the one before it, and do what ranks do together then."""
+    def _arrive_first(self) -> None:
+        """Before a step is launched, on all ranks alike: wait for the one before it, and do what ranks do together then."""
         self._computing = False
-        self._land()
+        self._arrive()
         if self._landed is not None:
             (reports, exposed), self._landed = self._landed, None
             self._check_drift(reports)
@@ -367,19 +379,7 @@ class Delayed(Steps):
             raise ValueError(
                 f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none."
             )
-        for name, parameter in self._by_name.items():
-            found = local.get(name)
-            if found is None or found.numel() != parameter.numel() or found.dtype != parameter.dtype:
-                kind = "nothing" if found is None else f"{found.numel()} elements of {found.dtype}"
-                raise ValueError(
-                    f"the state has {kind} in {LOCAL}0/{printable(name)}, where the model's tensor has {parameter.numel()} "
-                    f"elements of {parameter.dtype}. Pass what handle.state_dict() returned."
-                )
-        if local.keys() - self._by_name.keys() or len(saved.weights) != len(self.names):
-            raise ValueError(
-                f"the state has weights of {len(local)} tensors and checksums of {len(saved.weights)}, and the model has "
-                f"{len(self.names)} trainable ones. Pass what handle.state_dict() returned."
-            )
+        check_local(local, len(saved.weights), self._by_name)
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         corrections, local = divided(state)

@@ -31,7 +31,7 @@ from gradwire.engine.later import looking, make_current, use_later
 from gradwire.engine.pipelined import Pipelined
 from gradwire.engine.shard_norm import clip_coefficient, norm_over_ranks
 from gradwire.engine.shards import Shard, Shards
-from gradwire.engine.splitting import why_at_once
+from gradwire.engine.splitting import why_none_later
 from gradwire.engine.stepping import outermost, step_in_place_of
 from gradwire.errors import StepStateError
 
@@ -173,7 +173,7 @@ class Sharded(Pipelined):
                 shard.weight.grad = None
             self._gather()
             parameters = [parameter for parameter in self._living() if parameter is not None]
-            if self._say(why_at_once(parameters, self._model(), self._compiled_before), optimizer):
+            if self._say(why_none_later(parameters, self._model(), self._compiled_before), optimizer):
                 self.flush()
             else:
                 self._use_parameters_later()

@@ -13,7 +13,17 @@ from torch.optim import optimizer as torch_optimizer
 from gradwire.engine.later import can_wait
 from gradwire.engine.stepping import is_replaced, step_only
 
-__all__ = ["clone", "compiled_frames", "gradients", "has_hooks", "moved", "splits", "why_at_once", "why_whole"]
+__all__ = [
+    "clone",
+    "compiled_frames",
+    "gradients",
+    "has_hooks",
+    "moved",
+    "splits",
+    "why_at_once",
+    "why_none_later",
+    "why_whole",
+]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
@@ -29,8 +39,14 @@ def compiled_frames() -> int:
 
 
 def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, compiled_before: int) -> str:
-    """Why this step must be one of all parameters at once; '' if it need not. `compiled_before` is what `compiled_frames`
-    returned before the model was parallelized, when all compiled code was forgotten."""
+    """Why some parameters must not be stepped later, and their values not wait for it; '' if they may. `compiled_before` is what
+    `compiled_frames` returned before the model was parallelized, when all compiled code was forgotten."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return why_at_once(optimizer) or why_none_later(parameters, model, compiled_before)
+
+
+def why_at_once(optimizer: torch.optim.Optimizer) -> str:
+    """Why its step must be one of all parameters at once; '' if it need not."""
     name = type(optimizer).__name__
     if has_hooks(optimizer):
         return f"{name} has step hooks, which expect that all parameters are stepped at once"
@@ -40,9 +56,6 @@ def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, c
         return f"a GradScaler unscales gradients inside {name}.step"
     if optimizer.defaults.get("differentiable"):
         return f"{name} has differentiable=True"
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if why := why_at_once(parameters, model, compiled_before):
-        return why
     if optimizer not in _KNOWN:
         _KNOWN[optimizer] = splits(optimizer)
     if not _KNOWN[optimizer]:
@@ -50,7 +63,9 @@ def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, c
     return ""
 
 
-def why_at_once(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None, compiled_before: int) -> str:
+def why_none_later(
+    parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None, compiled_before: int
+) -> str:
     """Why none of these parameters may get its values later; '' if they may. `compiled_before` as in `why_whole`."""
     if any(not can_wait(parameter) for parameter in parameters):
         return "a parameter is of a class of its own, which cannot wait for its values"

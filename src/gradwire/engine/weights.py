@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.core.checks import printable
 from gradwire.engine.drift import checksums
+from gradwire.engine.states import LOCAL
 from gradwire.engine.stepping import outermost
 from gradwire.errors import PlanError
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
-__all__ = ["Move", "TwoWeights", "check_local_updates", "local_move"]
+__all__ = ["Move", "TwoWeights", "check_local", "check_local_updates", "local_move", "local_moves"]
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 """A local update for a rate of 1, and the squares and the mean that it takes."""
@@ -121,18 +123,21 @@ class TwoWeights:
         self._global_sums = None
 
     @torch.no_grad()
-    def update(self, gradients: Iterable[torch.Tensor | None], step: Callable[[], None]) -> None:
-        """W becomes what `step` makes of it with these gradients in `grad`. The parameters hold W afterwards, and their own
-        gradients again."""
+    def update(
+        self, gradients: Mapping[int, torch.Tensor | None], step: Callable[[Sequence[torch.nn.Parameter]], None]
+    ) -> None:
+        """W of these parameters becomes what `step`, which is given them, makes of it with these gradients in `grad`. They hold W
+        afterwards, and their own gradients again."""
         self.show_global()
-        own = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        chosen = [self._parameters[index] for index in gradients]
+        own = [parameter.grad for parameter in chosen]
+        for parameter, gradient in zip(chosen, gradients.values(), strict=True):
             parameter.grad = gradient
         try:
             with outermost(self._parameters[0].device):
-                step()
+                step(chosen)
         finally:
-            for parameter, gradient in zip(self._parameters, own, strict=True):
+            for parameter, gradient in zip(chosen, own, strict=True):
                 parameter.grad = gradient
             if self._local is not None:
                 _copy(self._parameters, self._global)  # what a script does to W from now on is seen by the difference
@@ -226,6 +231,20 @@ class Move(NamedTuple):
         kernels.local_update(*(_in_memory(each) for each in (weight, *self[:1], *self[2:])), self.by, _in_memory(out))
 
 
+def local_moves(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], local_lr: float | None
+) -> Iterator[Move | None]:
+    """The local update of each parameter by its own gradient. None is no move."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        group, gradient = groups.get(id(parameter)), parameter.grad
+        if group is None or gradient is None:
+            yield None
+            continue
+        rate = float(group["lr"]) if local_lr is None else local_lr
+        yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
+
+
 def local_move(
     optimizer: torch.optim.Optimizer,
     param_group: dict[str, Any],
@@ -247,6 +266,23 @@ def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is None or tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def check_local(local: Mapping[str, torch.Tensor], sums: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises ValueError unless a state with this L and so many checksums of W is of these parameters."""
+    for name, parameter in parameters.items():
+        found = local.get(name)
+        if found is None or found.numel() != parameter.numel() or found.dtype != parameter.dtype:
+            kind = "nothing" if found is None else f"{found.numel()} elements of {found.dtype}"
+            raise ValueError(
+                f"the state has {kind} in {LOCAL}0/{printable(name)}, where the model's tensor has {parameter.numel()} "
+                f"elements of {parameter.dtype}. Pass what handle.state_dict() returned."
+            )
+    if local.keys() - parameters.keys() or sums != len(parameters):
+        raise ValueError(
+            f"the state has weights of {len(local)} tensors and checksums of {sums}, and the model has "
+            f"{len(parameters)} trainable ones. Pass what handle.state_dict() returned."
+        )
 
 
 def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
