@@ -49,15 +49,20 @@ def trained(schedule: str, part: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("schedule", ["backward", "pipelined"])
-def test_what_is_left_out_changes_no_gradient(worlds: Worlds, schedule: str) -> None:
-    for part in ("reduce-only", "compute-only"):
-        for rank, found in enumerate(worlds.run(2, trained, schedule, part)):
-            own = (rank + 1) / 2  # its share of the mean, of nobody else's
-            assert found == [[own] * SIZE, [10 * own] * SIZE]
+def test_what_is_left_out_is_not_in_gradients(worlds: Worlds, schedule: str) -> None:
+    half = SIZE // 2
+    for rank, found in enumerate(worlds.run(2, trained, schedule, "compute-only")):
+        own = (rank + 1) / 2  # its share of the mean, of nobody else's
+        assert found == [[own] * SIZE, [10 * own] * SIZE]
+    for rank, found in enumerate(worlds.run(2, trained, schedule, "reduce-only")):
+        shards = [[(rank + 1) / 2] * half, [(rank + 1) / 2] * half]
+        shards[rank] = [1.5] * half  # the mean, of which nobody else hears
+        whole = [*shards[0], *shards[1]]
+        assert found == [whole, [10 * each for each in whole]]
     for found in worlds.run(2, trained, schedule, "gather-only"):
         for size, grad in zip((1.0, 10.0), found, strict=True):
             # each rank's shard stands for the sum, on all ranks
-            assert grad == [0.5 * size] * (SIZE // 2) + [1.0 * size] * (SIZE // 2)
+            assert grad == [0.5 * size] * half + [1.0 * size] * half
 
 
 def alone() -> tuple[float, str]:

@@ -18,7 +18,7 @@ SUMS_IN_A_ROW = 8
 
 
 class ReduceOnly(TwoPhase):
-    """Every rank ends with its shard of the sum, and does nothing with it: gradients stay each rank's own."""
+    """Every rank ends with its shard of the sum, and tells nobody: all other gradients stay each rank's own."""
 
     def post(self, link: Link, tag: int) -> None:
         self.reduce = link.expect(tag, self.for_sum)

@@ -161,7 +161,10 @@ class TwoPhase:
         bounds = piece.bounds
         self.parts = [piece.flat[bounds[j] : bounds[j + 1]] for j in range(world_size)]
         sizes = [codec.payload_bytes(segments, piece.flat.dtype) for segments in piece.shards]
-        self.total = torch.empty_like(self.parts[rank], dtype=piece.reduce_dtype)
+        mine = self.parts[rank]
+        # a sum of two does not depend on their order: where the own part is one of the first two, others are added to it
+        self.in_place = rank < 2 and not codec.encodes_own_part and mine.dtype == piece.reduce_dtype
+        self.total = mine if self.in_place else torch.empty_like(mine, dtype=piece.reduce_dtype)
         sum_sizes = [self.again.payload_bytes(segments, self.total.dtype) for segments in piece.shards]
         # to everybody another shard; from everybody the own shard; then the sums, of everybody's shard
         self.to_owners = _payloads(piece, [0 if j == rank else sizes[j] for j in range(world_size)])
@@ -207,10 +210,11 @@ class TwoPhase:
                             with self.own[source].open(link.streams, mine) as state:
                                 codec.encode(mine, state, segments, context.on(stream), self.own_part)
                         payload = self.own_part if source == self.rank else self.for_sum[source]
-                        codec.decode(payload, segments, dtype, source > 0, self.total, context.on(stream))
-                    elif source:
+                        add = source > 0 or self.in_place
+                        codec.decode(payload, segments, dtype, add, self.total, context.on(stream))
+                    elif source and not self.in_place:
                         self.total.add_(mine)
-                    else:
+                    elif not self.in_place:
                         self.total.copy_(mine)
             self.reduce.finish()
             self.summed = link.streams.mark()

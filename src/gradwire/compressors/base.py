@@ -94,7 +94,9 @@ class Compressor(ABC):
 
     def check(self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype) -> None:
         """Raise PayloadError unless the payload has the size that the segments take."""
-        expected = self.payload_bytes(segments, dtype)
+        expected = segments.payload_bytes.get((self.spec, dtype))
+        if expected is None:
+            expected = segments.payload_bytes[self.spec, dtype] = self.payload_bytes(segments, dtype)
         if payload.numel() != expected or payload.dtype != torch.uint8:
             raise PayloadError(
                 f"a payload of {payload.numel()} elements of {payload.dtype} is not one of {self.spec!r}: "

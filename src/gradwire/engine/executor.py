@@ -208,6 +208,8 @@ class Executor:
 
     def failure(self) -> TaskFailed | None:
         """The error of a lane that has failed in this step."""
+        if not self._progress.failed.done():
+            return None
         errors = [future.exception() for future in self._running if future.done()]
         return next((error for error in errors if isinstance(error, TaskFailed)), None)
 

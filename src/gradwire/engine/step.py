@@ -206,7 +206,6 @@ class Steps(Usable, Saveable, Traits):
         for slot in self.slots:
             self.executor.buckets[slot.bucket].take_back(slot)
 
-    @torch.no_grad()
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
         slot, grad = self.slots[index], parameter.grad
         if grad is None:

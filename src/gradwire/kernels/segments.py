@@ -45,6 +45,11 @@ class Segments:
         """What kernels of the device make of the segments, once."""
         return {}
 
+    @cached_property
+    def payload_bytes(self) -> dict[Any, int]:
+        """What compressors found of payloads of these segments, by spec and dtype."""
+        return {}
+
     @property
     def numel(self) -> int:
         return sum(row.numel for row in self.rows)
