@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, cpu_name, write
 from gradwire.core.payload import qsgd_bytes
-from gradwire.kernels import Segment, Segments, cpu, reference
+from gradwire.kernels import LocalUpdate, Segment, Segments, cpu, reference
 
 BLOCK = 128
 WANTED = {"encode 4 bits": 0.8, "decode and add 4 bits": 1.0, "encode 4 bits with feedback": 0.6 * 0.8}
@@ -43,6 +43,7 @@ def kernels_of(module: ModuleType, numel: int, device: str = "cpu") -> dict[str,
     """The kernels to time by name, each with warm buffers of its own size."""
     gradient = (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     total, residual = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    squares = gradient * gradient
     stream = torch.tensor([0, 1, 0, 0], device=device)
     calls: dict[str, Callable[[], None]] = {}
     for bits in (4, 2, 8):
@@ -66,6 +67,9 @@ def kernels_of(module: ModuleType, numel: int, device: str = "cpu") -> dict[str,
     for wire, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
         calls[f"cast to {name}"] = lambda wire=wire: module.cast_encode(gradient, None, wire, half)
         calls[f"cast from {name} and add"] = lambda wire=wire: module.cast_decode(half, wire, True, total)
+    by = LocalUpdate(1e-3, 0.1, 0.9, 0.999, 0.001, 1e-8)
+    calls["local update, SGD"] = lambda: module.local_update(gradient, gradient, None, residual, by, total)
+    calls["local update, Adam"] = lambda: module.local_update(gradient, gradient, squares, residual, by, total)
     return calls
 
 

@@ -170,6 +170,51 @@ def test_an_optimizer_that_raises_between_buckets_leaves_no_rank_waiting(worlds:
     assert steps == others == STEPS
 
 
+class OverAliases(torch.optim.SGD):
+    """Steps tensors of its own over the parameters' memory, as those do that keep all parameters in one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.aliases = [parameter.detach() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for alias, parameter in zip(self.aliases, self.param_groups[0]["params"], strict=True):
+            if parameter.grad is not None:
+                alias.add_(parameter.grad, alpha=-0.1)
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def watched_by_aliases(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with a hook that clamps tensors over the parameters' memory."""
+    optimizer = plain_sgd(parameters)
+    aliases = [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
+    optimizer.register_step_post_hook(lambda *_: [alias.clamp_(-0.3, 0.3) for alias in aliases])
+    return optimizer
+
+
+def clamping(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = plain_sgd(parameters)
+
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.3, 0.3)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+@pytest.mark.parametrize(("over", "plain"), [(OverAliases, plain_sgd), (watched_by_aliases, clamping)])
+def test_who_writes_over_the_parameters_memory_writes_the_global_weights(worlds: Worlds, over: Any, plain: Any) -> None:
+    for schedule in (SCHEDULES["no local step"], gw.Delayed(k=3, local_lr=0, warmup_steps=2)):
+        expected = worlds.run(2, engine, schedule, plain, False)
+        assert worlds.run(2, engine, schedule, over, False) == expected
+
+
 FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
 
 

@@ -91,11 +91,13 @@ def two_weights() -> tuple[TwoWeights, list[torch.nn.Parameter]]:
     return TwoWeights(parameters), list(parameters.values())
 
 
-def test_weights_are_lent_memory_for_a_step_and_get_their_own_back() -> None:
+@pytest.mark.parametrize("lend", [True, False])
+def test_weights_may_be_lent_memory_for_a_step_and_get_their_own_back(lend: bool) -> None:
     both, (a, b) = two_weights()
     own = [a.data_ptr(), b.data_ptr()]
     for number in (1.0, 2.0):
-        with both.lent():
+        with both.shown(lend):
+            assert (a.data_ptr() == own[0]) == (number == 1 or not lend)
             assert a.tolist() == [number] * 3
             with torch.no_grad():
                 a += 1  # an optimizer's step
@@ -114,9 +116,9 @@ def test_weights_are_lent_memory_for_a_step_and_get_their_own_back() -> None:
 def test_weights_that_are_not_updated_locally_are_the_global_ones(error: Exception | None) -> None:
     both, (a, b) = two_weights()
     own = [a.data_ptr(), b.data_ptr()]
-    with both.lent():
+    with both.shown(lend=True):
         both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
-    with pytest.raises(RuntimeError) if error else nullcontext(), both.lent():
+    with pytest.raises(RuntimeError) if error else nullcontext(), both.shown(lend=True):
         with torch.no_grad():
             a += 1
         if error:
@@ -131,7 +133,7 @@ def test_weights_that_are_not_updated_locally_are_the_global_ones(error: Excepti
 def test_autograd_tells_of_a_graph_whose_weights_were_moved() -> None:
     both, (a, _) = two_weights()
     loss = (a * a).sum()
-    with both.lent():
+    with both.shown(lend=True):
         both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -49,7 +49,7 @@ from gradwire.engine.states import CORRECTION, LOCAL, Saved, divided
 from gradwire.engine.stats import StepReport
 from gradwire.engine.step import Steps
 from gradwire.engine.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.engine.weights import TwoWeights, check_local, local_moves
+from gradwire.engine.weights import TwoWeights, check_local, has_local_update, local_moves
 from gradwire.errors import GradwireError, StepStateError
 
 __all__ = ["Delayed"]
@@ -164,7 +164,8 @@ class Delayed(Steps):
         self._check_usable()
         check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
-        with self._guard.passing(), self._weights.lent():
+        lend = has_local_update(optimizer) and not why_at_once(optimizer)
+        with self._guard.passing(), self._weights.shown(lend):
             self._arrive_first()
             update = partial(step_later, optimizer, whole, snapshot(optimizer))
             self._launch([parameter.grad for parameter in parameters], State.DONE, update)
@@ -201,7 +202,7 @@ class Delayed(Steps):
 
     def _send_nothing(self, state: State) -> None:
         """A step with zeros for all gradients, and no update."""
-        with self._guard.passing(), self._weights.lent():
+        with self._guard.passing(), self._weights.shown(lend=False):
             self._arrive_first()
             self._launch([None] * len(self.names), state, None)
             self._land()

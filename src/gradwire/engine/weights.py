@@ -20,7 +20,7 @@ from gradwire.engine.stepping import outermost
 from gradwire.errors import PlanError
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
-__all__ = ["Move", "TwoWeights", "check_local", "check_local_updates", "local_move", "local_moves"]
+__all__ = ["Move", "TwoWeights", "check_local", "check_local_updates", "has_local_update", "local_move", "local_moves"]
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 """A local update for a rate of 1, and the squares and the mean that it takes."""
@@ -30,7 +30,7 @@ class TwoWeights:
     """The weights of some parameters, which hold W at first, and L = W.
 
     All methods that write do so in place, under `torch.no_grad()`: parameters stay the same objects, in the same memory but
-    while they are `lent` some, and autograd tells of a graph that needs what was written over.
+    while they are lent some, and autograd tells of a graph that needs what was written over.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -41,7 +41,7 @@ class TwoWeights:
         self._warned = False
         self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
         self._home: list[torch.Tensor] | None = None
-        """The parameters' own memory while `lent`."""
+        """The parameters' own memory while they are lent some."""
         self._local: list[torch.Tensor] | None = None
         self._global_sums: list[int] | None = None
         """Of L that was loaded: checksums of the W that it belongs to."""
@@ -143,11 +143,14 @@ class TwoWeights:
                 _copy(self._parameters, self._global)  # what a script does to W from now on is seen by the difference
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def shown(self, lend: bool) -> Iterator[None]:
         """Inside, the parameters hold W, and L is forgotten. Afterwards they hold the L of a `local_update` inside, or W.
 
-        Where they held L, they have the memory of the other copy inside: no weight is copied for a step.
+        With `lend` parameters that held L have the memory of the other copy inside, and no weight is copied for a step. That is
+        for optimizers that keep no other tensors over the parameters' memory.
         """
+        if not lend:
+            self.show_global(keep_local=False)
         self._local = self._global_sums = None
         if not self._show_global:
             self._warn_of_writes()
@@ -285,10 +288,15 @@ def check_local(local: Mapping[str, torch.Tensor], sums: int, parameters: Mappin
         )
 
 
+def has_local_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own whose local update is known."""
+    return type(optimizer) in _MOMENTS
+
+
 def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Raises PlanError for an optimizer whose local update is not known."""
     for optimizer in optimizers:
-        if type(optimizer) not in _MOMENTS:
+        if not has_local_update(optimizer):
             known = ", ".join(kind.__name__ for kind in _MOMENTS)
             raise PlanError(
                 f"the delayed schedule steps each rank's own weights along its own gradient, and for {type(optimizer).__name__} "
