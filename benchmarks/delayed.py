@@ -4,7 +4,8 @@
 
 Takes ten minutes. Needs network namespaces. All parts are measured in the same run, in turns with the schedules: compute (a step
 that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the CPU time of both. All are
-means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22 steps the first, which waits for nothing, and the last, which waits twice, are left out.
+means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22 steps the first, which waits
+for nothing, and the last, which waits twice, are left out.
 Writes benchmarks/results/delayed.json and a table into docs/schedules.md. 1 if a mean step is not within 10 % of the equation,
 k=None at 500 Mb/s not within 10 % of attainable, or k=5 with 8-bit corrections there not faster than the backward schedule.
 """
