@@ -239,11 +239,11 @@ class Delayed(Steps):
         """Begin the exchange of these gradients, after what is due of W. Raises what the optimizer does, when it has begun."""
         self._begin_step()
         self._used = sum(1 << index for index, own in enumerate(gradients) if own is not None)
-        problem: Exception | None = None
+        problem: BaseException | None = None
         for portion in self._portions():
             try:
                 self._land_due(portion)
-            except Exception as error:  # other ranks wait for the gradients
+            except BaseException as error:  # other ranks wait for the gradients
                 problem = error
                 self._due.clear()
             for index in portion:
