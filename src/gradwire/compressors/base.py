@@ -59,7 +59,10 @@ class Compressor(ABC):
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
         """Bytes of the payload of these segments when the gradient has this dtype. Static: never depends on values."""
-        return self.spec.payload_bytes(runs_of(segments), dtype.itemsize)
+        key = self.spec, dtype
+        if (found := segments.payload_bytes.get(key)) is None:  # asked in every decode
+            found = segments.payload_bytes[key] = self.spec.payload_bytes(runs_of(segments), dtype.itemsize)
+        return found
 
     @abstractmethod
     def encode(
@@ -94,9 +97,7 @@ class Compressor(ABC):
 
     def check(self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype) -> None:
         """Raise PayloadError unless the payload has the size that the segments take."""
-        expected = segments.payload_bytes.get((self.spec, dtype))
-        if expected is None:
-            expected = segments.payload_bytes[self.spec, dtype] = self.payload_bytes(segments, dtype)
+        expected = self.payload_bytes(segments, dtype)
         if payload.numel() != expected or payload.dtype != torch.uint8:
             raise PayloadError(
                 f"a payload of {payload.numel()} elements of {payload.dtype} is not one of {self.spec!r}: "
