@@ -49,4 +49,4 @@ fmt: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv build runs src/gradwire.egg-info src/gradwire/kernels/*.so
+	rm -rf .venv build runs src/gradwire.egg-info src/gradwire/*.so

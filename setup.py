@@ -1,10 +1,13 @@
-"""Builds the C++ kernels and the planner's inner loops; everything else about the package is in pyproject.toml.
+"""Builds gradwire/_native.so, the kernels and the planner's inner loops; the rest of the package is in pyproject.toml.
 
-The kernels are one shared object. `csrc/kernels.cpp` is compiled once per SIMD level, each time into a namespace of its
-own; `csrc/ops.cpp` chooses among the levels at run time; the files csrc/ops*.cpp register the torch ops through libtorch's
-stable ABI. `csrc/planner.cpp` is another one, with a plain C ABI, and needs no torch. Nor do the levels, which take a minute:
-`python setup.py build_levels` compiles them while torch is still on its way, and they are kept in build/levels.
--ffp-contract=off and the absence of -ffast-math are part of the meaning: every level gives the same bytes.
+The library has a plain C interface (csrc/api.hpp): it needs neither torch nor Python to build or to load. `csrc/kernels.cpp` is
+compiled once for each SIMD level, each time into a namespace of its own, and `csrc/api_levels.cpp` chooses among the levels at
+run time. -ffp-contract=off and the absence of -ffast-math are part of the meaning: every level gives the same bytes.
+
+Environment:
+    GRADWIRE_LEVELS=all         compile every SIMD level (`make wheel` does), not only those that run on this machine
+    GRADWIRE_REFERENCE_ONLY=1   install without a compiler, on the plain-torch reference: about 300 times slower
+    GRADWIRE_CXXFLAGS, CXX      more flags, and another compiler (a cross compiler, say)
 """
 
 import hashlib
@@ -15,16 +18,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
 
-from setuptools import Command, Extension, setup
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent.resolve()
 CSRC = HERE / "csrc"
-MADE = HERE / "build" / "levels"
-BUILT = (Path("gradwire/kernels/_kernels.so"), Path("gradwire/kernels/_planner.so"))
-COMMON = [
+OBJECTS = HERE / "build" / "objects"
+LIBRARY = Path("gradwire/_native.so")
+FLAGS = [
     "-std=c++17",
     "-O3",
     "-fPIC",
@@ -34,124 +37,126 @@ COMMON = [
     "-fno-trapping-math",
     "-Wall",
     "-Wextra",
+    "-Wno-psabi",  # 64-byte vectors are only ever passed to functions that are inlined
+    *os.environ.get("GRADWIRE_CXXFLAGS", "").split(),
 ]
-# -Wno-psabi: 64-byte vectors are only ever passed to functions that are inlined
-COMMON += ["-Wno-psabi"]
-COMMON += os.environ.get("GRADWIRE_CXXFLAGS", "").split()
-LEVELS = {"baseline": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    LEVELS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
+LEVELS = {
+    "baseline": [],
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
+REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
+NO_COMPILER = """
+gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
+
+    install the compiler                  apt install g++   (or: dnf install gcc-c++)
+    install a wheel                       pip install gradwire-...-manylinux_....whl   (`make wheel` makes it)
+    do without the kernels                GRADWIRE_REFERENCE_ONLY=1 pip install ...
+
+Without the kernels compression is about 300 times slower, so it may cost more time than it saves.
+"""
 
 
-def compile_with(command: list[str]) -> None:
+def compiler() -> str:
+    """The C++ compiler to use. Ends the installation with the cure where there is none."""
+    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if found is None:
+        raise SystemExit(NO_COMPILER)
+    return found
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler or linker."""
     done = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
-        raise RuntimeError(f"compiling the kernels failed ({' '.join(command)})")
+        raise SystemExit(f"compiling the kernels failed: {' '.join(command)}")
 
 
-def levels_of(command: Command, compiler: str) -> dict[str, list[str]]:
-    """Flags of the SIMD levels that the compiler knows: those of the newer ones came with g++ 11."""
-    known = {}
-    for level, flags in LEVELS.items():
-        empty = [compiler, *flags, "-E", "-x", "c++", "-o", os.devnull, os.devnull]
-        if subprocess.run(empty, capture_output=True).returncode == 0:
-            known[level] = flags
-        else:
-            command.warn(f"{compiler} does not know {' '.join(flags)}: no kernels for it, others are slower")
-    return known
+def levels(cxx: str) -> dict[str, list[str]]:
+    """The flags of each SIMD level to compile."""
+    target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
+    if not target.startswith("x86_64"):
+        return {"baseline": []}
+    flags_here = set()
+    if platform.machine() in ("x86_64", "AMD64") and os.environ.get("GRADWIRE_LEVELS") != "all":
+        flags_here = {word for line in Path("/proc/cpuinfo").open() if line.startswith("flags") for word in line.split()}
+    missing = {"avx2": "avx2", "avx512": "avx512bw"}
+    return {
+        level: flags
+        for level, flags in LEVELS.items()
+        if not flags_here or level not in missing or missing[level] in flags_here
+    }
 
 
-def build_level(compiler: str, level: str, flags: list[str]) -> Path:
-    """The object of a level; one that was made of the same sources by the same command is taken as it is."""
-    command = [compiler, *COMMON, *flags, f"-DGRADWIRE_LEVEL={level}", "-c", str(CSRC / "kernels.cpp")]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    sources = [path.read_bytes() for path in (CSRC / "kernels.cpp", *sorted(CSRC.glob("*.hpp")))]
-    made_of = hashlib.sha256(b"\0".join([repr(command).encode(), version, *sources])).hexdigest()[:16]
-    made = MADE / f"{level}-{made_of}.o"
+def build_object(command: list[str], source: Path) -> Path:
+    """Compile a file, or take the object of an earlier build from the same sources by the same command."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout
+    headers = sorted(CSRC.glob("planner_*.hpp" if source.stem == "planner" else "*.hpp"))
+    contents = [path.read_bytes() for path in (source, *headers)]
+    digest = hashlib.sha256(b"\0".join([repr(command).encode(), version, *contents])).hexdigest()[:16]
+    made = OBJECTS / f"{source.stem}-{digest}.o"
     if not made.exists():
-        MADE.mkdir(parents=True, exist_ok=True)
-        for older in MADE.glob(f"{level}-*.o"):
-            older.unlink()
-        compile_with([*command, "-o", str(made.with_suffix(".new"))])
-        made.with_suffix(".new").replace(made)
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        new = made.with_suffix(f".{os.getpid()}.new")
+        run([*command, "-c", str(source), "-o", str(new)])
+        new.replace(made)
     return made
 
 
-class BuildLevels(Command):
-    """Compiles what of the kernels needs no torch, for a build that comes later."""
+def build_library(target: Path) -> None:
+    """Compile and link the library."""
+    cxx = compiler()
+    chosen = levels(cxx)
+    have = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in chosen]
+    # the levels first: they take longest
+    jobs = [([cxx, *FLAGS, *flags, f"-DGRADWIRE_LEVEL={level}"], CSRC / "kernels.cpp") for level, flags in chosen.items()]
+    jobs += [([cxx, *FLAGS, *have], source) for source in (CSRC / "planner.cpp", *sorted(CSRC.glob("api_*.cpp")))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda job: build_object(*job), jobs))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_suffix(".new")  # and a rename: a process that runs the old library keeps it
+    run([cxx, *FLAGS, "-shared", "-Wl,--as-needed", "-o", str(new), *map(str, objects)])
+    new.replace(target)
 
-    user_options: ClassVar[list[str]] = []
 
-    def initialize_options(self) -> None:
-        """There are none."""
-
-    def finalize_options(self) -> None:
-        """There are none."""
+class BuildNative(build_ext):
+    """Puts the library where setuptools expects an extension."""
 
     def run(self) -> None:
-        compiler = shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            return  # the build will say so
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda each: build_level(compiler, *each), levels_of(self, compiler).items()))
-
-
-class BuildKernels(build_ext):
-    """Compiles csrc/ with g++. Without compiler or torch it still installs, and runs on its reference."""
-
-    def build_extension(self, ext: Extension) -> None:
-        compiler = shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            self.warn("no g++ found: nothing of csrc/ is built, gradwire will run on its slow reference")
+        if REFERENCE_ONLY:
+            self.warn("GRADWIRE_REFERENCE_ONLY=1: the C++ kernels are not built, compression will be about 300 times slower")
             return
-        for built in self.built():
-            built.parent.mkdir(parents=True, exist_ok=True)
-        kernels, planner = self.built()
-        compile_with([compiler, *COMMON, "-shared", "-o", str(planner), str(CSRC / "planner.cpp")])
-        try:
-            import torch
-        except ImportError:
-            self.warn("torch is not installed here: the C++ kernels are not built. See CONTRIBUTING.md")
-            return
-        temp = Path(self.build_temp)
-        temp.mkdir(parents=True, exist_ok=True)
-        root = Path(torch.__file__).parent
-        includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-
-        levels = levels_of(self, compiler)
-        defines = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in levels]
-        stable = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-
-        def build_ops(source: Path) -> Path:
-            made = temp / f"{source.stem}.o"
-            compile_with([compiler, *COMMON, *defines, *includes, stable, "-c", "-o", str(made), str(source)])
-            return made
-
-        with ThreadPoolExecutor() as pool:
-            of_levels = pool.map(lambda each: build_level(compiler, *each), levels.items())
-            of_ops = pool.map(build_ops, sorted(CSRC.glob("ops*.cpp")))
-            objects = [*of_levels, *of_ops]
-        libs = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-        compile_with([compiler, *COMMON, "-shared", "-o", str(kernels), *map(str, objects), *libs])
-
-    def built(self) -> list[Path]:
-        return [Path(self.build_lib) / path for path in BUILT]
+        self.announce("compiling gradwire's C++ kernels: about half a minute on two cores", level=3)
+        built = Path(self.build_lib) / LIBRARY
+        build_library(built)
+        if self.inplace:
+            shutil.copy2(built, (HERE / "src" / LIBRARY).with_suffix(".new"))
+            (HERE / "src" / LIBRARY).with_suffix(".new").replace(HERE / "src" / LIBRARY)
 
     def get_outputs(self) -> list[str]:
-        return [str(path) for path in self.built()]
+        return [] if REFERENCE_ONLY else [str(Path(self.build_lib) / LIBRARY)]
 
-    def copy_extensions_to_source(self) -> None:
-        """For an editable install: setuptools would look for a Python extension's file name."""
-        for built, path in zip(self.built(), BUILT, strict=True):
-            if built.exists():
-                # a new file beside it and a rename: a process that runs the old one keeps it
-                target = HERE / "src" / path
-                shutil.copy2(built, target.with_suffix(".new"))
-                target.with_suffix(".new").replace(target)
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for every Python 3: the library has no symbol of CPython."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class HasLibrary(Distribution):
+    """Of one platform, unless it is the reference alone."""
+
+    def has_ext_modules(self) -> bool:
+        return not REFERENCE_ONLY
 
 
 setup(
-    ext_modules=[Extension("gradwire.kernels._kernels", sources=[], optional=False)],
-    cmdclass={"build_ext": BuildKernels, "build_levels": BuildLevels},
+    ext_modules=[] if REFERENCE_ONLY else [Extension("gradwire._native", sources=[])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},
+    distclass=HasLibrary,
 )

@@ -69,7 +69,7 @@ def _build_halved(folder: Path) -> Path:
     source.write_text(text.replace(right, wrong))
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib", "--build-temp", "temp"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return folder / "lib" / "gradwire" / "kernels" / "_kernels.so"
+    return folder / "lib" / "gradwire" / "_native.so"
 
 
 def _losses(seed: int, steps: int, methods: list[str], library: Path | None = None) -> dict[str, list[float]]:
@@ -85,10 +85,10 @@ def _rank(seed: int, steps: int, methods: list[str], library: str | None) -> Non
 
     import gradwire as gw
     from gradwire.bench.jobs import make_job
-    from gradwire.kernels import cpu
+    from gradwire.core import native
 
     if library is not None:
-        cpu.LIBRARY = Path(library)
+        native.LIBRARY = Path(library)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     job = make_job("transformer", seed)

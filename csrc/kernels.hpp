@@ -1,5 +1,5 @@
-// The interface between kernels.cpp, which is compiled once per SIMD level, and ops.cpp, which chooses a level.
-// Plain pointers and sizes only: nothing of torch is known here.
+// The interface between kernels.cpp, which is compiled once per SIMD level, and api*.cpp, which call the level that was chosen.
+// Plain pointers and sizes only.
 #pragma once
 #include <cstdint>
 

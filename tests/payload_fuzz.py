@@ -47,7 +47,7 @@ def main() -> int:
             for name in ("libasan.so", "libstdc++.so")
         ]
         environment = os.environ | {
-            INSIDE: f"{folder}/gradwire/kernels/_kernels.so",
+            INSIDE: f"{folder}/gradwire/_native.so",
             "LD_PRELOAD": " ".join(libraries),
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         }
@@ -55,9 +55,10 @@ def main() -> int:
 
 
 def fuzz(library: Path, payloads: int, seed: int) -> int:
+    from gradwire.core import native
     from gradwire.kernels import cpu
 
-    cpu.LIBRARY = library
+    native.LIBRARY = library
     if problem := cpu.available():
         print(problem, file=sys.stderr)
         return 1

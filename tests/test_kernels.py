@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from gradwire.core import native
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segment, Segments, cpu, kernels_for, reference, tensor_key
 
@@ -548,17 +549,18 @@ def test_levels_are_named_and_the_last_is_the_default() -> None:
         with cpu.use_level("avx9"):
             pass
     with pytest.raises(RuntimeError, match="does not run here"):
-        torch.ops.gradwire.set_level(len(LEVELS))
+        cpu._set_level(len(LEVELS))
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """The choice of kernels is made anew inside, and once more afterwards."""
-    kernels_for.cache_clear()
-    cpu.available.cache_clear()
+    caches = (kernels_for, cpu.available, native.library)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    kernels_for.cache_clear()
-    cpu.available.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @built
@@ -572,8 +574,8 @@ def test_the_kernels_are_chosen_without_a_word_where_they_load(
 def test_without_the_library_the_reference_runs_and_says_how_slow_it_is(
     forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "_kernels.so")
-    with pytest.warns(UserWarning, match=r"_kernels\.so was not built .*300 times as long.*Install g\+\+"):
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_native.so")
+    with pytest.warns(UserWarning, match=r"_native\.so was not built.*300 times as long.*Install a wheel"):
         assert kernels_for("cpu") is reference
     out = run_qsgd(REFERENCE, torch.ones(300), whole(300, 4), 128, "max", "stochastic")
     assert torch.equal(out["decoded"], torch.ones(300))
@@ -582,10 +584,10 @@ def test_without_the_library_the_reference_runs_and_says_how_slow_it_is(
 def test_a_library_that_does_not_load_is_not_an_error(
     forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "_kernels.so"
+    broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(cpu, "LIBRARY", broken)
-    with pytest.warns(UserWarning, match=r"_kernels\.so does not load: "):
+    monkeypatch.setattr(native, "LIBRARY", broken)
+    with pytest.warns(UserWarning, match=r"_native\.so does not load: "):
         assert kernels_for("cpu") is reference
 
 

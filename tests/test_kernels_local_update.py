@@ -77,7 +77,7 @@ def test_float64_is_reckoned_in_float64() -> None:
 def call(module: Any, **others: torch.Tensor) -> None:
     given = {name: torch.ones(8) for name in ("weight", "gradient", "squares", "mean", "out")} | others
     out = given.pop("out")
-    module.local_update(**given, by=BY["SGD"], out=out)
+    module.local_update(*given.values(), BY["SGD"], out)
 
 
 OTHERS = {

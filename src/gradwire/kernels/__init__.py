@@ -20,7 +20,7 @@ def kernels_for(device_type: str) -> ModuleType:
 
     Warns once, with how slow it is, when only the reference is left. Loads Triton only when asked for CUDA.
     """
-    cure = "Install g++ and run `pip install --no-build-isolation --force-reinstall --no-deps gradwire`"
+    cure = "Install a wheel of gradwire, or g++ and run `pip install --force-reinstall --no-deps` from its source"
     if device_type == "cpu":
         why = cpu.available()
         if why is None:

@@ -1,79 +1,163 @@
-"""The C++ kernels of csrc/, through torch ops that release the GIL. One thread each; same bytes at every SIMD level."""
+"""The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
+
+Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
+RuntimeError for tensors that it cannot work with. All run on one thread, but `local_update`, which takes torch's. The library knows neither
+Python nor torch, so one build serves every version of both.
+"""
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
+from gradwire.core import native
 from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.segments import Segments
 
-__all__ = [
-    "available",
-    "back_project",
-    "block_topk_decode",
-    "block_topk_encode",
-    "cast_decode",
-    "cast_encode",
-    "dgc_encode",
-    "exponential_decode",
-    "exponential_encode",
-    "fp8_decode",
-    "fp8_encode",
-    "gather_random",
-    "levels",
-    "local_update",
-    "mean_sign_encode",
-    "natural_decode",
-    "natural_encode",
-    "orthogonalise",
-    "project",
-    "qsgd_decode",
-    "qsgd_encode",
-    "randomk_decode",
-    "randomk_encode",
-    "reconstruct",
-    "scatter_random",
-    "sign_decode",
-    "sign_encode",
-    "terngrad_encode",
-    "threshold_decode",
-    "threshold_encode",
-    "topk_decode",
-    "topk_encode",
-    "use_level",
-]
+__all__ = ["available", "levels", "use_level"]
 
-LIBRARY = Path(__file__).with_name("_kernels.so")
-_SCALES = {"max": 0, "minmax": 1, "l2": 2}
-_ROUNDINGS = {"stochastic": 0, "nearest": 1}
-_WIRES = {torch.bfloat16: 1, torch.float16: 2}
-_VALUES = {torch.float32: 0} | _WIRES
-_CODES = {"e4m3": 0, "e5m2": 1, "natural": 2, "exponential": 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
+
+
+class Tensor(ctypes.Structure):
+    """An argument that is a tensor, or None. Twin of `Tensor` in csrc/api.hpp."""
+
+    _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32), ("contiguous", c_int32))
+
+    @classmethod
+    def from_param(cls, tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if not tensor.is_cpu:
+            raise RuntimeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
+        dtype = _DTYPES.get(tensor.dtype, -1)
+        return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
+
+
+class Table(Tensor):
+    """An argument that is Segments."""
+
+    @classmethod
+    def from_param(cls, segments: Any) -> Any:
+        assert isinstance(segments, Segments)
+        made = segments.launches.get("cpu")
+        if made is None:
+            made = segments.launches["cpu"] = Tensor.from_param(segments.table)
+        return made
+
+
+class Update(ctypes.Structure):
+    """An argument that is a LocalUpdate. Twin of `Update` in csrc/api_weights.cpp."""
+
+    _fields_ = (*((name, c_float) for name in LocalUpdate._fields), ("threads", c_int64))
+
+    @classmethod
+    def from_param(cls, by: LocalUpdate) -> Any:
+        return byref(cls(*by, torch.get_num_threads()))
+
+
+def _one_of(**numbers: int) -> type:
+    """The type of an argument that is one of these words."""
+
+    class Word:
+        @staticmethod
+        def from_param(word: str) -> c_int64:
+            return c_int64(numbers[word])
+
+    return Word
+
+
+class Dtype:
+    """An argument that is a dtype of payloads."""
+
+    @staticmethod
+    def from_param(dtype: torch.dtype) -> c_int64:
+        return c_int64(_DTYPES[dtype])
+
+
+Scale = _one_of(max=0, minmax=1, l2=2)
+Rounding = _one_of(stochastic=0, nearest=1)
+Format = _one_of(e4m3=0, e5m2=1)
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "back_project": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor),
+    "block_topk_decode": (Tensor, Table, Dtype, c_double, c_int64, c_bool, Tensor),
+    "block_topk_encode": (Tensor, Tensor, Table, c_double, c_int64, Tensor),
+    "cast_decode": (Tensor, Dtype, c_bool, Tensor),
+    "cast_encode": (Tensor, Tensor, Dtype, Tensor),
+    "dgc_encode": (Tensor, Tensor, Tensor, Table, c_double, c_double, c_double, Tensor),
+    "exponential_decode": (Tensor, Table, c_int64, c_bool, Tensor),
+    "exponential_encode": (Tensor, Tensor, Table, Tensor, c_int64, Scale, Rounding, Tensor),
+    "fp8_decode": (Tensor, Table, c_int64, Format, c_bool, Tensor),
+    "fp8_encode": (Tensor, Tensor, Table, c_int64, Format, Tensor),
+    "gather_random": (Tensor, Tensor, Table, Tensor, c_double, Tensor),
+    "local_update": (Tensor, Tensor, Tensor, Tensor, Update, Tensor),
+    "mean_sign_encode": (Tensor, Tensor, Table, c_int64, c_int64, Tensor),
+    "natural_decode": (Tensor, Table, c_int64, c_bool, Tensor),
+    "natural_encode": (Tensor, Tensor, Table, Tensor, c_int64, Tensor),
+    "orthogonalise": (Tensor, c_int64, Tensor),
+    "project": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor),
+    "qsgd_decode": (Tensor, Table, c_int64, Scale, c_bool, Tensor),
+    "qsgd_encode": (Tensor, Tensor, Table, Tensor, c_int64, Scale, Rounding, Tensor),
+    "randomk_decode": (Tensor, Table, Dtype, c_double, c_bool, Tensor),
+    "randomk_encode": (Tensor, Tensor, Table, Tensor, c_double, Tensor),
+    "reconstruct": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor, Tensor),
+    "scatter_random": (Tensor, Table, Tensor, c_double, c_bool, Tensor),
+    "sign_decode": (Tensor, Table, c_int64, c_int64, c_bool, Tensor),
+    "sign_encode": (Tensor, Tensor, c_double, Table, Tensor),
+    "terngrad_encode": (Tensor, Tensor, Table, Tensor, c_int64, c_double, Tensor),
+    "threshold_decode": (Tensor, Table, c_int64, c_double, c_bool, Tensor),
+    "threshold_encode": (Tensor, Tensor, Table, c_int64, c_double, c_double, Tensor),
+    "topk_decode": (Tensor, Table, Dtype, c_double, c_bool, c_bool, Tensor),
+    "topk_encode": (Tensor, Tensor, Table, c_double, c_bool, c_double, Tensor),
+}
+
+
+def __getattr__(name: str) -> Callable[..., None]:
+    """A kernel, when it is first asked for."""
+    if name not in _ARGUMENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kernel = _function(name, *_ARGUMENTS[name])
+    globals()[name] = kernel
+    return kernel
+
+
+def _function(name: str, *arguments: Any) -> Callable[..., None]:
+    function = native.library()[f"gw_{name}"]
+    function.argtypes, function.restype = arguments, ctypes.c_char_p
+    function.errcheck = _refused
+    function.__name__ = name
+    kernel: Callable[..., None] = function
+    return kernel
+
+
+def _refused(words: bytes | None, *_: object) -> None:
+    if words is not None:
+        raise RuntimeError(words.decode())
 
 
 @functools.cache
 def available() -> str | None:
     """None when the kernels are loaded, else why they are not."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY.name} was not built (no g++ when gradwire was installed?)"
     try:
-        torch.ops.load_library(LIBRARY)
+        native.library()
     except OSError as error:
-        return f"{LIBRARY.name} does not load: {error}"
+        return str(error)
     return None
 
 
 @functools.cache
 def levels() -> tuple[str, ...]:
     """Names of the SIMD levels that run on this machine, slowest first; the last is the default."""
-    available()
-    name = ctypes.CDLL(str(LIBRARY)).gradwire_level_name
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int64]
-    return tuple(name(index).decode() for index in range(torch.ops.gradwire.level_count()))
+    name_of = native.library()["gw_level_name"]
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [c_int64]
+    names: Iterator[bytes] = itertools.takewhile(bool, map(name_of, itertools.count()))
+    return tuple(name.decode() for name in names)
 
 
 @contextmanager
@@ -81,319 +165,12 @@ def use_level(level: str) -> Iterator[None]:
     """Run everything inside at one SIMD level (the whole process: for tests and benchmarks)."""
     if level not in levels():
         raise ValueError(f"SIMD level {level!r} does not run here: use one of {', '.join(levels())}.")
-    torch.ops.gradwire.set_level(levels().index(level))
+    _set_level(levels().index(level))
     try:
         yield
     finally:
-        torch.ops.gradwire.set_level(len(levels()) - 1)
+        _set_level(len(levels()) - 1)
 
 
-def qsgd_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    scale: str,
-    rounding: str,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.qsgd_encode`, at the speed of memory."""
-    torch.ops.gradwire.qsgd_encode(
-        src, residual, segments.table, stream, block, _SCALES[scale], _ROUNDINGS[rounding], payload
-    )
-
-
-def qsgd_decode(
-    payload: torch.Tensor, segments: Segments, block: int, scale: str, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.qsgd_decode`."""
-    torch.ops.gradwire.qsgd_decode(payload, segments.table, block, _SCALES[scale], add, dst)
-
-
-def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
-    """As `reference.cast_encode`."""
-    torch.ops.gradwire.cast_encode(src, residual, _WIRES[wire], payload)
-
-
-def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
-    """As `reference.cast_decode`."""
-    torch.ops.gradwire.cast_decode(payload, _WIRES[wire], add, dst)
-
-
-def project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    q: torch.Tensor,
-    p: torch.Tensor,
-) -> None:
-    """As `reference.project`, sums taken in another order."""
-    torch.ops.gradwire.project(src, residual, matrices, rank, q, p)
-
-
-def back_project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q: torch.Tensor,
-) -> None:
-    """As `reference.back_project`, sums taken in another order."""
-    torch.ops.gradwire.back_project(src, residual, matrices, rank, p, q)
-
-
-def orthogonalise(matrices: torch.Tensor, rank: int, p: torch.Tensor) -> None:
-    """As `reference.orthogonalise`; the same bits on every machine."""
-    torch.ops.gradwire.orthogonalise(matrices, rank, p)
-
-
-def reconstruct(
-    dst: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q_sum: torch.Tensor,
-    q_own: torch.Tensor,
-) -> None:
-    """As `reference.reconstruct`; the same bits on every machine."""
-    torch.ops.gradwire.reconstruct(dst, residual, matrices, rank, p, q_sum, q_own)
-
-
-def topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    ratio: float,
-    together: bool,
-    threshold: float,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.topk_encode`, in one pass."""
-    torch.ops.gradwire.topk_encode(src, residual, segments.table, ratio, together, threshold, payload)
-
-
-def dgc_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    momentum: torch.Tensor | None,
-    segments: Segments,
-    ratio: float,
-    decay: float,
-    bound: float,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.dgc_encode`, in one pass, and one before for a bound."""
-    torch.ops.gradwire.dgc_encode(src, residual, momentum, segments.table, ratio, decay, bound, payload)
-
-
-def topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    together: bool,
-    add: bool,
-    dst: torch.Tensor,
-) -> None:
-    """As `reference.topk_decode`."""
-    torch.ops.gradwire.topk_decode(payload, segments.table, _VALUES[dtype], ratio, together, add, dst)
-
-
-def block_topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    ratio: float,
-    block: int,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.block_topk_encode`."""
-    torch.ops.gradwire.block_topk_encode(src, residual, segments.table, ratio, block, payload)
-
-
-def block_topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    block: int,
-    add: bool,
-    dst: torch.Tensor,
-) -> None:
-    """As `reference.block_topk_decode`."""
-    torch.ops.gradwire.block_topk_decode(payload, segments.table, _VALUES[dtype], ratio, block, add, dst)
-
-
-def randomk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.randomk_encode`, at the speed of memory."""
-    torch.ops.gradwire.randomk_encode(src, residual, segments.table, stream, ratio, payload)
-
-
-def randomk_decode(
-    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.randomk_decode`."""
-    torch.ops.gradwire.randomk_decode(payload, segments.table, _VALUES[dtype], ratio, add, dst)
-
-
-def gather_random(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    values: torch.Tensor,
-) -> None:
-    """As `reference.gather_random`, at the speed of memory."""
-    torch.ops.gradwire.gather_random(src, residual, segments.table, stream, ratio, values.view(torch.uint8))
-
-
-def scatter_random(
-    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.scatter_random`."""
-    torch.ops.gradwire.scatter_random(values.view(torch.uint8), segments.table, stream, ratio, add, dst)
-
-
-def sign_encode(
-    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
-) -> None:
-    """As `reference.sign_encode`, at the speed of memory."""
-    torch.ops.gradwire.sign_encode(src, momentum, keep, segments.table, payload)
-
-
-def mean_sign_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    block: int,
-    means: int,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.mean_sign_encode`, at the speed of memory."""
-    torch.ops.gradwire.mean_sign_encode(src, residual, segments.table, block, means, payload)
-
-
-def sign_decode(
-    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.sign_decode`."""
-    torch.ops.gradwire.sign_decode(payload, segments.table, block, means, add, dst)
-
-
-def threshold_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    block: int,
-    threshold: float,
-    multiple: float,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.threshold_encode`, at the speed of memory."""
-    torch.ops.gradwire.threshold_encode(src, residual, segments.table, block, threshold, multiple, payload)
-
-
-def threshold_decode(
-    payload: torch.Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.threshold_decode`."""
-    torch.ops.gradwire.threshold_decode(payload, segments.table, block, threshold, add, dst)
-
-
-def terngrad_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    clip: float,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.terngrad_encode`."""
-    torch.ops.gradwire.terngrad_encode(src, residual, segments.table, stream, block, clip, payload)
-
-
-def fp8_encode(
-    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, block: int, format: str, payload: torch.Tensor
-) -> None:
-    """As `reference.fp8_encode`."""
-    stream = torch.zeros(4, dtype=torch.int64)
-    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, _CODES[format], block, 0, 1, payload)
-
-
-def fp8_decode(
-    payload: torch.Tensor, segments: Segments, block: int, format: str, add: bool, dst: torch.Tensor
-) -> None:
-    """As `reference.fp8_decode`."""
-    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES[format], block, add, dst)
-
-
-def natural_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.natural_encode`."""
-    code = _CODES["natural"]
-    torch.ops.gradwire.scaled_encode(src, residual, segments.table, stream, code, block, 0, 0, payload)
-
-
-def natural_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
-    """As `reference.natural_decode`."""
-    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["natural"], block, add, dst)
-
-
-def exponential_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    scale: str,
-    rounding: str,
-    payload: torch.Tensor,
-) -> None:
-    """As `reference.exponential_encode`."""
-    torch.ops.gradwire.scaled_encode(
-        src,
-        residual,
-        segments.table,
-        stream,
-        _CODES["exponential"],
-        block,
-        _SCALES[scale],
-        _ROUNDINGS[rounding],
-        payload,
-    )
-
-
-def exponential_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
-    """As `reference.exponential_decode`."""
-    torch.ops.gradwire.scaled_decode(payload, segments.table, _CODES["exponential"], block, add, dst)
-
-
-def local_update(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    squares: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    by: LocalUpdate,
-    out: torch.Tensor,
-) -> None:
-    """As `reference.local_update`, in one pass."""
-    torch.ops.gradwire.local_update(weight, gradient, squares, mean, *by, out)
+def _set_level(index: int) -> None:
+    _function("set_level", c_int64)(index)

@@ -6,12 +6,12 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from gradwire.core import native
 
 __all__ = ["Native", "NativeOffload", "NativeSelection", "TooLongError", "native_line"]
 
-LIBRARY = Path(__file__).parents[1] / "kernels" / "_planner.so"
 _ABOVE_LIMIT, _TOO_LONG = -1, -2
 _LONGEST = 2**62
 """Femtoseconds, over an hour: longer steps are left to Python, whose whole numbers have no end."""
@@ -62,7 +62,7 @@ class NativeOffload(NamedTuple):
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = native.library()
     except OSError:
         return None
     library.gw_line.restype = ctypes.c_void_p

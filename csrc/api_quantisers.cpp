@@ -1,0 +1,143 @@
+// QSGD, casts, FP8, natural compression and QSGD's exponential levels.
+#include "api.hpp"
+
+namespace gradwire {
+namespace {
+
+struct Call {
+  Table table;
+  Quantiser q;
+};
+
+void check_block(int64_t block) {
+  GW_CHECK(block >= 32 && block % 32 == 0 && block <= kMaxBlock, "block of %lld elements", Long(block));
+}
+
+Call checked(const Tensor& segments, const Tensor& flat, const Tensor& payload, int64_t block, int64_t scale, int64_t rounding) {
+  check_block(block);
+  GW_CHECK(scale >= 0 && scale <= 2 && rounding >= 0 && rounding <= 1, "unknown scale or rounding");
+  check_buffers(flat, payload);
+  const Call call{table_of(segments, flat, block), {block, Scale(scale), Rounding(rounding)}};
+  for (int64_t i = 0; i < call.table.count; ++i) check_bits(call.table.rows[i], i, 2, 8);
+  const PayloadSize size = payload_size(call.table.rows, call.table.count, call.q);
+  check_payload(payload.numel, size.scales + size.codes);
+  return call;
+}
+
+Dtype wire_of(int64_t wire) {
+  GW_CHECK(wire == 1 || wire == 2, "the wire dtype is bfloat16 (1) or float16 (2)");
+  return Dtype(wire);
+}
+
+void check_cast(const Tensor& flat, const Tensor& payload) {
+  check_buffers(flat, payload);
+  GW_CHECK(payload.numel == 2 * flat.numel, "the payload has %lld bytes where %lld elements take %lld", Long(payload.numel),
+           Long(flat.numel), Long(2 * flat.numel));
+}
+
+struct ScaledCall {
+  Table table;
+  Scaled how;
+};
+
+ScaledCall checked_scaled(const Tensor& segments, const Tensor& flat, const Tensor& payload, const Scaled& how) {
+  check_block(how.block);
+  GW_CHECK(how.scale == Scale::max || how.scale == Scale::l2, "unknown scale");
+  GW_CHECK(how.rounding == Rounding::stochastic || how.rounding == Rounding::nearest, "unknown rounding");
+  check_buffers(flat, payload);
+  const ScaledCall call{table_of(segments, flat, how.block), how};
+  const bool own_bits = how.code == Code::exponential;
+  for (int64_t i = 0; own_bits && i < call.table.count; ++i) check_bits(call.table.rows[i], i, 2, 8);
+  const PayloadSize size = coded_size(call.table.rows, call.table.count, how.block, 1, own_bits ? 0 : 8);
+  check_payload(payload.numel, size.scales + size.codes);
+  return call;
+}
+
+Code fp8_of(int64_t format) {
+  GW_CHECK(format == 0 || format == 1, "FP8 is e4m3 (0) or e5m2 (1)");
+  return Code(format);
+}
+
+void encode_scaled(const Tensor* src, const Tensor* residual, const Tensor* segments, const Stream& stream,
+                   const Scaled& how, const Tensor* payload) {
+  const ScaledCall call = checked_scaled(*segments, *src, *payload, how);
+  kernels().scaled_encode(src->data, dtype_of(*src), remembered(residual, *src), call.table.rows, call.table.count, stream, how,
+                          bytes_of(*payload));
+}
+
+void decode_scaled(const Tensor* payload, const Tensor* segments, Code code, int64_t block, bool add, const Tensor* dst) {
+  const ScaledCall call = checked_scaled(*segments, *dst, *payload, {block, code, Scale::max, Rounding::stochastic});
+  check_add(add, *dst);
+  kernels().scaled_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, call.table.rows, call.table.count, call.how);
+}
+
+}  // namespace
+}  // namespace gradwire
+
+using namespace gradwire;
+
+GW_API gw_qsgd_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, const Tensor* stream, int64_t block,
+                      int64_t scale, int64_t rounding, const Tensor* payload) {
+  return guarded([&] {
+    const Call call = checked(*segments, *src, *payload, block, scale, rounding);
+    kernels().qsgd_encode(src->data, dtype_of(*src), remembered(residual, *src), call.table.rows, call.table.count,
+                          stream_of(*stream), call.q, bytes_of(*payload));
+  });
+}
+
+GW_API gw_qsgd_decode(const Tensor* payload, const Tensor* segments, int64_t block, int64_t scale, bool add, const Tensor* dst) {
+  return guarded([&] {
+    const Call call = checked(*segments, *dst, *payload, block, scale, 0);
+    check_add(add, *dst);
+    kernels().qsgd_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, call.table.rows, call.table.count, call.q);
+  });
+}
+
+GW_API gw_cast_encode(const Tensor* src, const Tensor* residual, int64_t wire, const Tensor* payload) {
+  return guarded([&] {
+    check_cast(*src, *payload);
+    kernels().cast_encode(src->data, dtype_of(*src), remembered(residual, *src), src->numel, wire_of(wire), bytes_of(*payload));
+  });
+}
+
+GW_API gw_cast_decode(const Tensor* payload, int64_t wire, bool add, const Tensor* dst) {
+  return guarded([&] {
+    check_cast(*dst, *payload);
+    kernels().cast_decode(bytes_of(*payload), wire_of(wire), dst->data, dtype_of(*dst), add, dst->numel);
+  });
+}
+
+GW_API gw_fp8_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, int64_t block, int64_t format,
+                     const Tensor* payload) {
+  return guarded([&] {
+    encode_scaled(src, residual, segments, {}, {block, fp8_of(format), Scale::max, Rounding::nearest}, payload);
+  });
+}
+
+GW_API gw_fp8_decode(const Tensor* payload, const Tensor* segments, int64_t block, int64_t format, bool add, const Tensor* dst) {
+  return guarded([&] { decode_scaled(payload, segments, fp8_of(format), block, add, dst); });
+}
+
+GW_API gw_natural_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, const Tensor* stream, int64_t block,
+                         const Tensor* payload) {
+  return guarded([&] {
+    const Scaled how{block, Code::natural, Scale::max, Rounding::stochastic};
+    encode_scaled(src, residual, segments, stream_of(*stream), how, payload);
+  });
+}
+
+GW_API gw_natural_decode(const Tensor* payload, const Tensor* segments, int64_t block, bool add, const Tensor* dst) {
+  return guarded([&] { decode_scaled(payload, segments, Code::natural, block, add, dst); });
+}
+
+GW_API gw_exponential_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, const Tensor* stream,
+                             int64_t block, int64_t scale, int64_t rounding, const Tensor* payload) {
+  return guarded([&] {
+    const Scaled how{block, Code::exponential, Scale(scale), Rounding(rounding)};
+    encode_scaled(src, residual, segments, stream_of(*stream), how, payload);
+  });
+}
+
+GW_API gw_exponential_decode(const Tensor* payload, const Tensor* segments, int64_t block, bool add, const Tensor* dst) {
+  return guarded([&] { decode_scaled(payload, segments, Code::exponential, block, add, dst); });
+}

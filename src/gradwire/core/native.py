@@ -1,0 +1,20 @@
+"""The shared library of csrc/: the kernels and the planner's inner loops, behind a plain C interface."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+__all__ = ["LIBRARY", "library"]
+
+LIBRARY = Path(__file__).parents[1] / "_native.so"
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, loaded once. Raises OSError with the reason where it was not built or does not load."""
+    if not LIBRARY.exists():
+        raise OSError(f"{LIBRARY.name} was not built: gradwire was installed from source with GRADWIRE_REFERENCE_ONLY=1")
+    try:
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise OSError(f"{LIBRARY.name} does not load: {error}") from None
