@@ -5,7 +5,8 @@ compiled once for each SIMD level, each time into a namespace of its own, and `c
 run time. -ffp-contract=off and the absence of -ffast-math are part of the meaning: every level gives the same bytes.
 
 Environment:
-    GRADWIRE_LEVELS=all         compile every SIMD level (`make wheel` does), not only those that run on this machine
+    GRADWIRE_LEVELS=all         compile every SIMD level, as wheels need (`make wheel`); else only the best one for this processor
+                                and, with less optimisation, the baseline that runs on every processor
     GRADWIRE_REFERENCE_ONLY=1   install without a compiler, on the plain-torch reference: about 300 times slower
     GRADWIRE_CXXFLAGS, CXX      more flags, and another compiler (a cross compiler, say)
 """
@@ -35,6 +36,8 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-falign-functions=64",  # speeds depend on where loops begin, which every change moves
+    "-falign-loops=32",
     "-Wall",
     "-Wextra",
     "-Wno-psabi",  # 64-byte vectors are only ever passed to functions that are inlined
@@ -45,6 +48,13 @@ LEVELS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
+NEEDS = {
+    "baseline": set(),
+    "avx2": {"avx2", "fma", "bmi1", "bmi2", "abm"},
+    "avx512": {"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+}
+"""What /proc/cpuinfo says of a processor that runs a level."""
+ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS") == "all"
 REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
 NO_COMPILER = """
 gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
@@ -74,19 +84,15 @@ def run(command: list[str]) -> None:
 
 
 def levels(cxx: str) -> dict[str, list[str]]:
-    """The flags of each SIMD level to compile."""
+    """The flags of each SIMD level to compile: all, or the best one here and a baseline for whatever else may load the library."""
     target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
     if not target.startswith("x86_64"):
         return {"baseline": []}
-    flags_here = set()
-    if platform.machine() in ("x86_64", "AMD64") and os.environ.get("GRADWIRE_LEVELS") != "all":
-        flags_here = {word for line in Path("/proc/cpuinfo").open() if line.startswith("flags") for word in line.split()}
-    missing = {"avx2": "avx2", "avx512": "avx512bw"}
-    return {
-        level: flags
-        for level, flags in LEVELS.items()
-        if not flags_here or level not in missing or missing[level] in flags_here
-    }
+    if ALL_LEVELS or platform.machine() != "x86_64":
+        return LEVELS
+    words = {word for line in Path("/proc/cpuinfo").open() if line.startswith("flags") for word in line.split()}
+    best = [level for level in LEVELS if NEEDS[level] <= words][-1]
+    return {"baseline": [] if best == "baseline" else ["-O2"], best: LEVELS[best]}
 
 
 def build_object(command: list[str], source: Path) -> Path:
@@ -109,8 +115,11 @@ def build_library(target: Path) -> None:
     cxx = compiler()
     chosen = levels(cxx)
     have = [f"-DGRADWIRE_HAVE_{level.upper()}" for level in chosen]
-    # the levels first: they take longest
-    jobs = [([cxx, *FLAGS, *flags, f"-DGRADWIRE_LEVEL={level}"], CSRC / "kernels.cpp") for level, flags in chosen.items()]
+    jobs = [
+        ([cxx, *FLAGS, *flags, f"-DGRADWIRE_LEVEL={level}"], source)
+        for source in sorted(CSRC.glob("kernels*.cpp"))
+        for level, flags in chosen.items()
+    ]
     jobs += [([cxx, *FLAGS, *have], source) for source in (CSRC / "planner.cpp", *sorted(CSRC.glob("api_*.cpp")))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: build_object(*job), jobs))

@@ -37,14 +37,14 @@ GW_INLINE void narrow_scales(const u32* __restrict scale, i64 count, u8* __restr
 template <bool Residual, bool Whole>
 GW_INLINE void largest_of_unit(const float* from, const float* left, i64 block, i32* largest) {
   if (Whole) {
-    const i32 here = largest_of<kUnit, float, Residual>(from, left);
+    const i32 here = largest_of<kUnit, Residual>(from, left);
     *largest = here > *largest ? here : *largest;
     return;
   }
   for (i64 at = 0; at < kUnit; at += block, ++largest) {
     const float* const block_left = left + (Residual ? at : 0);
-    *largest = block == 64 ? largest_of<64, float, Residual>(from + at, block_left)
-                           : largest_of<32, float, Residual>(from + at, block_left);
+    *largest = block == 64 ? largest_of<64, Residual>(from + at, block_left)
+                           : largest_of<32, Residual>(from + at, block_left);
   }
 }
 
@@ -84,7 +84,7 @@ static __attribute__((noinline)) bool search_scales(const float* from, const flo
   u16 found[2] = {};
   for (i64 c = 0; c < count; ++c) {
     const i64 at = c * q.block;
-    if (!find_scale<float, Residual>(q.scale, from + at, left + (Residual ? at : 0), q.block, found)) return false;
+    if (!find_scale<Residual>(q.scale, from + at, left + (Residual ? at : 0), q.block, found)) return false;
     for (i64 w = 0; w < Words; ++w) scale[Words * c + w] = found[w];
   }
   return true;
@@ -119,7 +119,7 @@ GW_INLINE bool bound_batch(const float* from, const float* left, i64 count, cons
 // before a batch that holds something not finite. While one batch is quantised, the scales of the next are made of maxima
 // found before, and the maxima of the one after that are found: so nothing waits for anything.
 template <class Levels, bool Residual, bool Stochastic, bool Pairs, int Kind>
-static i64 encode_batches(const float* __restrict from, float* __restrict left, i64 blocks, const Quantiser& q, int bits,
+static __attribute__((noinline)) i64 encode_batches(const float* __restrict from, float* __restrict left, i64 blocks, const Quantiser& q, int bits,
                           u64 key, u32 counter, u8* __restrict scales, u8* __restrict out) {
   constexpr bool Whole = Kind != kSmall;  // each block fills one or more units
   alignas(64) i32 largest[2][kCells] = {};
@@ -181,7 +181,7 @@ static i64 encode_batches(const float* __restrict from, float* __restrict left, 
   return done;
 }
 
-// What encode_batches is asked for, beside the values.
+// What is asked for, beside the values.
 struct Task {
   i64 blocks;
   const Quantiser& q;
@@ -213,24 +213,6 @@ static i64 encode_blocks(const float* from, float* left, const Task& t) {
   if (Levels::stochastic && t.q.rounding == Rounding::stochastic)
     return encode_rounded<Levels, Residual, Levels::stochastic>(from, left, t);
   return encode_rounded<Levels, Residual, !Levels::nearest>(from, left, t);
-}
-
-// Of other types a tile at a time is made float32 first.
-template <class Levels, bool Residual, class T>
-static i64 encode_blocks(const T* from, float* left, const Task& t) {
-  alignas(64) float tile[kMaxBlock];
-  const i64 most = kMaxBlock / t.q.block;
-  i64 done = 0;
-  while (done < t.blocks) {
-    const i64 here = t.blocks - done < most ? t.blocks - done : most, at = done * t.q.block;
-    for (i64 i = 0; i < here * t.q.block; ++i) tile[i] = to_float(from[at + i]);
-    const Task part{here, t.q, t.bits, t.key, t.counter + u32(at / 2), t.scales + 2 * Levels::words * done,
-                    t.out + at / 8 * t.bits};
-    const i64 written = encode_blocks<Levels, Residual>(static_cast<const float*>(tile), left + (Residual ? at : 0), part);
-    done += written;
-    if (written < here) break;
-  }
-  return done;
 }
 
 // N elements of one block.

@@ -68,7 +68,7 @@ static void block_select_dtype(const void* src, float* residual, const Segment* 
   else block_select_as<T, false>(from, nullptr, segments, count, block, ratio, payload);
 }
 
-static void block_topk_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+void block_topk_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
                               int64_t block, double ratio, uint8_t* payload) {
   switch (dtype) {
     case Dtype::float32: return block_select_dtype<float>(src, residual, segments, count, block, ratio, payload);
@@ -121,7 +121,7 @@ static void block_restore(const u8* values, const u8* places, void* dst, Dtype d
   }
 }
 
-static bool block_topk_decode(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+bool block_topk_decode(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
                               int64_t count, int64_t block, double ratio) {
   const u8* places = payload;
   for (i64 s = 0; s < count; ++s)

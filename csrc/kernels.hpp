@@ -1,7 +1,10 @@
-// The interface between kernels.cpp, which is compiled once per SIMD level, and api*.cpp, which call the level that was chosen.
-// Plain pointers and sizes only.
+// The interface between the kernels, kernels*.cpp, and api_*.cpp, which calls the SIMD level that was chosen.
+// Each of the kernels' files is compiled once for each level, with GRADWIRE_LEVEL as the level's name and with its flags, into a
+// namespace of that name. Plain pointers and sizes only; and nothing with linkage that levels share (no std:: templates), or the
+// linker would mix the levels.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "sparse_layout.hpp"
 
@@ -50,7 +53,6 @@ struct PayloadSize {
   int64_t scales;  // padded to kScaleAlign
   int64_t codes;
 };
-
 
 // A tensor of a flat buffer, seen as a matrix, and where its factors lie among those of others.
 struct Matrix {
@@ -147,5 +149,19 @@ struct Kernels {
   void (*local_update)(const void* weight, const void* gradient, const void* squares, const void* mean, Dtype dtype,
                        const LocalUpdate& how, int64_t from, int64_t to, void* out);
 };
+
+// The kernels by name, in the order of the struct.
+#define GW_KERNELS(X)                                                                                                          \
+  X(qsgd_encode) X(qsgd_decode) X(cast_encode) X(cast_decode) X(project) X(back_project) X(orthogonalise) X(reconstruct)     \
+  X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base) X(random_gather)                 \
+  X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode) X(threshold_decode)                 \
+  X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)
+
+#ifdef GRADWIRE_LEVEL
+namespace GRADWIRE_LEVEL {
+#define GW_DECLARE(name) std::remove_pointer_t<decltype(Kernels::name)> name;
+GW_KERNELS(GW_DECLARE)
+}  // namespace GRADWIRE_LEVEL
+#endif
 
 }  // namespace gradwire

@@ -10,12 +10,8 @@
 //   group       16 pairs of values, x[l] and x[l + half], to codes: two nibbles of a byte with Pairs, else two bytes.
 //               Residuals become what is lost.
 
-constexpr i64 kUnit = 128;           // elements
 constexpr i64 kBatch = 1024;         // elements, or one block if that is larger
 constexpr i64 kCells = kBatch / 32;  // blocks of a batch, at most; a multiple of 16
-
-// Keeps gcc from taking a short loop apart before it can become vectors.
-#define GW_ROLLED _Pragma("GCC unroll 1")
 
 // The grids of the blocks of a batch. What the numbers are is the levels' own affair.
 struct Cells {

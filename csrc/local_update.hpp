@@ -29,7 +29,7 @@ static void local_update_dtype(const void* weight, const void* gradient, const v
   else local_update_from<T, false, false>(w, g, nullptr, nullptr, how, numel, o);
 }
 
-static void local_update(const void* weight, const void* gradient, const void* squares, const void* mean, Dtype dtype,
+void local_update(const void* weight, const void* gradient, const void* squares, const void* mean, Dtype dtype,
                          const LocalUpdate& how, i64 from, i64 to, void* out) {
   switch (dtype) {
     case Dtype::float32: return local_update_dtype<float>(weight, gradient, squares, mean, how, from, to, out);

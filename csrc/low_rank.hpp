@@ -152,7 +152,7 @@ static bool scale_to_one(float* p, i64 rows, i64 rank, i64 k, double least) {
   return true;
 }
 
-static void orthogonalise(float* factors, const Matrix* matrices, i64 count, i64 rank) {
+void orthogonalise(float* factors, const Matrix* matrices, i64 count, i64 rank) {
   for (i64 at = 0; at < count; ++at) {
     float* p = factors + matrices[at].p_at;
     const i64 rows = matrices[at].rows;

@@ -15,6 +15,11 @@ using i64 = int64_t;
 // when they are read back in another width.
 #define GW_SETTLE(buffer) asm volatile("" : : "r"(buffer) : "memory")
 
+// Keeps gcc from taking a short loop apart before it can become vectors.
+#define GW_ROLLED _Pragma("GCC unroll 1")
+
+constexpr i64 kUnit = 128;  // elements that are worked on at once
+
 GW_INLINE u32 bits_of(float x) { u32 b; __builtin_memcpy(&b, &x, 4); return b; }
 GW_INLINE float float_of(u32 b) { float x; __builtin_memcpy(&x, &b, 4); return x; }
 
@@ -65,3 +70,23 @@ GW_INLINE u16 bf16_towards(float x, bool up) {  // for a signed bound
   return u16((negative != up ? away : towards_zero) | (negative ? 0x8000u : 0u));
 }
 GW_INLINE float bf16_value(u16 raw) { return float_of(u32(raw) << 16); }
+
+// n numbers of 16 bits as float32.
+template <class T>
+static __attribute__((noinline)) void widen(const T* __restrict from, i64 n, float* __restrict to) {
+  for (i64 i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+// A gradient of any dtype, read as float32 a tile at a time: so kernels are compiled for float32 alone.
+struct Gradient {
+  const void* data;
+  Dtype dtype;
+
+  // Elements `first` to `first + n`: where they are, or copied into `tile`, which has the room.
+  GW_INLINE_MEMBER const float* read(i64 first, i64 n, float* tile) const {
+    if (dtype == Dtype::float32) return static_cast<const float*>(data) + first;
+    if (dtype == Dtype::bfloat16) widen(static_cast<const bf16*>(data) + first, n, tile);
+    else widen(static_cast<const f16*>(data) + first, n, tile);
+    return tile;
+  }
+};

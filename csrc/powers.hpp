@@ -14,7 +14,7 @@ struct PowerLevels {
 
   static GW_INLINE_MEMBER bool find(Scale kind, const float* v, i64 n, u16* scale) {
     if (Natural || kind == Scale::max) return find_by_maximum<PowerLevels>(v, n, scale);
-    return find_scale<float, false>(kind, v, nullptr, n, scale);
+    return find_scale<false>(kind, v, nullptr, n, scale);
   }
 
   // The code of 2^1 times its unit would be this much less than a power's biased exponent.

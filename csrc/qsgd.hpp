@@ -11,8 +11,6 @@ struct Grid {
   i32 zero;
 };
 
-constexpr float kShort = 1.0f - 0x1p-22f;
-
 GW_INLINE Grid make_grid(Scale kind, int bits, bool finite, const u16* scale) {
   Grid g;
   if (kind == Scale::minmax) {
@@ -93,53 +91,28 @@ static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, b
 #include "levels.hpp"
 #include "batch.hpp"
 
-template <bool Residual, class T>
-static i64 encode_uniform(const T* from, float* left, const Task& t) {
-  if (t.q.scale == Scale::minmax) return encode_blocks<Uniform<true>, Residual>(from, left, t);
-  return encode_blocks<Uniform<false>, Residual>(from, left, t);
-}
+// How runs.hpp encodes uniform levels.
+template <bool Shifted>
+struct UniformCodec {
+  static constexpr i64 words = Shifted ? 2 : 1;
+  static constexpr int bits = 0;  // the segment's
 
-template <class T, bool Residual>
-static void encode_segments(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
-                            const Quantiser& q, u8* payload) {
-  alignas(64) float v[kMaxBlock];
-  const bool stochastic = q.rounding == Rounding::stochastic, shifted = q.scale == Scale::minmax;
-  const i64 scale_bytes = shifted ? 4 : 2, several = q.block < kUnit ? kUnit / q.block : 1;  // blocks of a unit
-  u8* scales = payload;
-  u8* const first_code = payload + payload_size(segments, count, q).scales;
-  u8* out = first_code;
-  for (i64 s = 0; s < count; ++s) {
-    const Segment& seg = segments[s];
-    const u64 key = stream_key(stream, seg.key);
-    const int bits = int(seg.bits);
-    i64 at = 0, fast_until = 0;
-    while (at < seg.numel) {
-      const T* from = src + seg.offset + at;
-      float* left = Residual ? residual + seg.offset + at : nullptr;
-      const u32 counter = u32((seg.first + at) / 2);
-      const i64 blocks = (seg.numel - at) / q.block / several * several;
-      if (blocks && batches(q.block) && at >= fast_until && counter % (kUnit / 2) == 0) {
-        const i64 done = encode_uniform<Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
-        at += done * q.block;
-        scales += scale_bytes * done;
-        out += q.block / 8 * bits * done;
-        fast_until = at + (q.block < kBatch ? kBatch : q.block);  // what is not finite is encoded block by block
-        if (done) continue;
-      }
-      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
-      for (i64 i = 0; i < n; ++i) v[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
-      for (i64 i = n; i < (n + 7) / 8 * 8; ++i) v[i] = 0.0f;
-      u16 scale[2];
-      const bool finite = find_scale<float, false>(q.scale, v, nullptr, n, scale);
-      __builtin_memcpy(scales, scale, size_t(scale_bytes));
-      scales += scale_bytes;
-      const Grid g = make_grid(q.scale, bits, finite, scale);
-      out += encode_block<Residual>(v, n, g, stochastic, shifted, bits, key, counter, out, left);
-      at += n;
-    }
+  static bool fast(const Quantiser& q) { return batches(q.block); }
+
+  template <bool Residual>
+  static GW_INLINE_MEMBER i64 several(const float* from, float* left, const Task& task) {
+    return encode_blocks<Uniform<Shifted>, Residual>(from, left, task);
   }
-  while (scales < first_code) *scales++ = 0;
-}
+
+  template <bool Residual>
+  static GW_INLINE_MEMBER i64 one(const float* v, i64 n, const Task& t, float* left) {
+    u16 scale[2] = {};
+    const bool finite = find_scale<false>(t.q.scale, v, nullptr, n, scale);
+    __builtin_memcpy(t.scales, scale, size_t(2 * words));
+    const Grid g = make_grid(t.q.scale, t.bits, finite, scale);
+    return encode_block<Residual>(v, n, g, t.q.rounding == Rounding::stochastic, Shifted, t.bits, t.key, t.counter, t.out, left);
+  }
+};
 
 // A block of n values. Returns the code bytes read.
 template <class T, bool Add>

@@ -88,12 +88,12 @@ static void random_gather_to(const void* src, float* residual, const Segment* se
   else random_gather_as<T, W, false>(from, nullptr, segments, count, ratio, stream, values);
 }
 
-static u64 stream_base(const Stream& s) {
+u64 stream_base(const Stream& s) {
   return mix64(mix64(mix64(mix64(u64(s.seed)) ^ u64(s.step)) ^ u64(s.encode)) ^ u64(s.rank));
 }
 
 // The values drawn, as float32 or in the gradient's own dtype.
-static void random_gather(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count, double ratio,
+void random_gather(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count, double ratio,
                           uint64_t stream, bool wide, uint8_t* values) {
   switch (dtype) {
     case Dtype::float32: return random_gather_to<float, float>(src, residual, segments, count, ratio, stream, values);
@@ -131,7 +131,7 @@ static void random_scatter_from(const u8* values, void* dst, Dtype dtype, bool a
   }
 }
 
-static void random_scatter(const uint8_t* values, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+void random_scatter(const uint8_t* values, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
                            int64_t count, double ratio, uint64_t stream) {
   switch (value) {
     case Dtype::float32: return random_scatter_from<float>(values, dst, dtype, add, segments, count, ratio, stream);

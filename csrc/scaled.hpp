@@ -67,52 +67,33 @@ static i64 encode_by_itself(const float* v, i64 n, u16 raw, bool stochastic, int
   return packed / 8 * bits;
 }
 
-template <class Levels, class T, bool Residual>
-static void scaled_encode_from(const T* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
-                               const Quantiser& q, u8* payload) {
-  alignas(64) float v[kMaxBlock];
-  const bool stochastic = Levels::stochastic && q.rounding == Rounding::stochastic;
-  const bool fast = batches(q.block) && (Levels::small || q.block >= kUnit) && (Levels::nearest || stochastic);
-  const i64 several = q.block < kUnit ? kUnit / q.block : 1;  // blocks of a unit
-  u8* scales = payload;
-  u8* const first_code = payload + coded_size(segments, count, q.block, 1, Levels::bits).scales;
-  u8* out = first_code;
-  for (i64 s = 0; s < count; ++s) {
-    const Segment& seg = segments[s];
-    const u64 key = stream_key(stream, seg.key);
-    const int bits = Levels::bits ? Levels::bits : int(seg.bits);
-    i64 at = 0, fast_until = 0;
-    while (at < seg.numel) {
-      const T* from = src + seg.offset + at;
-      float* left = Residual ? residual + seg.offset + at : nullptr;
-      const u32 counter = u32((seg.first + at) / 2);
-      const i64 blocks = (seg.numel - at) / q.block / several * several;
-      if (blocks && fast && at >= fast_until && counter % (kUnit / 2) == 0) {
-        const i64 done = encode_blocks<Levels, Residual>(from, left, {blocks, q, bits, key, counter, scales, out});
-        at += done * q.block;
-        scales += 2 * done;
-        out += q.block / 8 * bits * done;
-        fast_until = at + (q.block < kBatch ? kBatch : q.block);  // what is not finite is encoded block by block
-        if (done) continue;
-      }
-      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
-      for (i64 i = 0; i < n; ++i) v[i] = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
-      for (i64 i = n; i < (n + 7) / 8 * 8; ++i) v[i] = 0.0f;
-      u16 scale[2];
-      const bool finite = Levels::find(q.scale, v, n, scale);
-      __builtin_memcpy(scales, finite ? scale : &kBadScale, 2);
-      scales += 2;
-      if (finite) {
-        out += encode_by_itself<Levels, Residual>(v, n, scale[0], stochastic, bits, key, counter, out, left);
-      } else {  // keeps the residual it had
-        __builtin_memset(out, 0, size_t((n + 7) / 8 * bits));
-        out += (n + 7) / 8 * bits;
-      }
-      at += n;
-    }
+// How runs.hpp encodes these levels.
+template <class Levels>
+struct ScaledCodec {
+  static constexpr i64 words = 1;
+  static constexpr int bits = Levels::bits;
+
+  static bool fast(const Quantiser& q) {
+    const bool stochastic = Levels::stochastic && q.rounding == Rounding::stochastic;
+    return batches(q.block) && (Levels::small || q.block >= kUnit) && (Levels::nearest || stochastic);
   }
-  while (scales < first_code) *scales++ = 0;
-}
+
+  template <bool Residual>
+  static GW_INLINE_MEMBER i64 several(const float* from, float* left, const Task& task) {
+    return encode_blocks<Levels, Residual>(from, left, task);
+  }
+
+  template <bool Residual>
+  static GW_INLINE_MEMBER i64 one(const float* v, i64 n, const Task& t, float* left) {
+    const bool stochastic = Levels::stochastic && t.q.rounding == Rounding::stochastic;
+    u16 scale[2];
+    const bool finite = Levels::find(t.q.scale, v, n, scale);
+    __builtin_memcpy(t.scales, finite ? scale : &kBadScale, 2);
+    if (finite) return encode_by_itself<Levels, Residual>(v, n, scale[0], stochastic, t.bits, t.key, t.counter, t.out, left);
+    __builtin_memset(t.out, 0, size_t((n + 7) / 8 * t.bits));  // the residual stays what it was
+    return (n + 7) / 8 * t.bits;
+  }
+};
 
 template <class Levels, class T, bool Add>
 static void scaled_decode_to(const u8* payload, T* dst, const Segment* segments, i64 count, i64 block) {

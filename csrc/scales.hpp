@@ -4,14 +4,15 @@
 // finite: the range or the rounded scale would overflow.
 constexpr float kTiny = 0x1p-100f;
 constexpr u32 kTinyBits = 0x0d800000u;
+constexpr float kShort = 1.0f - 0x1p-22f;  // what a scale's inverse is multiplied by
 constexpr u32 kHuge = 0x7e800000u;  // bits of 2^126
 
 // N values of src (+ what is left), as magnitudes that compare as integers: the largest.
-template <int N, class T, bool Residual>
-GW_INLINE i32 largest_of(const T* __restrict from, const float* __restrict left) {
+template <int N, bool Residual>
+GW_INLINE i32 largest_of(const float* __restrict from, const float* __restrict left) {
   i32 most = 0;
   for (i64 i = 0; i < N; ++i) {
-    const float v = Residual ? to_float(from[i]) + left[i] : to_float(from[i]);
+    const float v = Residual ? from[i] + left[i] : from[i];
     const i32 magnitude = i32(bits_of(v) & 0x7fffffffu);
     most = magnitude > most ? magnitude : most;
   }
@@ -20,9 +21,9 @@ GW_INLINE i32 largest_of(const T* __restrict from, const float* __restrict left)
 
 // The scale of n values. A block that holds a NaN or an Inf (or a value of 2^126 or more) gets
 // a NaN scale: it decodes to NaN throughout, so nothing non-finite ever becomes a finite number.
-template <class T, bool Residual>
-GW_INLINE bool find_scale(Scale kind, const T* __restrict from, const float* __restrict left, i64 n, u16* scale) {
-  const auto value = [&](i64 i) { return Residual ? to_float(from[i]) + left[i] : to_float(from[i]); };
+template <bool Residual>
+GW_INLINE bool find_scale(Scale kind, const float* __restrict from, const float* __restrict left, i64 n, u16* scale) {
+  const auto value = [&](i64 i) { return Residual ? from[i] + left[i] : from[i]; };
   i32 largest = 0;
   for (i64 i = 0; i < n; ++i) {
     const i32 magnitude = i32(bits_of(value(i)) & 0x7fffffffu);

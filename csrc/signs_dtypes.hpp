@@ -8,7 +8,7 @@ static void sign_encode_dtype(const void* src, float* momentum, const Decay& dec
   else send_signs<T, Memory::none>(from, nullptr, decay, segments, count, payload);
 }
 
-static void sign_encode(const void* src, Dtype dtype, float* momentum, float keep, float take, const Segment* segments,
+void sign_encode(const void* src, Dtype dtype, float* momentum, float keep, float take, const Segment* segments,
                         i64 count, u8* payload) {
   const Decay decay{keep, take};
   switch (dtype) {
@@ -33,7 +33,7 @@ static void mean_sign_encode_dtype(const void* src, float* residual, const Segme
   else mean_sign_encode_as<T, false>(src, nullptr, segments, count, block, means, payload);
 }
 
-static void mean_sign_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count, i64 block,
+void mean_sign_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count, i64 block,
                              int means, u8* payload) {
   switch (dtype) {
     case Dtype::float32: return mean_sign_encode_dtype<float>(src, residual, segments, count, block, means, payload);
@@ -52,7 +52,7 @@ static void sign_decode_as(const u8* payload, void* dst, const Segment* segments
   }
 }
 
-static void sign_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count, i64 block,
+void sign_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count, i64 block,
                         int means) {
   switch (dtype) {
     case Dtype::float32:

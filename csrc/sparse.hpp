@@ -201,7 +201,7 @@ static void select_dtype(const void* src, float* residual, float* momentum, cons
   else select_as<T, Remember::nothing>(source, segments, count, selector, scratch, payload);
 }
 
-static void select_encode(const void* src, Dtype dtype, float* residual, float* momentum, const Segment* segments,
+void select_encode(const void* src, Dtype dtype, float* residual, float* momentum, const Segment* segments,
                           int64_t count, const Selector& selector, const Scratch& scratch, uint8_t* payload) {
   switch (dtype) {
     case Dtype::float32: return select_dtype<float>(src, residual, momentum, segments, count, selector, scratch, payload);
@@ -256,7 +256,7 @@ static void restore(const u8* payload, const u32* index, void* dst, Dtype dtype,
 }
 
 // All indices are read and checked before the first element is written.
-static bool select_decode(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
+bool select_decode(const uint8_t* payload, Dtype value, void* dst, Dtype dtype, bool add, const Segment* segments,
                           int64_t count, const Selector& selector, uint32_t* index) {
   const u8* in = payload;
   for_groups(segments, count, selector.together, [&](const Segment*, i64, i64 numel) {

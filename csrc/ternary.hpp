@@ -5,9 +5,9 @@
 constexpr int kCodeRun = 64;  // bytes of codes that are found together
 
 // n elements as float32, filled up with zeros to a multiple of 8.
-template <class T, bool Residual>
-GW_INLINE void take_block(const T* from, const float* left, i64 n, float* v) {
-  for (i64 i = 0; i < n; ++i) v[i] = given<T, Residual>(from, left, i);
+template <bool Residual>
+GW_INLINE void take_block(const float* from, const float* left, i64 n, float* v) {
+  for (i64 i = 0; i < n; ++i) v[i] = given<float, Residual>(from, left, i);
   for (i64 i = n; i < (n + 7) / 8 * 8; ++i) v[i] = 0.0f;
 }
 
@@ -34,11 +34,11 @@ GW_INLINE float rest_of(float x, float old, float t) {
   return Fixed && (bits_of(x) & 0x7fffffffu) >= kHuge ? old : rest;
 }
 
-template <class T, bool Residual>
-GW_INLINE Threshold find_threshold(const T* from, const float* left, i64 n, double multiple, u8* scale) {
+template <bool Residual>
+GW_INLINE Threshold find_threshold(const float* from, const float* left, i64 n, double multiple, u8* scale) {
   Sums sums;
   clear_lanes<1>(sums);
-  add_run<T, Residual, 1>(from, left, n, sums);
+  add_run<float, Residual, 1>(from, left, n, sums);
   const double sum = double(fold(sums.up));
   u16 raw = 0x7fc0u;
   const bool finite = sum < kLargestSum;
@@ -51,8 +51,8 @@ GW_INLINE Threshold find_threshold(const T* from, const float* left, i64 n, doub
 }
 
 // A block of n elements; returns the bytes written.
-template <class T, bool Residual, bool Fixed>
-static i64 send_thresholds(const T* __restrict from, float* __restrict left, i64 n, const Threshold& threshold,
+template <bool Residual, bool Fixed>
+static i64 send_thresholds(const float* __restrict from, float* __restrict left, i64 n, const Threshold& threshold,
                            u8* __restrict out) {
   const i64 packed = (n + 7) / 8 * 8, stride = packed / 4;
   if (!threshold.finite) {
@@ -69,7 +69,7 @@ static i64 send_thresholds(const T* __restrict from, float* __restrict left, i64
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
           const i64 i = c + j + k * stride;
-          const float x = given<T, Residual>(from, left, i);
+          const float x = given<float, Residual>(from, left, i);
           byte = with_code<Fixed>(x, t, 2 * k, byte);
         }
         bytes[j] = byte;
@@ -79,40 +79,47 @@ static i64 send_thresholds(const T* __restrict from, float* __restrict left, i64
     }
   } else {
     alignas(64) u8 codes[kMaxBlock];
-    for (i64 i = 0; i < n; ++i) codes[i] = u8(with_code<Fixed>(given<T, Residual>(from, left, i), t, 0, 0));
+    for (i64 i = 0; i < n; ++i) codes[i] = u8(with_code<Fixed>(given<float, Residual>(from, left, i), t, 0, 0));
     for (i64 i = n; i < packed; ++i) codes[i] = 0;
     GW_SETTLE(codes);
     pack_plane<2>(codes, packed, 0, out);
   }
   if (Residual) {
-    for (i64 i = 0; i < n; ++i) left[i] = rest_of<Fixed>(given<T, true>(from, left, i), left[i], t);
+    for (i64 i = 0; i < n; ++i) left[i] = rest_of<Fixed>(given<float, true>(from, left, i), left[i], t);
   }
   return stride;
 }
 
-template <class T, bool Residual, bool Fixed>
-static void threshold_encode_as(const void* src, float* residual, const Segment* segments, i64 count, const Ternary& q,
+template <bool Residual, bool Fixed>
+static void threshold_encode_as(const Gradient& src, float* residual, const Segment* segments, i64 count, const Ternary& q,
                                 u8* payload) {
+  alignas(64) float tiles[2][kMaxBlock];
   u8* scales = payload;
   u8* const first_code = payload + coded_size(segments, count, q.block, Fixed ? 0 : 1, 2).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
-    const T* from = static_cast<const T*>(src) + segments[s].offset;
-    float* left = Residual ? residual + segments[s].offset : nullptr;
-    const i64 numel = segments[s].numel;
+    const i64 offset = segments[s].offset, numel = segments[s].numel;
+    float* left = Residual ? residual + offset : nullptr;
+    const auto size_of = [&](i64 at) { return numel - at < q.block ? numel - at : q.block; };
+    const auto read = [&](i64 at, int turn) { return src.read(offset + at, size_of(at), tiles[turn]); };
     // a block's threshold is found before the block in front of it is sent: it is a long chain
-    auto find = [&](i64 at) {
+    const auto find = [&](const float* from, i64 at) {
       if (Fixed) return Threshold{q.threshold, true};
-      const i64 n = numel - at < q.block ? numel - at : q.block;
       scales += 2;
-      return find_threshold<T, Residual>(from + at, Residual ? left + at : nullptr, n, q.multiple, scales - 2);
+      return find_threshold<Residual>(from, Residual ? left + at : nullptr, size_of(at), q.multiple, scales - 2);
     };
-    Threshold next = numel ? find(0) : Threshold{};
+    if (!numel) continue;
+    const float* next_from = read(0, 0);
+    Threshold next = find(next_from, 0);
+    int turn = 0;
     for (i64 at = 0; at < numel; at += q.block) {
+      const float* const from = next_from;
       const Threshold now = next;
-      const i64 n = numel - at < q.block ? numel - at : q.block;
-      if (n < numel - at) next = find(at + n);
-      out += send_thresholds<T, Residual, Fixed>(from + at, Residual ? left + at : nullptr, n, now, out);
+      if (at + q.block < numel) {
+        next_from = read(at + q.block, turn ^= 1);
+        next = find(next_from, at + q.block);
+      }
+      out += send_thresholds<Residual, Fixed>(from, Residual ? left + at : nullptr, size_of(at), now, out);
     }
   }
   while (scales < first_code) *scales++ = 0;
@@ -181,17 +188,17 @@ struct Clipped {
   bool finite;
 };
 
-template <class T, bool Residual, bool Scaled>
-GW_INLINE void add_square(const T* from, const float* left, i64 i, float by, float& sum, i32& largest) {
-  const float x = given<T, Residual>(from, left, i), scaled = Scaled ? x * by : x;
+template <bool Residual, bool Scaled>
+GW_INLINE void add_square(const float* from, const float* left, i64 i, float by, float& sum, i32& largest) {
+  const float x = given<float, Residual>(from, left, i), scaled = Scaled ? x * by : x;
   const i32 magnitude = i32(bits_of(x) & 0x7fffffffu);
   largest = magnitude > largest ? magnitude : largest;
   sum += scaled * scaled;
 }
 
 // Sum of the squares of n elements times `by`, in lanes as sums of magnitudes are, and the bits of the largest magnitude.
-template <class T, bool Residual, bool Scaled>
-GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict left, i64 n, float by, u32& largest) {
+template <bool Residual, bool Scaled>
+GW_INLINE float sum_squares(const float* __restrict from, const float* __restrict left, i64 n, float by, u32& largest) {
   alignas(64) float lane[kLanes] = {};
   alignas(64) i32 most[kLanes] = {};
   i64 i = 0;
@@ -200,24 +207,24 @@ GW_INLINE float sum_squares(const T* __restrict from, const float* __restrict le
       float sum = lane[j];
       i32 top = most[j];
 #pragma GCC unroll 8
-      for (int k = 0; k < kUnit; k += kLanes) add_square<T, Residual, Scaled>(from, left, i + j + k, by, sum, top);
+      for (int k = 0; k < kUnit; k += kLanes) add_square<Residual, Scaled>(from, left, i + j + k, by, sum, top);
       lane[j] = sum;
       most[j] = top;
     }
   }
   for (; i + kLanes <= n; i += kLanes)
-    for (int j = 0; j < kLanes; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
-  for (i64 j = 0; i + j < n; ++j) add_square<T, Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
+    for (int j = 0; j < kLanes; ++j) add_square<Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
+  for (i64 j = 0; i + j < n; ++j) add_square<Residual, Scaled>(from, left, i + j, by, lane[j], most[j]);
   i32 top = 0;
   for (int j = 0; j < kLanes; ++j) top = most[j] > top ? most[j] : top;
   largest = u32(top);
   return fold(lane);
 }
 
-template <class T, bool Residual>
-GW_INLINE Clipped find_bound(const T* from, const float* left, i64 n, double clip, u8* scale) {
+template <bool Residual>
+GW_INLINE Clipped find_bound(const float* from, const float* left, i64 n, double clip, u8* scale) {
   u32 largest;
-  float squares = sum_squares<T, Residual, false>(from, left, n, 1.0f, largest), by = 1.0f;
+  float squares = sum_squares<Residual, false>(from, left, n, 1.0f, largest), by = 1.0f;
   const float most = float_of(largest);
   const bool finite = largest < kHuge;
   u16 raw = 0x7fc0u;
@@ -225,7 +232,7 @@ GW_INLINE Clipped find_bound(const T* from, const float* left, i64 n, double cli
     if (!(most >= kSquareLow && most < kSquareHigh)) {
       const u32 exponent = largest >> 23;  // the largest becomes 1 to 2; what lies below 2^-120 is left as small as it is
       by = float_of((exponent < 7 ? 247u : 254u - exponent) << 23);
-      squares = sum_squares<T, Residual, true>(from, left, n, by, largest);
+      squares = sum_squares<Residual, true>(from, left, n, by, largest);
     }
     const float limit = float(clip * __builtin_sqrt(double(squares) / double(n)) / double(by));
     const float bound = limit < most ? limit : most;
@@ -244,8 +251,8 @@ GW_INLINE u32 ternary_code(float x, float bound, float by, u32 random) {
 GW_INLINE float ternary_rest(float x, u32 code, float bound) { return x - float(i32(code) - 1) * bound; }
 
 // A block of n elements of which the first takes the random number of this counter; returns the bytes written.
-template <class T, bool Residual>
-static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n, const Clipped& scale, u64 key, u32 counter,
+template <bool Residual>
+static i64 send_ternary(const float* __restrict from, float* __restrict left, i64 n, const Clipped& scale, u64 key, u32 counter,
                         u8* __restrict out) {
   const i64 packed = (n + 7) / 8 * 8, stride = packed / 4, half = packed / 2;
   const u32 key_low = u32(key), key_high = u32(key >> 32);
@@ -268,7 +275,7 @@ static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n,
 #pragma GCC unroll 4
           for (int k = 0; k < 4; ++k) {
             const i64 i = c + 16 * group + l + k * stride;
-            const float x = given<T, Residual>(from, left, i);
+            const float x = given<float, Residual>(from, left, i);
             const u32 code = ternary_code(x, bound, by, k < 2 ? words[k] & 0xffffu : words[k - 2] >> 16);
             byte |= code << (2 * k);
             if (Residual) left[i] = ternary_rest(x, code, bound);
@@ -283,7 +290,7 @@ static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n,
   }
   alignas(64) float v[kMaxBlock];
   alignas(64) u8 codes[kMaxBlock];
-  take_block<T, Residual>(from, left, n, v);
+  take_block<Residual>(from, left, n, v);
   for (i64 j = 0; j < half; j += 16) {
     const u32 group = (counter + u32(j)) / 16 % 4, base = counter + u32(j) - 16 * group;
     const i64 end = half - j < 16 ? half - j : 16;
@@ -300,29 +307,36 @@ static i64 send_ternary(const T* __restrict from, float* __restrict left, i64 n,
   return stride;
 }
 
-template <class T, bool Residual>
-static void terngrad_encode_as(const void* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
+template <bool Residual>
+static void terngrad_encode_as(const Gradient& src, float* residual, const Segment* segments, i64 count, const Stream& stream,
                                i64 block, double clip, u8* payload) {
+  alignas(64) float tiles[2][kMaxBlock];
   u8* scales = payload;
   u8* const first_code = payload + coded_size(segments, count, block, 1, 2).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];
     const u64 key = stream_key(stream, seg.key);
-    const T* from = static_cast<const T*>(src) + seg.offset;
     float* left = Residual ? residual + seg.offset : nullptr;
-    auto find = [&](i64 at) {
-      const i64 n = seg.numel - at < block ? seg.numel - at : block;
+    const auto size_of = [&](i64 at) { return seg.numel - at < block ? seg.numel - at : block; };
+    const auto read = [&](i64 at, int turn) { return src.read(seg.offset + at, size_of(at), tiles[turn]); };
+    const auto find = [&](const float* from, i64 at) {
       scales += 2;
-      return find_bound<T, Residual>(from + at, Residual ? left + at : nullptr, n, clip, scales - 2);
+      return find_bound<Residual>(from, Residual ? left + at : nullptr, size_of(at), clip, scales - 2);
     };
-    Clipped next = seg.numel ? find(0) : Clipped{};
+    if (!seg.numel) continue;
+    const float* next_from = read(0, 0);
+    Clipped next = find(next_from, 0);
+    int turn = 0;
     for (i64 at = 0; at < seg.numel; at += block) {
+      const float* const from = next_from;
       const Clipped now = next;
-      const i64 n = seg.numel - at < block ? seg.numel - at : block;
-      if (n < seg.numel - at) next = find(at + n);
+      if (at + block < seg.numel) {
+        next_from = read(at + block, turn ^= 1);
+        next = find(next_from, at + block);
+      }
       const u32 counter = u32((seg.first + at) / 2);
-      out += send_ternary<T, Residual>(from + at, Residual ? left + at : nullptr, n, now, key, counter, out);
+      out += send_ternary<Residual>(from, Residual ? left + at : nullptr, size_of(at), now, key, counter, out);
     }
   }
   while (scales < first_code) *scales++ = 0;
@@ -330,26 +344,17 @@ static void terngrad_encode_as(const void* src, float* residual, const Segment* 
 
 // ---- by dtype
 
-template <class T>
-static void threshold_encode_dtype(const void* src, float* residual, const Segment* segments, i64 count, const Ternary& q,
-                                   u8* payload) {
-  const bool fixed = q.threshold > 0.0f;
-  if (residual && fixed) threshold_encode_as<T, true, true>(src, residual, segments, count, q, payload);
-  else if (residual) threshold_encode_as<T, true, false>(src, residual, segments, count, q, payload);
-  else if (fixed) threshold_encode_as<T, false, true>(src, nullptr, segments, count, q, payload);
-  else threshold_encode_as<T, false, false>(src, nullptr, segments, count, q, payload);
-}
-
-static void threshold_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
+void threshold_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
                              const Ternary& q, u8* payload) {
-  switch (dtype) {
-    case Dtype::float32: return threshold_encode_dtype<float>(src, residual, segments, count, q, payload);
-    case Dtype::bfloat16: return threshold_encode_dtype<bf16>(src, residual, segments, count, q, payload);
-    case Dtype::float16: return threshold_encode_dtype<f16>(src, residual, segments, count, q, payload);
-  }
+  const Gradient from{src, dtype};
+  const bool fixed = q.threshold > 0.0f;
+  if (residual && fixed) threshold_encode_as<true, true>(from, residual, segments, count, q, payload);
+  else if (residual) threshold_encode_as<true, false>(from, residual, segments, count, q, payload);
+  else if (fixed) threshold_encode_as<false, true>(from, nullptr, segments, count, q, payload);
+  else threshold_encode_as<false, false>(from, nullptr, segments, count, q, payload);
 }
 
-static void threshold_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count,
+void threshold_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count,
                              const Ternary& q) {
   switch (dtype) {
     case Dtype::float32:
@@ -360,18 +365,9 @@ static void threshold_decode(const u8* payload, void* dst, Dtype dtype, bool add
   }
 }
 
-template <class T>
-static void terngrad_encode_dtype(const void* src, float* residual, const Segment* segments, i64 count, const Stream& stream,
-                                  i64 block, double clip, u8* payload) {
-  if (residual) terngrad_encode_as<T, true>(src, residual, segments, count, stream, block, clip, payload);
-  else terngrad_encode_as<T, false>(src, nullptr, segments, count, stream, block, clip, payload);
-}
-
-static void terngrad_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
+void terngrad_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
                             const Stream& stream, i64 block, double clip, u8* payload) {
-  switch (dtype) {
-    case Dtype::float32: return terngrad_encode_dtype<float>(src, residual, segments, count, stream, block, clip, payload);
-    case Dtype::bfloat16: return terngrad_encode_dtype<bf16>(src, residual, segments, count, stream, block, clip, payload);
-    case Dtype::float16: return terngrad_encode_dtype<f16>(src, residual, segments, count, stream, block, clip, payload);
-  }
+  const Gradient from{src, dtype};
+  if (residual) terngrad_encode_as<true>(from, residual, segments, count, stream, block, clip, payload);
+  else terngrad_encode_as<false>(from, nullptr, segments, count, stream, block, clip, payload);
 }

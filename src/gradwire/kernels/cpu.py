@@ -19,7 +19,7 @@ from gradwire.core import native
 from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.segments import Segments
 
-__all__ = ["available", "levels", "use_level"]
+__all__ = ["available", "bind", "kernels_of", "levels", "use_level"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
 
@@ -122,13 +122,18 @@ def __getattr__(name: str) -> Callable[..., None]:
     """A kernel, when it is first asked for."""
     if name not in _ARGUMENTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kernel = _function(name, *_ARGUMENTS[name])
-    globals()[name] = kernel
+    kernel = globals()[name] = bind(native.library(), name, *_ARGUMENTS[name])
     return kernel
 
 
-def _function(name: str, *arguments: Any) -> Callable[..., None]:
-    function = native.library()[f"gw_{name}"]
+def kernels_of(library: ctypes.CDLL) -> dict[str, Callable[..., None]]:
+    """All kernels of some build of csrc/, by name."""
+    return {name: bind(library, name, *arguments) for name, arguments in _ARGUMENTS.items()}
+
+
+def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
+    """A function of a library, which raises RuntimeError if it refuses what it is given."""
+    function = library[f"gw_{name}"]
     function.argtypes, function.restype = arguments, ctypes.c_char_p
     function.errcheck = _refused
     function.__name__ = name
@@ -173,4 +178,4 @@ def use_level(level: str) -> Iterator[None]:
 
 
 def _set_level(index: int) -> None:
-    _function("set_level", c_int64)(index)
+    bind(native.library(), "set_level", c_int64)(index)

@@ -1,0 +1,101 @@
+// QSGD, casts, FP8, natural compression and exponential levels, at one SIMD level. See kernels.hpp.
+#include "kernels.hpp"
+
+#include <cstddef>
+
+namespace gradwire {
+namespace GRADWIRE_LEVEL {
+
+#include "numbers.hpp"
+#include "random.hpp"
+#include "planes.hpp"
+#include "scales.hpp"
+#include "qsgd.hpp"
+#include "scaled.hpp"
+#include "fp8.hpp"
+#include "powers.hpp"
+#include "runs.hpp"
+#include "cast.hpp"
+
+void qsgd_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                        const Stream& stream, const Quantiser& q, uint8_t* payload) {
+  if (q.scale == Scale::minmax) encode_with<UniformCodec<true>>(src, dtype, residual, segments, count, stream, q, payload);
+  else encode_with<UniformCodec<false>>(src, dtype, residual, segments, count, stream, q, payload);
+}
+
+void qsgd_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments,
+                        int64_t count, const Quantiser& q) {
+  switch (dtype) {
+    case Dtype::float32:
+      if (add) return decode_segments<float, true>(payload, static_cast<float*>(dst), segments, count, q);
+      return decode_segments<float, false>(payload, static_cast<float*>(dst), segments, count, q);
+    case Dtype::bfloat16: return decode_segments<bf16, false>(payload, static_cast<bf16*>(dst), segments, count, q);
+    case Dtype::float16: return decode_segments<f16, false>(payload, static_cast<f16*>(dst), segments, count, q);
+  }
+}
+
+template <class T>
+static void cast_encode_dtype(const void* src, float* residual, int64_t numel, Dtype wire, uint8_t* payload) {
+  const T* from = static_cast<const T*>(src);
+  if (wire == Dtype::bfloat16) cast_encode_as<T, bf16>(from, residual, numel, reinterpret_cast<bf16*>(payload));
+  else cast_encode_as<T, f16>(from, residual, numel, reinterpret_cast<f16*>(payload));
+}
+
+void cast_encode(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload) {
+  switch (dtype) {
+    case Dtype::float32: return cast_encode_dtype<float>(src, residual, numel, wire, payload);
+    case Dtype::bfloat16: return cast_encode_dtype<bf16>(src, residual, numel, wire, payload);
+    case Dtype::float16: return cast_encode_dtype<f16>(src, residual, numel, wire, payload);
+  }
+}
+
+template <class T>
+static void cast_decode_dtype(const uint8_t* payload, Dtype wire, void* dst, bool add, int64_t numel) {
+  T* to = static_cast<T*>(dst);
+  if (wire == Dtype::bfloat16) cast_decode_as<T, bf16>(reinterpret_cast<const bf16*>(payload), to, add, numel);
+  else cast_decode_as<T, f16>(reinterpret_cast<const f16*>(payload), to, add, numel);
+}
+
+void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel) {
+  switch (dtype) {
+    case Dtype::float32: return cast_decode_dtype<float>(payload, wire, dst, add, numel);
+    case Dtype::bfloat16: return cast_decode_dtype<bf16>(payload, wire, dst, add, numel);
+    case Dtype::float16: return cast_decode_dtype<f16>(payload, wire, dst, add, numel);
+  }
+}
+
+void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+                          const Stream& stream, const Scaled& how, uint8_t* payload) {
+  const Quantiser q{how.block, how.scale, how.rounding};
+  switch (how.code) {
+    case Code::e4m3: return encode_with<ScaledCodec<Fp8<3>>>(src, dtype, residual, segments, count, stream, q, payload);
+    case Code::e5m2: return encode_with<ScaledCodec<Fp8<2>>>(src, dtype, residual, segments, count, stream, q, payload);
+    case Code::natural: return encode_with<ScaledCodec<Natural>>(src, dtype, residual, segments, count, stream, q, payload);
+    case Code::exponential: return encode_with<ScaledCodec<Exponential>>(src, dtype, residual, segments, count, stream, q, payload);
+  }
+}
+
+template <class Levels>
+static void scaled_decode_as(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                             int64_t block) {
+  switch (dtype) {
+    case Dtype::float32:
+      if (add) return scaled_decode_to<Levels, float, true>(payload, static_cast<float*>(dst), segments, count, block);
+      return scaled_decode_to<Levels, float, false>(payload, static_cast<float*>(dst), segments, count, block);
+    case Dtype::bfloat16: return scaled_decode_to<Levels, bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
+    case Dtype::float16: return scaled_decode_to<Levels, f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
+  }
+}
+
+void scaled_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                          const Scaled& how) {
+  switch (how.code) {
+    case Code::e4m3: return scaled_decode_as<Fp8<3>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::e5m2: return scaled_decode_as<Fp8<2>>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::natural: return scaled_decode_as<Natural>(payload, dst, dtype, add, segments, count, how.block);
+    case Code::exponential: return scaled_decode_as<Exponential>(payload, dst, dtype, add, segments, count, how.block);
+  }
+}
+
+}  // namespace GRADWIRE_LEVEL
+}  // namespace gradwire
