@@ -1,52 +1,68 @@
-# The commands to remember: make demo | test | test-again | check | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | test | check | wheel | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
-export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# only errors: whatever pip says of its indexes is of no use to whoever runs make
+PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: demo test test-again check bench soak fuzz fmt clean
-demo: .venv/.ready
+.PHONY: demo test test-again check wheel bench soak fuzz fmt clean
+demo: .venv/.demo
 	$(PY) -m gradwire demo
 
 # files in the order of tests/conftest.py: the longest first
-test: .venv/.ready
+test: .venv/.dev
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 # those that failed in the last run, one after the other
-test-again: .venv/.ready
+test-again: .venv/.dev
 	@$(PY) -c "import json; failed = json.load(open('.pytest_cache/v/cache/lastfailed')); assert all('::' in name for name in failed)" \
 	2>/dev/null || { echo "the last run told of no failed test, or did not run whole: nothing to repeat"; exit 1; }
 	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
-check: .venv/.ready
+check: .venv/.dev
 	$(PY) -m ruff check src tests benchmarks examples setup.py
 	$(PY) -m ruff format --check src tests benchmarks examples setup.py
 	$(PY) -m mypy
 
-bench: .venv/.ready
+# dist/gradwire-...-py3-none-manylinux_....whl: one wheel for every Python and every torch
+wheel: .venv/.dev
+	rm -rf build/lib* build/bdist* build/wheel dist
+	GRADWIRE_LEVELS=all $(PIP) wheel --no-deps --wheel-dir build/wheel .
+	PATH=".venv/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/gradwire-*.whl
+
+bench: .venv/.dev
 	$(PY) -m benchmarks
 
-soak: .venv/.ready
+soak: .venv/.dev
 	cd tests && PYTHONPATH=. ../$(PY) -m soak
 
-fuzz: .venv/.ready
+fuzz: .venv/.dev
 	$(PY) tests/payload_fuzz.py
 
-fmt: .venv/.ready
+fmt: .venv/.dev
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py
 	$(PY) -m ruff format src tests benchmarks examples setup.py
 
-# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; beside it what of the kernels
-# needs no torch is compiled
+# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; the kernels are compiled beside it
 .venv/.torch: constraints.txt
-	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet "setuptools>=77" wheel
-	$(PY) setup.py --quiet build_levels & $(PY) -m pip install --quiet -r constraints.txt; installed=$$?; wait; exit $$installed
-	touch $@
+	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels, one to three minutes ..."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install "setuptools>=77"
+	@$(PY) setup.py --quiet build_ext --inplace & $(PIP) install -r constraints.txt; installed=$$?; wait; exit $$installed
+	@touch $@
 
-.venv/.ready: .venv/.torch pyproject.toml setup.py $(wildcard csrc/*)
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[bench,dev]"
-	touch $@
+# what the demo needs
+.venv/.demo: .venv/.torch $(SOURCES)
+	@echo "Installing gradwire and what the demo draws with, half a minute ..."
+	@$(PIP) install -c constraints.txt -e ".[bench]"
+	@touch $@
+
+# and what the tests need: every SIMD level, and the tools
+.venv/.dev: .venv/.torch $(SOURCES)
+	@echo "Installing what the tests need and compiling the kernels for every processor, one to two minutes ..."
+	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev]"
+	@touch .venv/.demo $@
 
 clean:
-	rm -rf .venv build runs src/gradwire.egg-info src/gradwire/*.so
+	rm -rf .venv build dist runs src/gradwire.egg-info src/gradwire/*.so

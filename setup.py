@@ -55,6 +55,7 @@ NEEDS = {
 }
 """What /proc/cpuinfo says of a processor that runs a level."""
 ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS") == "all"
+LINK = ["-shared", "-s", "-Wl,--as-needed"]
 REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
 NO_COMPILER = """
 gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
@@ -125,7 +126,7 @@ def build_library(target: Path) -> None:
         objects = list(pool.map(lambda job: build_object(*job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_suffix(".new")  # and a rename: a process that runs the old library keeps it
-    run([cxx, *FLAGS, "-shared", "-Wl,--as-needed", "-o", str(new), *map(str, objects)])
+    run([cxx, *FLAGS, *LINK, "-o", str(new), *map(str, objects)])
     new.replace(target)
 
 
