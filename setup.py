@@ -55,7 +55,7 @@ NEEDS = {
 }
 """What /proc/cpuinfo says of a processor that runs a level."""
 ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS") == "all"
-LINK = ["-shared", "-s", "-Wl,--as-needed"]
+LINK = ["-shared", "-s", "-Wl,--as-needed", f"-Wl,--version-script={CSRC / 'exports.map'}"]
 REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
 NO_COMPILER = """
 gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
@@ -135,9 +135,7 @@ class BuildNative(build_ext):
 
     def run(self) -> None:
         if REFERENCE_ONLY:
-            self.warn("GRADWIRE_REFERENCE_ONLY=1: the C++ kernels are not built, compression will be about 300 times slower")
             return
-        self.announce("compiling gradwire's C++ kernels: about half a minute on two cores", level=3)
         built = Path(self.build_lib) / LIBRARY
         build_library(built)
         if self.inplace:
@@ -165,6 +163,8 @@ class HasLibrary(Distribution):
         return not REFERENCE_ONLY
 
 
+if REFERENCE_ONLY:
+    print("GRADWIRE_REFERENCE_ONLY=1: no C++ kernels, compression is about 300 times slower", file=sys.stderr)
 setup(
     ext_modules=[] if REFERENCE_ONLY else [Extension("gradwire._native", sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},

@@ -8,7 +8,7 @@
 
 // The C++ library has this function since GCC 11 only. Ours takes its place, so that one wheel loads with older ones too.
 namespace std {
-__attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_alloc(); }
+__attribute__((weak)) void __throw_bad_array_new_length() { throw bad_alloc(); }
 }  // namespace std
 
 namespace {
