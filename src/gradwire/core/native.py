@@ -13,7 +13,9 @@ LIBRARY = Path(__file__).parents[1] / "_native.so"
 def library() -> ctypes.CDLL:
     """The library, loaded once. Raises OSError with the reason where it was not built or does not load."""
     if not LIBRARY.exists():
-        raise OSError(f"{LIBRARY.name} was not built: gradwire was installed from source with GRADWIRE_REFERENCE_ONLY=1")
+        raise OSError(
+            f"{LIBRARY.name} was not built: gradwire was installed from source with GRADWIRE_REFERENCE_ONLY=1"
+        )
     try:
         return ctypes.CDLL(str(LIBRARY))
     except OSError as error:
