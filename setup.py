@@ -6,7 +6,7 @@ run time. -ffp-contract=off and the absence of -ffast-math are part of the meani
 
 Environment:
     GRADWIRE_LEVELS=all         compile every SIMD level, as wheels need (`make wheel`); else only the best one for this processor
-                                and, with less optimisation, the baseline that runs on every processor
+                                and, with little optimisation, the baseline that runs on every processor
     GRADWIRE_REFERENCE_ONLY=1   install without a compiler, on the plain-torch reference: about 300 times slower
     GRADWIRE_CXXFLAGS, CXX      more flags, and another compiler (a cross compiler, say)
 """
@@ -85,15 +85,15 @@ def run(command: list[str]) -> None:
 
 
 def levels(cxx: str) -> dict[str, list[str]]:
-    """The flags of each SIMD level to compile: all, or the best one here and a baseline for whatever else may load the library."""
+    """The flags of each SIMD level to compile: all, or the best one here and a baseline for other processors."""
     target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
     if not target.startswith("x86_64"):
         return {"baseline": []}
     if ALL_LEVELS or platform.machine() != "x86_64":
         return LEVELS
-    words = {word for line in Path("/proc/cpuinfo").open() if line.startswith("flags") for word in line.split()}
+    words = set(Path("/proc/cpuinfo").read_text().split())
     best = [level for level in LEVELS if NEEDS[level] <= words][-1]
-    return {"baseline": [] if best == "baseline" else ["-O2"], best: LEVELS[best]}
+    return {"baseline": [] if best == "baseline" else ["-O1"], best: LEVELS[best]}
 
 
 def build_object(command: list[str], source: Path) -> Path:

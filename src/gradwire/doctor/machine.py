@@ -98,8 +98,8 @@ def kernels(facts: Facts) -> Finding:
         found=f"no C++ kernels: {facts.kernel_problem}; the plain-torch reference encodes 4 bits at {speed}",
         why="The results are the same, but the C++ kernels run at about the speed of memory; without them compression "
         "may cost more time than it saves.",
-        cure="Install a wheel of gradwire, or g++ and then gradwire from source: `pip install --force-reinstall --no-deps .` in a "
-        "checkout. Until then plan=gw.Uniform(gw.Identity()).",
+        cure="Install a wheel of gradwire; or g++, and then gradwire from source: `pip install --force-reinstall --no-deps .` "
+        "in a checkout. Until then plan=gw.Uniform(gw.Identity()).",
     )
 
 

@@ -1,8 +1,8 @@
 """The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
 
 Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
-RuntimeError for tensors that it cannot work with. All run on one thread, but `local_update`, which takes torch's. The library knows neither
-Python nor torch, so one build serves every version of both.
+RuntimeError for tensors that it cannot work with. All functions run on one thread; `local_update` alone takes torch's threads.
+The library knows neither Python nor torch, so one build serves every version of both.
 """
 
 import ctypes
@@ -135,7 +135,7 @@ def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None
     """A function of a library, which raises RuntimeError if it refuses what it is given."""
     function = library[f"gw_{name}"]
     function.argtypes, function.restype = arguments, ctypes.c_char_p
-    function.errcheck = _refused
+    function.errcheck = _refused  # type: ignore[assignment]  # typeshed wants a C type back
     function.__name__ = name
     kernel: Callable[..., None] = function
     return kernel
