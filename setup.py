@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent.resolve()
 CSRC = HERE / "csrc"
 OBJECTS = HERE / "build" / "objects"
 LIBRARY = Path("gradwire/_native.so")
+MORE_FLAGS = os.environ.get("GRADWIRE_CXXFLAGS", "").split()
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -41,7 +43,7 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-psabi",  # 64-byte vectors are only ever passed to functions that are inlined
-    *os.environ.get("GRADWIRE_CXXFLAGS", "").split(),
+    *MORE_FLAGS,
 ]
 LEVELS = {
     "baseline": [],
@@ -51,11 +53,15 @@ LEVELS = {
 NEEDS = {
     "baseline": set(),
     "avx2": {"avx2", "fma", "bmi1", "bmi2", "abm"},
-    "avx512": {"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
+    "avx512": {"avx2", "fma", "bmi1", "bmi2", "abm", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
 }
 """What /proc/cpuinfo says of a processor that runs a level."""
 ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS") == "all"
-LINK = ["-shared", "-s", "-Wl,--as-needed", f"-Wl,--version-script={CSRC / 'exports.map'}"]
+LINK = ["-shared", "-Wl,--as-needed", f"-Wl,--version-script={CSRC / 'exports.map'}"]
+if not MORE_FLAGS:  # which are there to look for a fault
+    LINK.append("-s")
+UNUSED_DAYS = 3
+"""So long objects that no build used are kept."""
 REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
 NO_COMPILER = """
 gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
@@ -84,15 +90,28 @@ def run(command: list[str]) -> None:
         raise SystemExit(f"compiling the kernels failed: {' '.join(command)}")
 
 
+def knows(cxx: str, flags: list[str]) -> bool:
+    """Whether the compiler knows these flags: those of the newer levels came with g++ 11."""
+    empty = [cxx, *flags, "-E", "-x", "c++", "-o", os.devnull, os.devnull]
+    known = subprocess.run(empty, capture_output=True).returncode == 0
+    if not known:
+        print(
+            f"{cxx} does not know {' '.join(flags)}: no kernels for newer processors, others are slower",
+            file=sys.stderr,
+        )
+    return known
+
+
 def levels(cxx: str) -> dict[str, list[str]]:
     """The flags of each SIMD level to compile: all, or the best one here and a baseline for other processors."""
     target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
     if not target.startswith("x86_64"):
         return {"baseline": []}
+    known = {level: flags for level, flags in LEVELS.items() if knows(cxx, flags)}
     if ALL_LEVELS or platform.machine() != "x86_64":
-        return LEVELS
+        return known
     words = set(Path("/proc/cpuinfo").read_text().split())
-    best = [level for level in LEVELS if NEEDS[level] <= words][-1]
+    best = [level for level in known if NEEDS[level] <= words][-1]
     return {"baseline": [] if best == "baseline" else ["-O1"], best: LEVELS[best]}
 
 
@@ -108,6 +127,7 @@ def build_object(command: list[str], source: Path) -> Path:
         new = made.with_suffix(f".{os.getpid()}.new")
         run([*command, "-c", str(source), "-o", str(new)])
         new.replace(made)
+    made.touch()
     return made
 
 
@@ -128,6 +148,9 @@ def build_library(target: Path) -> None:
     new = target.with_suffix(".new")  # and a rename: a process that runs the old library keeps it
     run([cxx, *FLAGS, *LINK, "-o", str(new), *map(str, objects)])
     new.replace(target)
+    for older in OBJECTS.glob("*.o"):
+        if time.time() - older.stat().st_mtime > 86400 * UNUSED_DAYS:
+            older.unlink()
 
 
 class BuildNative(build_ext):
@@ -139,8 +162,9 @@ class BuildNative(build_ext):
         built = Path(self.build_lib) / LIBRARY
         build_library(built)
         if self.inplace:
-            shutil.copy2(built, (HERE / "src" / LIBRARY).with_suffix(".new"))
-            (HERE / "src" / LIBRARY).with_suffix(".new").replace(HERE / "src" / LIBRARY)
+            beside = HERE / "src" / LIBRARY
+            shutil.copy2(built, beside.with_suffix(".new"))
+            beside.with_suffix(".new").replace(beside)
 
     def get_outputs(self) -> list[str]:
         return [] if REFERENCE_ONLY else [str(Path(self.build_lib) / LIBRARY)]

@@ -1,5 +1,7 @@
 // Chooses the SIMD level at run time.
-#ifdef GRADWIRE_HAVE_AVX2
+// A build has any of the newer levels, or none.
+#if defined(GRADWIRE_HAVE_AVX2) || defined(GRADWIRE_HAVE_AVX512)
+#define GRADWIRE_HAVE_NEWER
 #include <cpuid.h>
 #endif
 
@@ -19,7 +21,7 @@ namespace avx512 { extern const Kernels kernels; }
 
 namespace {
 
-#ifdef GRADWIRE_HAVE_AVX2
+#ifdef GRADWIRE_HAVE_NEWER
 // Where LZCNT is hidden, as by some hypervisors, it runs as BSR and counts wrongly; not all compilers know it by name.
 bool counts_leading_zeros() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -33,9 +35,11 @@ struct Levels {
   int64_t count = 1;
 
   Levels() {
-#ifdef GRADWIRE_HAVE_AVX2
+#ifdef GRADWIRE_HAVE_NEWER
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
                     __builtin_cpu_supports("bmi2") && counts_leading_zeros();
+#endif
+#ifdef GRADWIRE_HAVE_AVX2
     if (v3) of[count++] = &avx2::kernels;
 #endif
 #ifdef GRADWIRE_HAVE_AVX512

@@ -119,8 +119,9 @@ GW_INLINE bool bound_batch(const float* from, const float* left, i64 count, cons
 // before a batch that holds something not finite. While one batch is quantised, the scales of the next are made of maxima
 // found before, and the maxima of the one after that are found: so nothing waits for anything.
 template <class Levels, bool Residual, bool Stochastic, bool Pairs, int Kind>
-static __attribute__((noinline)) i64 encode_batches(const float* __restrict from, float* __restrict left, i64 blocks, const Quantiser& q, int bits,
-                          u64 key, u32 counter, u8* __restrict scales, u8* __restrict out) {
+static __attribute__((noinline)) i64 encode_batches(const float* __restrict from, float* __restrict left, i64 blocks,
+                                                    const Quantiser& q, int bits, u64 key, u32 counter, u8* __restrict scales,
+                                                    u8* __restrict out) {
   constexpr bool Whole = Kind != kSmall;  // each block fills one or more units
   alignas(64) i32 largest[2][kCells] = {};
   alignas(64) u32 hashes[kMaxBlock / kUnit * 16];
@@ -181,7 +182,7 @@ static __attribute__((noinline)) i64 encode_batches(const float* __restrict from
   return done;
 }
 
-// What is asked for, beside the values.
+// Blocks to encode: everything but their values.
 struct Task {
   i64 blocks;
   const Quantiser& q;

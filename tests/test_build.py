@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -48,9 +49,9 @@ def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_gcc
 def test_one_wheel_is_for_every_python_and_for_old_systems(wheel: Path) -> None:
-    _, _, python, abi, platform = wheel.stem.split("-", 4)
+    _, _, python, abi, systems = wheel.stem.split("-", 4)
     assert (python, abi) == ("py3", "none")
-    tags = platform.split(".")
+    tags = systems.split(".")
     assert all(tag.startswith("manylinux") for tag in tags)
     # torch's own wheels need glibc 2.28
     assert min(int(tag.split("_")[2]) for tag in tags if tag.startswith("manylinux_")) <= 28
@@ -91,6 +92,18 @@ def test_the_wheel_has_every_level_that_runs_here(library: Path) -> None:
     words = Path("/proc/cpuinfo").read_text().split()
     expected = ["baseline"] + ["avx2"] * ("avx2" in words) + ["avx512"] * ("avx512bw" in words and "avx512cd" in words)
     assert [level.decode() for level in found] == expected
+
+
+@needs_gcc
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are of x86-64")
+@pytest.mark.parametrize("have", [[], ["AVX2"], ["AVX512"], ["AVX2", "AVX512"]], ids="+".join)
+def test_any_levels_can_be_built_together(have: list[str]) -> None:
+    """A source build has those of its processor alone."""
+    flags = [f"-DGRADWIRE_HAVE_{level}" for level in have]
+    source = str(ROOT / "csrc" / "api_levels.cpp")
+    command = [str(GCC), "-std=c++17", "-Wall", "-Wextra", "-Werror", *flags, "-fsyntax-only", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_nothing_is_installed_and_the_cure_is_said(tmp_path: Path) -> None:
