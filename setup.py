@@ -56,7 +56,9 @@ NEEDS = {
     "avx512": {"avx2", "fma", "bmi1", "bmi2", "abm", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
 }
 """What /proc/cpuinfo says of a processor that runs a level."""
-ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS") == "all"
+ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS", "") == "all"
+if os.environ.get("GRADWIRE_LEVELS", "") not in ("", "all"):
+    raise SystemExit(f"GRADWIRE_LEVELS={os.environ['GRADWIRE_LEVELS']} is not known. Set it to `all`, or not at all.")
 LINK = ["-shared", "-Wl,--as-needed", f"-Wl,--version-script={CSRC / 'exports.map'}"]
 if not MORE_FLAGS:  # which are there to look for a fault
     LINK.append("-s")
@@ -76,7 +78,10 @@ Without the kernels compression is about 300 times slower, so it may cost more t
 
 def compiler() -> str:
     """The C++ compiler to use. Ends the installation with the cure where there is none."""
-    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    named = os.environ.get("CXX")
+    found = shutil.which(named) if named else shutil.which("g++") or shutil.which("c++")
+    if found is None and named:
+        raise SystemExit(f"CXX={named} is no program on the PATH. Name one compiler; GRADWIRE_CXXFLAGS is for options.")
     if found is None:
         raise SystemExit(NO_COMPILER)
     return found

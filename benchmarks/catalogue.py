@@ -36,7 +36,7 @@ ENTRIES: list[Entry] = [
         for bits, use in (
             (8, "unbiased at 4 times fewer bytes"),
             (6, "between 8 and 4 bits"),
-            (4, "the usual choice: 7.5 times fewer bytes; the transformer's loss +0.1 % (README)"),
+            (4, "the usual choice: 7.5 times fewer bytes; the transformer's loss +0.1 % (measured.md)"),
             (3, "fewer bytes than 4 bits; give it error feedback"),
             (2, "with error feedback, on very slow links"),
         )

@@ -1,7 +1,11 @@
 """Every SIMD level and the plain-torch reference give the same bytes from the same random stream."""
 
+import copy
+import ctypes
+import inspect
 import itertools
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -529,6 +533,32 @@ def test_wrong_sizes_and_dtypes_are_refused_in_words(case: str) -> None:
     call, words = REFUSED[case]
     with pytest.raises(RuntimeError, match=words):
         call()
+
+
+NO_TENSORS = {"none": None, "a list": [1.0], "on another device": torch.ones(300, device="meta")}
+
+
+@built
+@pytest.mark.parametrize("what", NO_TENSORS)
+def test_what_is_no_tensor_of_the_cpu_never_reaches_the_library(what: str) -> None:
+    for place in (0, 3, 7):  # source, stream, payload
+        arguments = [torch.ones(300), None, whole(300, 4), STREAM, 128, "max", "nearest", torch.zeros(RIGHT).byte()]
+        arguments[place] = NO_TENSORS[what]
+        with pytest.raises(ctypes.ArgumentError, match=r"a kernel takes a tensor here|tensors on the CPU"):
+            cpu.qsgd_encode(*arguments)
+
+
+@built
+def test_segments_can_be_copied_and_pickled_after_kernels_used_them() -> None:
+    segments = whole(300, 4)
+    cpu.qsgd_encode(torch.ones(300), None, segments, STREAM, 128, "max", "nearest", torch.zeros(RIGHT).byte())
+    assert copy.deepcopy(segments) == segments == pickle.loads(pickle.dumps(segments))
+
+
+@built
+def test_every_kernel_takes_as_many_arguments_as_the_reference() -> None:
+    for name, kernel in cpu.kernels_of(native.library()).items():
+        assert len(kernel.argtypes) == len(inspect.signature(getattr(reference, name)).parameters), name
 
 
 @built

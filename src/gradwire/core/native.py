@@ -14,7 +14,7 @@ def library() -> ctypes.CDLL:
     """The library, loaded once. Raises OSError with the reason where it was not built or does not load."""
     if not LIBRARY.exists():
         raise OSError(
-            f"{LIBRARY.name} was not built: gradwire was installed from source with GRADWIRE_REFERENCE_ONLY=1"
+            f"{LIBRARY.name} was not built: GRADWIRE_REFERENCE_ONLY=1 was set, or this checkout was never installed"
         )
     try:
         return ctypes.CDLL(str(LIBRARY))

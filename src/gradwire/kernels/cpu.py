@@ -1,7 +1,7 @@
 """The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
 
 Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
-RuntimeError for tensors that it cannot work with. All functions run on one thread; `local_update` alone takes torch's threads.
+RuntimeError for tensors that it cannot work with, and ctypes.ArgumentError for what is no such argument. All functions run on one thread; `local_update` alone takes torch's threads.
 The library knows neither Python nor torch, so one build serves every version of both.
 """
 
@@ -25,30 +25,34 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3
 
 
 class Tensor(ctypes.Structure):
-    """An argument that is a tensor, or None. Twin of `Tensor` in csrc/api.hpp."""
+    """An argument that is a tensor on the CPU. Twin of `Tensor` in csrc/api.hpp."""
 
     _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32), ("contiguous", c_int32))
 
     @classmethod
-    def from_param(cls, tensor: torch.Tensor | None) -> Any:
-        if tensor is None:
-            return None
+    def from_param(cls, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a kernel takes a tensor here, not {tensor!r}")
         if not tensor.is_cpu:
-            raise RuntimeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
+            raise TypeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
         dtype = _DTYPES.get(tensor.dtype, -1)
         return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
 
 
-class Table(Tensor):
+class Maybe:
+    """An argument that is a tensor, or None."""
+
+    @staticmethod
+    def from_param(tensor: Any) -> Any:
+        return None if tensor is None else Tensor.from_param(tensor)
+
+
+class Table:
     """An argument that is Segments."""
 
-    @classmethod
-    def from_param(cls, segments: Any) -> Any:
-        assert isinstance(segments, Segments)
-        made = segments.launches.get("cpu")
-        if made is None:
-            made = segments.launches["cpu"] = Tensor.from_param(segments.table)
-        return made
+    @staticmethod
+    def from_param(segments: Segments) -> Any:
+        return Tensor.from_param(segments.table)
 
 
 class Update(ctypes.Structure):
@@ -85,36 +89,36 @@ Rounding = _one_of(stochastic=0, nearest=1)
 Format = _one_of(e4m3=0, e5m2=1)
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "back_project": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor),
+    "back_project": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor),
     "block_topk_decode": (Tensor, Table, Dtype, c_double, c_int64, c_bool, Tensor),
-    "block_topk_encode": (Tensor, Tensor, Table, c_double, c_int64, Tensor),
+    "block_topk_encode": (Tensor, Maybe, Table, c_double, c_int64, Tensor),
     "cast_decode": (Tensor, Dtype, c_bool, Tensor),
-    "cast_encode": (Tensor, Tensor, Dtype, Tensor),
-    "dgc_encode": (Tensor, Tensor, Tensor, Table, c_double, c_double, c_double, Tensor),
+    "cast_encode": (Tensor, Maybe, Dtype, Tensor),
+    "dgc_encode": (Tensor, Maybe, Maybe, Table, c_double, c_double, c_double, Tensor),
     "exponential_decode": (Tensor, Table, c_int64, c_bool, Tensor),
-    "exponential_encode": (Tensor, Tensor, Table, Tensor, c_int64, Scale, Rounding, Tensor),
+    "exponential_encode": (Tensor, Maybe, Table, Tensor, c_int64, Scale, Rounding, Tensor),
     "fp8_decode": (Tensor, Table, c_int64, Format, c_bool, Tensor),
-    "fp8_encode": (Tensor, Tensor, Table, c_int64, Format, Tensor),
-    "gather_random": (Tensor, Tensor, Table, Tensor, c_double, Tensor),
-    "local_update": (Tensor, Tensor, Tensor, Tensor, Update, Tensor),
-    "mean_sign_encode": (Tensor, Tensor, Table, c_int64, c_int64, Tensor),
+    "fp8_encode": (Tensor, Maybe, Table, c_int64, Format, Tensor),
+    "gather_random": (Tensor, Maybe, Table, Tensor, c_double, Tensor),
+    "local_update": (Tensor, Tensor, Maybe, Maybe, Update, Tensor),
+    "mean_sign_encode": (Tensor, Maybe, Table, c_int64, c_int64, Tensor),
     "natural_decode": (Tensor, Table, c_int64, c_bool, Tensor),
-    "natural_encode": (Tensor, Tensor, Table, Tensor, c_int64, Tensor),
+    "natural_encode": (Tensor, Maybe, Table, Tensor, c_int64, Tensor),
     "orthogonalise": (Tensor, c_int64, Tensor),
-    "project": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor),
+    "project": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor),
     "qsgd_decode": (Tensor, Table, c_int64, Scale, c_bool, Tensor),
-    "qsgd_encode": (Tensor, Tensor, Table, Tensor, c_int64, Scale, Rounding, Tensor),
+    "qsgd_encode": (Tensor, Maybe, Table, Tensor, c_int64, Scale, Rounding, Tensor),
     "randomk_decode": (Tensor, Table, Dtype, c_double, c_bool, Tensor),
-    "randomk_encode": (Tensor, Tensor, Table, Tensor, c_double, Tensor),
-    "reconstruct": (Tensor, Tensor, Tensor, c_int64, Tensor, Tensor, Tensor),
+    "randomk_encode": (Tensor, Maybe, Table, Tensor, c_double, Tensor),
+    "reconstruct": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor, Tensor),
     "scatter_random": (Tensor, Table, Tensor, c_double, c_bool, Tensor),
     "sign_decode": (Tensor, Table, c_int64, c_int64, c_bool, Tensor),
-    "sign_encode": (Tensor, Tensor, c_double, Table, Tensor),
-    "terngrad_encode": (Tensor, Tensor, Table, Tensor, c_int64, c_double, Tensor),
+    "sign_encode": (Tensor, Maybe, c_double, Table, Tensor),
+    "terngrad_encode": (Tensor, Maybe, Table, Tensor, c_int64, c_double, Tensor),
     "threshold_decode": (Tensor, Table, c_int64, c_double, c_bool, Tensor),
-    "threshold_encode": (Tensor, Tensor, Table, c_int64, c_double, c_double, Tensor),
+    "threshold_encode": (Tensor, Maybe, Table, c_int64, c_double, c_double, Tensor),
     "topk_decode": (Tensor, Table, Dtype, c_double, c_bool, c_bool, Tensor),
-    "topk_encode": (Tensor, Tensor, Table, c_double, c_bool, c_double, Tensor),
+    "topk_encode": (Tensor, Maybe, Table, c_double, c_bool, c_double, Tensor),
 }
 
 
