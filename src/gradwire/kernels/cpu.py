@@ -1,8 +1,9 @@
 """The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
 
 Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
-RuntimeError for tensors that it cannot work with, and ctypes.ArgumentError for what is no such argument. All functions run on one thread; `local_update` alone takes torch's threads.
-The library knows neither Python nor torch, so one build serves every version of both.
+RuntimeError for tensors that it cannot work with, and ctypes.ArgumentError for what is no tensor on the CPU. All functions run on
+one thread; `local_update` alone takes torch's threads. The library knows neither Python nor torch, so one build serves every
+version of both.
 """
 
 import ctypes
