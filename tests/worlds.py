@@ -36,7 +36,7 @@ __all__ = ["Given", "Outcome", "World", "Worlds", "digest", "gradwire_threads", 
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "gradwire.engine", "numpy", "pytest", "hypothesis"]
+    ["torch", "torch.distributed", "torch._dynamo", "gradwire.api", "numpy", "pytest", "hypothesis"]
 )
 
 
