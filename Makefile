@@ -35,10 +35,10 @@ bench: .venv/.dev
 	$(PY) -m benchmarks
 
 soak: .venv/.dev
-	cd tests && PYTHONPATH=. ../$(PY) -m soak
+	PYTHONPATH=tests:tests/support $(PY) -m soak
 
 fuzz: .venv/.dev
-	$(PY) tests/payload_fuzz.py
+	PYTHONPATH=tests/unit/compressors $(PY) tests/support/payload_fuzz.py
 
 fmt: .venv/.dev
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py

@@ -74,7 +74,7 @@ class Run:
         script = [str(Path(TESTS) / "soak" / "rank.py"), folder, str(seed), str(timeout_s), str(steps)]
         if elastic:
             script = [str(Path(TESTS) / "soak" / "elastic.py"), str(cluster.nodes), *script, "suicidal"]
-        environment = {"PYTHONPATH": os.pathsep.join([TESTS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+        environment = {"PYTHONPATH": os.pathsep.join([TESTS, f"{TESTS}/support", *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
         self._thread = threading.Thread(
             target=cluster.supervise, args=([sys.executable, "-u", *script],), daemon=True,
             kwargs={"env": environment, "on_line": self._line, "timeout": 180.0},

@@ -12,7 +12,7 @@ import pytest
 
 import gradwire
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 PURE = ("core", "costs", "planner", "sim")
 TORCH = ("torch", "triton")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def test_a_sample_of_the_faults(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_a_sample_of_the_faults(tmp_path: Path) -> None:
     run = subprocess.run(
         [*command, "--json", str(tmp_path / "soak.json")],
         cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'support'}"},
         capture_output=True,
         text=True,
         timeout=400,
