@@ -2,8 +2,8 @@
 
     python -m benchmarks options
 
-Exact without loss, within the error of their encodes with 4 bits, the same bits on all ranks; `tests/ranks/test_options_run.py` runs a
-sample of it.
+Exact without loss, within the error of their encodes with 4 bits, the same bits on all ranks; `tests/ranks/test_options_run.py`
+runs a sample of it.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Each compressor keeps the law it declares; its payloads have the promised size and stay readable by later releases.
 
-The golden files are made once, by `python tests/unit/compressors/test_compressors.py`, which only ever adds files that are missing.
+The golden files are made once, by `python tests/unit/compressors/test_compressors.py`, which only ever adds files that are
+missing.
 """
 
 import itertools
