@@ -20,9 +20,10 @@ unit: .venv/.dev
 test: .venv/.dev
 	$(PYTEST) -m "not slow" --durations=25
 
-# what `make test` leaves out
+# what `make test` leaves out, and more broken files
 test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
+	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
 check: .venv/.dev
 	$(PY) -m ruff check src tests benchmarks examples setup.py
