@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow cases, and order files for the workers of xdist, each of which takes up the next when it is done with one."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES:
+        many = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES
+        if many and item.get_closest_marker("slow") is None:
             cases[str(item.path), item.originalname].append(item)
     for of_one_test in cases.values():
         for item in set(of_one_test) - sample(of_one_test):
