@@ -21,7 +21,7 @@ from gradwire.testbed.output import LineSplitter
 from gradwire.testbed.permission import needs_user_namespace
 from gradwire.testbed.supervisor import Grace
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 Script = Callable[[str], list[str]]
 
 

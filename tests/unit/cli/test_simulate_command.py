@@ -14,7 +14,7 @@ from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Identity, Link, Prof
 from gradwire.errors import PlanError
 from gradwire.planner import Uniform
 
-PAGE = Path(__file__).parents[1] / "docs" / "simulator.md"
+PAGE = Path(__file__).parents[3] / "docs" / "simulator.md"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from benchmarks.figures_page import PICTURES, page
 from benchmarks.testbeds import SYSTEMS_OF, Papers, alone_ms, scaling
 from gradwire.errors import FormatError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_is_made_from_the_results():

@@ -30,7 +30,7 @@ from gradwire.planner.named import RESTRICTED, SYSTEMS, beside_tree, names_of
 from gradwire.planner.options import option_of, select, tree
 
 TREE = tree()
-PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+PAGE = Path(__file__).parents[3] / "docs" / "options.md"
 BETWEEN_WHOLE, BETWEEN_DIVIDED = PATTERNS[2][1:], PATTERNS[3][1:]
 
 

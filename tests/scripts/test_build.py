@@ -14,7 +14,7 @@ from elftools.elf.elffile import ELFFile
 
 from gradwire.core import native
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GCC = shutil.which("g++")
 needs_gcc = pytest.mark.skipif(GCC is None, reason="no g++ here: the library cannot be built")
 
@@ -146,10 +146,10 @@ def test_a_compiler_that_fails_ends_the_installation(tmp_path: Path) -> None:
 
 
 def digests(compiler: str, flags: list[str], folder: Path, runner: list[str]) -> list[str]:
-    """Lines of tests/cross/digest.cpp, built by this compiler with the kernels."""
+    """Lines of tests/support/cross/digest.cpp, built by this compiler with the kernels."""
     built = folder / "digest"
     kernels = sorted((ROOT / "csrc").glob("kernels*.cpp")) + sorted((ROOT / "csrc").glob("api_*.cpp"))
-    sources = [str(path) for path in (ROOT / "tests/cross/digest.cpp", *kernels)]
+    sources = [str(path) for path in (ROOT / "tests/support/cross/digest.cpp", *kernels)]
     own = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wno-psabi", "-DGRADWIRE_LEVEL=baseline", "-static", *flags]
     done = subprocess.run([compiler, *own, "-o", str(built), *sources], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

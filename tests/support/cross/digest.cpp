@@ -1,5 +1,5 @@
 // Prints a number for what each of some kernels makes of the same values: equal on every processor, or ranks would drift apart.
-// Linked with csrc/ by tests/test_build.py, for this machine and, where there is a cross compiler, for another.
+// Linked with csrc/ by tests/scripts/test_build.py, for this machine and, where there is a cross compiler, for another.
 #include <cmath>
 #include <cstdio>
 #include <cstring>

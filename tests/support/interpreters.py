@@ -12,6 +12,7 @@ milliseconds to start; what runs at exit is what runs in a script.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -94,6 +95,7 @@ def watch(folder: Path, ranks: dict[str, int]) -> dict[str, dict[str, object]]:
 def main() -> None:
     folder, script, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     ranks = {}
+    gc.freeze()  # otherwise every rank, when it ends, looks at the 300,000 objects of torch, and copies their memory
     for argument in arguments:
         port = free_port()
         for rank in range(2):

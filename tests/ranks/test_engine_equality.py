@@ -61,7 +61,7 @@ def test_two_ranks_train_bit_for_bit_as_under_ddp(worlds: Worlds, optimizer: str
         assert found["equal"], found
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_more_ranks_train_as_under_ddp_to_rounding(worlds: Worlds, world_size: int, optimizer: str) -> None:
     results = worlds.run(world_size, distances_from_ddp, optimizer)
@@ -125,7 +125,7 @@ def every_spec_at_once(scheme: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 def test_all_ranks_hold_the_same_bits(worlds: Worlds, world_size: int, scheme: str) -> None:
     results = worlds.run(world_size, every_spec_at_once, scheme)

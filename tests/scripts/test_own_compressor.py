@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "examples" / "own_compressor"
+PACKAGE = Path(__file__).parents[2] / "examples" / "own_compressor"
 
 SCRIPT = """
 import sys

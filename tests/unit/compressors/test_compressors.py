@@ -1,6 +1,7 @@
 """Each compressor keeps the law it declares; its payloads have the promised size and stay readable by later releases.
 
-The golden files are made once, by `python tests/test_compressors.py`, which only ever adds files that are missing.
+The golden files are made once, by `python tests/unit/compressors/test_compressors.py`, which only ever adds files that are
+missing.
 """
 
 import itertools
@@ -44,7 +45,7 @@ from gradwire.kernels import Segment, Segments, cpu, tensor_key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 123, 4097, 2**20 + 1)
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 SPECS: list[Spec] = [
     Identity(),
@@ -699,7 +700,7 @@ def make_golden() -> None:
 
 def test_golden_files_are_complete_and_small() -> None:
     index = golden_files()
-    assert set(index) >= set(GOLDEN_SPECS), "run: python tests/test_compressors.py"
+    assert set(index) >= set(GOLDEN_SPECS), "run: python tests/unit/compressors/test_compressors.py"
     assert {path.stem for path in GOLDEN.glob("*.bin")} == set(index)
     assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 120_000
 

@@ -1,6 +1,6 @@
 """`make fuzz`: a million damaged payloads through every decoder, under AddressSanitizer.
 
-    python tests/payload_fuzz.py [--payloads 1000000] [--seed 0]
+    PYTHONPATH=tests/unit/compressors python tests/support/payload_fuzz.py [--payloads 1000000] [--seed 0]
 
 Builds the kernels with -fsanitize=address, then runs itself with the sanitizer's library loaded first. A payload that was
 cut, grew or changed is decoded or refused with PayloadError; anything else, and whatever the sanitizer finds, is a failure.
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INSIDE = "GRADWIRE_FUZZ_LIBRARY"
 
 

@@ -1,6 +1,6 @@
 """Wrong files for tests: valid documents, and what an accident, another program or a stranger makes of them.
 
-`GRADWIRE_FUZZ_EXAMPLES` is the number of files per format and test, 150 if it is not set.
+`GRADWIRE_FUZZ_EXAMPLES` is the number of files per format and test, 30 if it is not set.
 """
 
 import copy
@@ -33,7 +33,7 @@ from gradwire.sim.timeline import Bubble, Event, Resource, Timeline
 
 __all__ = ["DOCUMENTS", "HUGE", "broken_bytes", "broken_fields", "fuzzed"]
 
-EXAMPLES = int(os.environ.get("GRADWIRE_FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("GRADWIRE_FUZZ_EXAMPLES", "30"))
 fuzzed = settings(
     max_examples=EXAMPLES,
     deadline=None,

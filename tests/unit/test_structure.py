@@ -12,7 +12,7 @@ import pytest
 
 import gradwire
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 PURE = ("core", "costs", "planner", "sim")
 TORCH = ("torch", "triton")
@@ -264,6 +264,31 @@ def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("path", [*MODULES.values(), *sorted((ROOT / "csrc").rglob("*.cpp"))], ids=str)
 def test_no_source_file_is_long(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+# room of tests -> modules of tests/support that no file there may import
+TEST_ROOMS = {
+    "unit": {"worlds", "script_ends", "triton_processes", "soak"},
+    "ranks": {"script_ends", "triton_processes", "soak"},
+    "kernels": {"worlds", "script_ends", "soak"},
+    "scripts": set[str](),
+    "soak": set[str](),
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
+def test_tests_are_in_their_rooms(path: Path) -> None:
+    room, *packages = path.relative_to(ROOT / "tests").parts[:-1]
+    assert room in TEST_ROOMS
+    assert not imported(path) & TEST_ROOMS[room], "this starts processes: move the file"
+    if room == "unit" and packages:
+        assert packages[0] in {room_of(name) for name in MODULES}
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Tests import the modules of tests/support, and each other's, by their names alone."""
+    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "soak"]
+    assert sorted(set(names)) == sorted(names)
 
 
 def sources() -> list[Path]:
