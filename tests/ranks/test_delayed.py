@@ -10,8 +10,8 @@ from delayed_steps import Reference, exact_mean
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.engine import delayed
-from gradwire.engine.weights import TwoWeights
+from gradwire.engine.schedules import delayed
+from gradwire.engine.schedules.weights import TwoWeights
 
 STEPS = 12
 

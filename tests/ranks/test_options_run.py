@@ -16,9 +16,9 @@ import gradwire as gw
 from gradwire.collectives import Grid
 from gradwire.core import Spec
 from gradwire.core.plan import RESIDUAL_DTYPES
-from gradwire.engine.host_codec import HostCodec
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
+from gradwire.exchange.host_codec import HostCodec
 from gradwire.planner.grammar import SCHEMES
 from gradwire.planner.named import BESIDE
 from gradwire.planner.options import Option, tree

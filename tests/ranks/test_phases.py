@@ -37,7 +37,7 @@ def trained(schedule: str, part: str) -> list[list[float]]:
     handle = gw.parallelize(model, optimizer, plan=plan)
     found = []
     for size in (1.0, 10.0):
-        keep_only(part, handle._steps.executor)
+        keep_only(part, handle.session.reducer.running)
         (weight * size * (dist.get_rank() + 1)).sum().backward()
         handle.flush()
         assert weight.grad is not None
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_not_in_gradients(worlds: Worlds, schedule: str) -> 
 def alone() -> tuple[float, str]:
     model = torch.nn.Linear(30, 30)
     handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"))
-    executor = handle._steps.executor
+    executor = handle.session.reducer.running
     exchange_alone(executor, 0)
     exchange_alone(executor, 1)
     flats = [buffers.flat for buffers in executor.buckets]
@@ -77,7 +77,7 @@ def alone() -> tuple[float, str]:
     handle.detach()
     whole = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="allreduce"))
     with pytest.raises(StepStateError) as caught:
-        keep_only("reduce-only", whole._steps.executor)
+        keep_only("reduce-only", whole.session.reducer.running)
     whole.detach()
     return wrong, str(caught.value)
 

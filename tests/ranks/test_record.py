@@ -11,8 +11,8 @@ from torch import nn
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.engine.executor import Task, TaskTimes
 from gradwire.errors import StepStateError
+from gradwire.exchange.executor import Task, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
 from gradwire.record.timeline import Sent, measured_timeline

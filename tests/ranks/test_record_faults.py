@@ -10,7 +10,7 @@ from torch import nn
 from worlds import Worlds
 
 import gradwire as gw
-from gradwire.engine.handle import Handle
+from gradwire.api.handle import Handle
 from gradwire.errors import WriteError
 from gradwire.record.run import Run
 

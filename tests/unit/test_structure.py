@@ -17,6 +17,10 @@ SRC = ROOT / "src"
 PURE = ("core", "costs", "planner", "sim")
 TORCH = ("torch", "triton")
 
+ABOVE_ENGINE = tuple(
+    f"gradwire.{room}" for room in ("api", "auto", "bench", "cli", "doctor", "profiler", "record", "report", "testbed")
+)
+
 # room -> what it may not import, itself or through other modules of gradwire
 FORBIDDEN = {
     **dict.fromkeys(PURE, TORCH),
@@ -24,8 +28,16 @@ FORBIDDEN = {
     "report": (*TORCH, "gradwire.bench", "gradwire.cli", "gradwire.engine"),
     "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
     "collectives": ("gradwire.compressors",),
-    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
-    "auto": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "exchange": ("gradwire.engine", *ABOVE_ENGINE),
+    "engine": ABOVE_ENGINE,
+    "auto": (
+        "gradwire.api",
+        "gradwire.bench",
+        "gradwire.cli",
+        "gradwire.doctor",
+        "gradwire.report",
+        "gradwire.testbed",
+    ),
     "profiler": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.planner.joint", "gradwire.testbed"),
     "record": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
@@ -82,18 +94,10 @@ def imported(path: Path, *, functions: bool = True) -> set[str]:
     return modules | {name.rsplit(".", n)[0] for name in modules for n in range(1, name.count(".") + 1)}
 
 
-# The engine asks for who decides only where a script asks for plan="auto": the one import against the direction of data.
-AUTO_IS_ASKED_FOR = "gradwire.engine.parallelize"
-
-
 @cache
 def direct(module: str) -> frozenset[str]:
     # gradwire/__init__.py resolves its names on first use: what its functions import, its importers do not
-    found = imported(MODULES[module], functions=module != "gradwire")
-    if module == AUTO_IS_ASKED_FOR:
-        late = found - imported(MODULES[module], functions=False)
-        found = {name for name in found if name not in late or not within(name, ("gradwire.auto",))}
-    return frozenset(found)
+    return frozenset(imported(MODULES[module], functions=module != "gradwire"))
 
 
 def reached(start: str) -> dict[str, str]:
