@@ -65,8 +65,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-# The lead rewrites these: references in them are not looked for yet, and pages may name folders that do not exist yet
-REWRITTEN = ("src/gradwire/engine/", "src/gradwire/exchange/", "src/gradwire/collectives/")
+REWRITTEN = ("src/gradwire/engine/", "src/gradwire/exchange/", "src/gradwire/collectives/", "benchmarks/papers/")
+"""Rooms under construction: references in them are not looked for yet, and pages may name them before they exist."""
 OUTSIDE = re.compile(
     r"\b[Nn]otes (?:D[0-9]|[0-9]+\.[0-9])|\bD[0-9]{1,2}\b|\b(?:notes|architecture|field|style)\.md\b"
     r"|\b[Tt]he (?:design|review|brief|blueprint|notes')(?!\w)|\bdesign,? section\b"
@@ -76,10 +76,10 @@ OUTSIDE = re.compile(
 
 def written() -> list[Path]:
     """All code and prose of the repository."""
-    folders = ("src", "csrc", "tests", "docs", "benchmarks")
+    folders = ("src", "csrc", "tests", "docs", "benchmarks", "examples")
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
     found = [path for path in found if path.suffix in {".py", ".cpp", ".hpp", ".md"}]
-    return [*found, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    return found + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")]
 
 
 def is_rewritten(name: str) -> bool:
