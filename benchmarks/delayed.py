@@ -1,4 +1,4 @@
-"""Mean steps of the delayed schedule beside equation 7 of CD-SGD, in the form of notes D46, with parts measured apart.
+"""Mean steps of the delayed schedule beside equation 7 of CD-SGD (docs/papers/cd-sgd.md), with its parts measured apart.
 
     python -m benchmarks delayed [--job transformer] [--links 100mbit,500mbit,1000mbit] [--turns 2]
 
@@ -106,7 +106,7 @@ def mean_us(cell: dict[str, Any], warmup_steps: int) -> float:
 
 
 def equation_us(parts: dict[str, float], k: int | None, corrections: str) -> float:
-    """Equation 7 in the form of notes D46. What an exchange takes of the compute cores, codec and packets, is added to compute,
+    """Equation 7 as above. What an exchange takes of the compute cores, codec and packets, is added to compute,
     in corrections too."""
     on_compute = min(parts["usual_cpu_us"], parts["usual_exchange_us"])
     correction_us = max(

@@ -26,7 +26,7 @@ from gradwire.planner.options import Option, tree
 OPTIONS = tree(("cpu",))
 TWO_BY_TWO = [Grid.even(2, 2, rank) for rank in range(4)]
 ONE_ENCODE = 0.166
-"""Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data (design, section 7); of 1003 elements it
+"""Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data; of 1003 elements it
 varies by a fifth."""
 SAMPLE = OPTIONS[6::9]
 TWO_ENCODES = (
@@ -305,7 +305,7 @@ MEASURED = {
     "tree": (0.204, 0.235, 0.264),
     "allgather": (0.166, 0.166, 0.166),
 }
-"""Relative error at 2, 4 and 8 ranks (design, section 7)."""
+"""Relative error at 2, 4 and 8 ranks."""
 TASKS = {
     "alltoall": ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu"),
     "allgather": ("comp:cpu", "allgather:inter", "decomp:cpu"),

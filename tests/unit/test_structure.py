@@ -1,4 +1,4 @@
-"""The rooms of the design (section 4) and the public surface, held true."""
+"""The rooms of CONTRIBUTING.md and the public surface, held true."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ FORBIDDEN = {
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
 }
 
-# What section 5 of the design gives to a training script, and what a plan is written with.
+# What a training script is promised, and what a plan is written with.
 PROMISED = {
     "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed",
     "QSGD", "Cast", "ErrorFeedback", "Identity", "GradwireError",

@@ -197,7 +197,7 @@ class _Runner:
         return Cluster(self.request.nodes, self.request.ranks_per_node)
 
     def measure_alone(self, job: str) -> None:
-        """T_1 (notes D53): one rank, no testbed, the other cores idle."""
+        """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""
         outcome = self._run(
             Loopback(1).run, f"{job}, one rank alone", job, ["floor"], self.request.alone_steps, ALONE_WARMUP_STEPS
         )

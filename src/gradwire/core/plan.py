@@ -1,4 +1,4 @@
-"""The plan: the one artefact that is executed, simulated, saved and reported (design section 6)."""
+"""The plan: the one artefact that is executed, simulated, saved and reported."""
 
 import hashlib
 import json

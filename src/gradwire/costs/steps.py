@@ -1,7 +1,7 @@
 """What an option does, task by task, in parts of the bucket: sizes are left open, so that it is worked out once.
 
 Followed is what the busiest rank holds: which part of the bucket, whether as gradients or as payloads, and how many payloads
-of each element, where nobody has added yet (ByteComp's footnote 2; notes D31).
+of each element, where nobody has added yet (ByteComp's footnote 2).
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ _CURE = "`gradwire options` lists the options there are."
 
 
 _HOPS = (("comp", "reducescatter", "allgather", "decomp"), ("comp", "reduce", "broadcast", "decomp"))
-"""CGX's ring and tree, which add payloads by decoding and encoding again at every hop (notes D33)."""
+"""CGX's ring and tree, which add payloads by decoding and encoding again at every hop (CGX, section 3)."""
 
 
 def _hopping(option: tuple[str, ...], nodes: int, local: int, binomial: bool) -> tuple[Step, ...]:
@@ -129,7 +129,7 @@ class _Walk:
     def _decode(self, index: int) -> Step:
         if not self.coded:
             raise self._refusal(index, "what is not encoded")
-        # the owner of a part adds its own gradient as it is (notes D2)
+        # the owner of a part adds its own gradient as it is
         step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering)
         self.coded, self.own_apart, self.parts = False, False, 1
         return step

@@ -78,7 +78,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     exempt_vectors: bool = True
     """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
     restrict: str | None = None
-    """A restricted search of ByteComp (section 5.3; notes D26): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
+    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
     latter and all-compressed are for ByteComp's method only."""
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gradwire allgather": tuple(_gathered(device) for device in DEVICES),
     "gradwire alltoall": tuple(_two_phase(device) for device in DEVICES),
 }
-"""The option of each system that is one path through the tree, as tasks; several where the device is open (notes D27, D35).
+"""The option of each system that is one path through the tree, as tasks; several where the device is open.
 'gradwire ...' are the schemes of `Policy`. 'CGX between nodes' is CGX's heterogeneous form."""
 
 
@@ -50,7 +50,7 @@ BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "tree": tuple((f"comp:{device}", "reduce:inter", "broadcast:inter", f"decomp:{device}") for device in DEVICES),
 }
-"""CGX's other reductions (notes D33), which are no options of the tree: payloads are decoded, added and encoded again at every
+"""CGX's other reductions (section 3), which are no options of the tree: payloads are decoded, added and encoded again at every
 hop of one collective, which the tree has for gradients only."""
 
 
@@ -94,7 +94,7 @@ RESTRICTED: dict[str, Callable[[Option], bool]] = {
     "inter-alltoall": _compresses_inter_by("alltoall+allgather"),
     "alltoall+alltoall": _alltoall_twice,
 }
-"""ByteComp's crippled searches (section 5.3, notes D26) as predicates for `select`. All but all-compressed may leave a tensor
+"""ByteComp's crippled searches (section 5.3) as predicates for `select`. All but all-compressed may leave a tensor
 uncompressed. 'myopic' is not here: it has the whole tree, and judges options by their own times alone."""
 
 

@@ -78,7 +78,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> int:
-        """Comp tasks, 0 to 4. Each loses something, and a biased compressor needs a residual for each (notes D3)."""
+        """Comp tasks, 0 to 4. Each loses something, and a biased compressor needs a residual for each."""
         return self.actions.count(Action.COMP)
 
     @property
@@ -105,7 +105,7 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def skips(self) -> int:
         """How many of the `forwards` hand on payloads of several senders that nobody has added: the list of them travels,
-        and the next Decomp decodes and adds them all (ByteComp's footnote 2; notes D31)."""
+        and the next Decomp decodes and adds them all (ByteComp's footnote 2)."""
         count, lists = 0, False
         for before, after in pairwise(self.actions):
             if before is Action.COMP:

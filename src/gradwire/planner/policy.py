@@ -127,7 +127,7 @@ class Policy(Document, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends).
+        """Buckets in the order in which they become ready (each closes with the tensor that fills it; smaller at both ends).
 
         What is exempt among compressed tensors is little: two buckets at most but for `bucket_bytes`, the second small, since
         nothing hides the last exchange.

@@ -132,7 +132,7 @@ def _filled(job: Job, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Dra
 
 
 def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
-    """Every tensor alone, and compressed if its own tasks then take less (notes D29)."""
+    """Every tensor alone, and compressed if its own tasks then take less (docs/papers/cupcake.md)."""
     parts = []
     for place in range(len(job.profile.tensors)):
         allowed = [choice for choice in choices if job.may([place], choice)]

@@ -112,7 +112,7 @@ class Natural(Spec, frozen=True):
 @register_spec
 class Truncate(Spec, frozen=True):
     """Fake compression for measurements: of everything encoded together only the first 1/ratio is sent, and the rest
-    arrives as zeros (CGX, Fig. 1; notes D13). A model cannot be trained with it: `unsafe=True` says that you know.
+    arrives as zeros (CGX, Fig. 1). A model cannot be trained with it: `unsafe=True` says that you know.
     """
 
     id: ClassVar[str] = "truncate"

@@ -15,7 +15,7 @@ __all__ = ["ErrorFeedback", "innermost"]
 
 @register_spec
 class ErrorFeedback(Spec, frozen=True):
-    """Carries what `inner` lost to the next step, one residual per encode (notes D3).
+    """Carries what `inner` lost to the next step, one residual per encode.
 
     With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates. `inner` is
     taken as it is best here (`under_feedback`): QSGD rounds to nearest unless told otherwise.

@@ -124,7 +124,7 @@ class Threshold(_Selected, frozen=True):
 
 @register_spec
 class RandomK(Spec, frozen=True):
-    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them (notes D12). No index
+    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them. No index
     travels: both sides draw the same ones.
 
     Without error feedback what is sent is multiplied by the length of its run, which makes the mean right.
@@ -166,7 +166,7 @@ class RandomK(Spec, frozen=True):
 
 @register_spec
 class DGC(_Selected, frozen=True):
-    """Deep gradient compression (Lin et al. 2018; notes D11): Top-k of what momentum and residual gathered, both cleared
+    """Deep gradient compression (Lin et al. 2018): Top-k of what momentum and residual gathered, both cleared
     where an element is sent.
 
     It owns the momentum: u = momentum * u + gradient, v = v + u, and the largest of v travel. Train with an optimizer
