@@ -4,17 +4,13 @@ import contextlib
 import logging
 import os
 import selectors
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.namespaces import tool_environment
 from gradwire.testbed.output import LineCallback, LineSplitter
 from gradwire.testbed.signals import Received, recorded
 
@@ -22,7 +18,6 @@ log = logging.getLogger("gradwire.testbed")
 
 TIMED_OUT = 124  # as timeout(1) has it
 
-_LAUNCHER = Path(__file__).with_name("launch.py")
 _TICK_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 _READ_BYTES = 256 * 1024
@@ -30,15 +25,30 @@ _READ_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank executes, on which node, with which whole environment."""
+    """What one rank executes, with which whole environment."""
 
     rank: int
-    namespace: str
-    host: str
-    hosts_file: str
-    processors: list[int]
     argv: list[str]
     environment: dict[str, str]
+
+
+def rank_variables(
+    rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str
+) -> dict[str, str]:
+    """What torchrun sets for a rank, and the interface that each backend would else guess."""
+    node, local_rank = divmod(rank, ranks_per_node)
+    world_size = str(nodes * ranks_per_node)
+    return {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        **dict.fromkeys(("GROUP_RANK", "NODE_RANK"), str(node)),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface),
+    }
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class _Stream:
 
 
 class Supervisor:
-    """One run of all ranks. `end_leftovers` kills what ranks leave in their namespaces."""
+    """One run of all ranks. `end_leftovers` kills what ranks leave behind."""
 
-    def __init__(self, on_line: LineCallback, end_leftovers: Callable[[], object], grace: Grace) -> None:
+    def __init__(self, on_line: LineCallback, grace: Grace, end_leftovers: Callable[[], object] = lambda: None) -> None:
         self._on_line = on_line
         self._end_leftovers = end_leftovers
         self._grace = grace
@@ -98,11 +108,9 @@ class Supervisor:
         return Outcome(self._code, received.first)
 
     def _start(self, command: RankCommand) -> None:
-        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), command.host, command.hosts_file]
-        launch.append(",".join(map(str, command.processors)))
         try:
             process = subprocess.Popen(
-                [_find_ip(), "netns", "exec", command.namespace, *launch, *command.argv],
+                command.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -189,7 +197,3 @@ class Supervisor:
 
 def _discard(rank: int, stream: str, line: str) -> None:
     """What ranks say after the caller's own callback has failed."""
-
-
-def _find_ip() -> str:
-    return shutil.which("ip", path=tool_environment()["PATH"]) or "ip"
