@@ -15,15 +15,15 @@ from rich.console import Console
 
 from gradwire.core.made import Made
 from gradwire.doctor import Finding, Report, examine, summary, tables
-from gradwire.doctor.board import Board, bounded
 from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import Facts, gather_facts
 from gradwire.doctor.job import Job
 from gradwire.doctor.links import Direction, follow, lead, link_seconds, ring_links, seconds_each
 from gradwire.doctor.machine import emulation_finding, machine_findings
+from gradwire.doctor.meeting import Meeting, bounded
 from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces, is_loopback, nccl_choice
 from gradwire.doctor.ranks import rate_text, survey_findings
-from gradwire.doctor.rendezvous import Survey
+from gradwire.doctor.survey import Survey
 from gradwire.doctor.traps import TRAPS, traps_of
 
 LO, ETH = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.5")
@@ -335,7 +335,7 @@ def test_a_call_that_hangs_has_an_end():
 def test_a_meeting_point_that_nobody_opens():
     job = Job(1, 2, "127.0.0.1", free_port(), False, "0")
     with pytest.raises(ConnectionError, match="rank 0 did not come"):
-        Board(job, 0.3)
+        Meeting(job, 0.3)
 
 
 # ---- traps

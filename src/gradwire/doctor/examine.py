@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from gradwire.core.made import Made
-from gradwire.doctor.board import bounded
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
 from gradwire.doctor.job import Job
 from gradwire.doctor.machine import emulation_finding, machine_findings
+from gradwire.doctor.meeting import bounded
 from gradwire.doctor.ranks import survey_findings
-from gradwire.doctor.rendezvous import Meeting, Survey
-from gradwire.doctor.report import Finding, Report
+from gradwire.doctor.report import Finding, Report, ok, problem
+from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
 from gradwire.doctor.traps import traps_of
 from gradwire.testbed import permission_problem
 
@@ -42,8 +42,7 @@ def examine(
         return _alone(facts, show, _impossible(str(error)))
     if job is None or job.world_size == 1 or facts.torch_problem is not None:
         return _alone(facts, show, _how_to_measure(facts, job))
-    meeting = Meeting(job, timeout_s)
-    return _lead(meeting, facts, show, say) if job.rank == 0 else _attend(meeting, facts)
+    return _lead(job, timeout_s, facts, show, say) if job.rank == 0 else _attend(job, timeout_s, facts)
 
 
 def _alone(facts: Facts, show: Callable[[Report], None], about_links: Finding) -> int:
@@ -73,92 +72,76 @@ def _judged(
     return 1 if report.problems else 0
 
 
-def _lead(meeting: Meeting, facts: Facts, show: Callable[[Report], None], say: Callable[[str], None]) -> int:
+def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], None], say: Callable[[str], None]) -> int:
     """Rank 0."""
-    survey, stuck, world = Survey(present={0: facts}), False, meeting.job.world_size
-
-    def meet() -> Survey:
-        meeting.open()
-        meeting.sign_in(facts)
-        survey = meeting.call_roll(say)
-        if not survey.missing:
-            meeting.connect()
-            if meeting.check_connections(survey, say):
-                say("measuring the links, one after another")
-                meeting.measure()
-                meeting.collect(survey, say)
-        return survey
-
+    survey, stuck, longest = Survey(present={0: facts}), False, longest_s(job.world_size, timeout_s)
     try:
-        survey = bounded(meet, meeting.longest_s)
+        meeting = bounded(lambda: take_part(job, timeout_s, facts, survey, say), longest)
     except (ConnectionError, TimeoutError) as error:
-        survey.stopped, stuck = f"rank 0 could not go on: {error}", True
-    code = _judged(facts, survey_findings(survey, world, meeting.timeout_s), show, survey, world)
-    if survey.stopped is None:
-        try:
-            meeting.dismiss(code, survey.present)
-        except ConnectionError:
-            stuck = True
-    return _leave(meeting, code, stuck or code != 0)
-
-
-def _attend(meeting: Meeting, facts: Facts) -> int:
-    """Every other rank."""
-
-    def attend() -> tuple[int, str]:
-        rank = f"rank {meeting.job.rank}"
-        meeting.open()
-        if not meeting.sign_in(facts):
-            return 1, f"another process is {rank} already; this one leaves."
-        missing = meeting.hear_roll()
-        if not missing:
-            meeting.connect()
-            if meeting.hear_of_connections():
-                meeting.measure()
-        code = meeting.hear_dismissal(meeting.longest_s)
-        return code, f"{rank} leaves with rank 0, which waited for {rank_list(missing)}." if missing else ""
-
+        survey.stopped = f"rank 0 could not go on: {error}"
+    code = _judged(facts, survey_findings(survey, job.world_size, timeout_s), show, survey, job.world_size)
     try:
-        code, words = bounded(attend, 2 * meeting.longest_s)
+        if survey.stopped is None:
+            meeting.tell("code", code)
+            meeting.hear("bye", survey.present.keys() - {0}, bool, LATE_S)
+    except ConnectionError:
+        stuck = True
+    return _leave(code, stuck)
+
+
+def _attend(job: Job, timeout_s: float, facts: Facts) -> int:
+    """Every other rank."""
+    survey, longest = Survey(), longest_s(job.world_size, timeout_s)
+
+    def attend() -> int:
+        meeting = take_part(job, timeout_s, facts, survey, lambda text: None)
+        code = meeting.hear_rank_0("code", int, longest)
+        meeting.tell("bye", True)
+        return code
+
+    words = ""
+    try:
+        code = bounded(attend, 2 * longest)
+        if survey.missing:
+            words = f"rank {job.rank} leaves with rank 0, which waited for {rank_list(survey.missing)}."
     except (ConnectionError, TimeoutError) as error:
         code, words = 1, str(error)
     if words:
         print(f"gradwire doctor: {words}", file=sys.stderr)
-    return _leave(meeting, code, code != 0)
+    return _leave(code)
 
 
-def _leave(meeting: Meeting, code: int, at_once: bool) -> int:
-    """Close and return the code, or end the process where something that hangs would hold up its exit."""
-    if at_once:
+def _leave(code: int, stuck: bool = False) -> int:
+    """Free the gloo group and return the code, or end the process where something that hangs would hold up its exit."""
+    if code != 0 or stuck:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    meeting.close()
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
     return code
 
 
 def _impossible(said: str) -> Finding:
-    return Finding(
-        topic="job",
-        severity="problem",
-        found=said,
-        why="init_process_group would fail. No link was measured.",
-        cure="Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; outside of a job, none.",
+    return problem(
+        "job",
+        said,
+        "init_process_group would fail. No link was measured.",
+        "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; outside of a job, none.",
     )
 
 
 def _how_to_measure(facts: Facts, job: Job | None) -> Finding:
     if facts.torch_problem is not None and job is not None and job.world_size > 1:
-        return Finding(
-            topic="links",
-            severity="problem",
-            found=f"rank {job.rank} cannot meet the others without torch",
-            why="They wait for it.",
-            cure="Install torch on this node.",
+        return problem(
+            "links",
+            f"rank {job.rank} cannot meet the others without torch",
+            "They wait for it.",
+            "Install torch on this node.",
         )
-    return Finding(
-        topic="links",
-        severity="ok",
-        found="not measured: this is one process alone. On a cluster run `torchrun ... -m gradwire doctor` on every node, as "
+    return ok(
+        "links",
+        "not measured: this is one process alone. On a cluster run `torchrun ... -m gradwire doctor` on every node, as "
         "the job would be started; to try it on two emulated nodes, `gradwire emulate --nodes 2 -- -m gradwire doctor`",
     )

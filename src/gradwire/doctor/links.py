@@ -7,13 +7,9 @@ answers each. What a message of 8 bytes takes is taken off the time of a long on
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import msgspec
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Direction", "Wire", "follow", "lead", "link_seconds", "measure_link", "ring_links", "seconds_each"]
 
@@ -24,7 +20,6 @@ ALL_SECONDS = 20.0
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
 SMALL_BYTES = 8
 _PING, _END = -1, 0
-_TAG = 7
 
 
 class Direction(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,33 +34,29 @@ class Direction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wire:
-    """Messages between this rank and a peer, over a gloo backend. Every call ends within the timeout or raises."""
+    """Messages between this rank and a peer, in the default group. Every call ends within its timeout or raises."""
 
-    def __init__(self, backend: Any, peer: int, timeout_s: float) -> None:
+    def __init__(self, peer: int) -> None:
         import torch
+        import torch.distributed as dist
 
-        self._backend, self._peer, self._timeout = backend, peer, timedelta(seconds=timeout_s)
+        self._send, self._receive = partial(dist.send, dst=peer), partial(dist.recv, src=peer)
         self._header = torch.zeros(1, dtype=torch.int64)
-        self._bytes = torch.zeros(0, dtype=torch.uint8)
+        self._bytes = torch.zeros(MOST_BYTES, dtype=torch.uint8)
 
     def put(self, number: int) -> None:
         self._header[0] = number
-        self._backend.send([self._header], self._peer, _TAG).wait(self._timeout)
+        self._send(self._header)
 
     def take(self) -> int:
-        self._backend.recv([self._header], self._peer, _TAG).wait(self._timeout)
+        self._receive(self._header)
         return int(self._header)
 
     def send(self, size: int) -> None:
-        self._backend.send([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
+        self._send(self._bytes[:size])
 
     def receive(self, size: int) -> None:
-        self._backend.recv([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
-
-    def _buffer(self, size: int) -> "torch.Tensor":
-        if len(self._bytes) < size:
-            self._bytes = self._bytes.new_zeros(size)
-        return self._bytes[:size]
+        self._receive(self._bytes[:size])
 
 
 def lead(wire: Wire, seconds: float) -> tuple[float, float]:
@@ -134,15 +125,15 @@ def link_seconds(world_size: int) -> float:
     return 8 * seconds_each(world_size) + 5
 
 
-def measure_link(backend: Any, peer: int, first: bool, seconds: float, timeout_s: float) -> tuple[float, float]:
+def measure_link(peer: int, first: bool, seconds: float) -> tuple[float, float]:
     """(round trip in microseconds, gigabits per second) from here to the peer, which calls this too.
 
-    One of the two is `first`. Raises what the backend raises, when a message does not come through within the timeout.
+    One of the two is `first`. Raises what the backend raises when a message does not come through in time.
     """
-    wire = Wire(backend, peer, timeout_s)
-    if first:
-        measured = lead(wire, seconds)
+    wire = Wire(peer)
+    if not first:
         follow(wire)
-        return measured
-    follow(wire)
-    return lead(wire, seconds)
+    measured = lead(wire, seconds)
+    if first:
+        follow(wire)
+    return measured

@@ -88,10 +88,7 @@ class Cluster:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Kill, remove, restore; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
         with recorded() as received:
