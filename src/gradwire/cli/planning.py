@@ -153,7 +153,8 @@ def plan(
         typer.Option(help="What may compress, such as QSGD(bits=4) or its JSON; several times for several."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="joint, fusion, cupcake, bucket, even, layerwise, hipress, bytecomp or ddp.")
+        str,
+        typer.Option(help="joint, fusion, cupcake, bucket, even, layerwise, hipress, bytecomp or ddp."),
     ] = "joint",
     devices: Annotated[
         str | None, typer.Option(help="Comma-separated: where codecs may run. Default: where all were measured.")

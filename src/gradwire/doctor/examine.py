@@ -6,14 +6,12 @@ Alone, a process examines itself. In a job rank 0 shows the report; the others w
 import os
 import sys
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 
 from gradwire.core.made import Made
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
 from gradwire.doctor.job import Job
 from gradwire.doctor.machine import emulation_finding, machine_findings
-from gradwire.doctor.meeting import bounded
 from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.report import Finding, Report, ok, problem
 from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
@@ -36,37 +34,26 @@ def examine(
     """
     say("looking at this machine")
     facts = gather_facts(environ)
+    alone = Survey(present={0: facts})
     try:
         job = Job.of(environ)
     except ValueError as error:
-        return _alone(facts, show, _impossible(str(error)))
+        return _judged(facts, [_impossible(str(error))], show, alone)
     if job is None or job.world_size == 1 or facts.torch_problem is not None:
-        return _alone(facts, show, _how_to_measure(facts, job))
+        return _judged(facts, [_how_to_measure(facts, job)], show, alone)
     return _lead(job, timeout_s, facts, show, say) if job.rank == 0 else _attend(job, timeout_s, facts)
 
 
-def _alone(facts: Facts, show: Callable[[Report], None], about_links: Finding) -> int:
-    return _judged(facts, [about_links], show)
-
-
 def _judged(
-    facts: Facts,
-    of_the_job: list[Finding],
-    show: Callable[[Report], None],
-    survey: Survey | None = None,
-    world: int = 1,
+    facts: Facts, of_the_job: list[Finding], show: Callable[[Report], None], survey: Survey, world_size: int = 1
 ) -> int:
     report = Report(
-        made=Made(
-            host=facts.host,
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=" ".join(["gradwire", *sys.argv[1:]]),
-        ),
-        world_size=world,
+        made=Made.now(),
+        world_size=world_size,
         findings=(*machine_findings(facts), emulation_finding(permission_problem()), *of_the_job),
         traps=tuple(traps_of(facts.torch)),
-        links=tuple(survey.directions) if survey else (),
-        ranks=tuple(each for _, each in sorted(survey.present.items())) if survey and survey.present else (facts,),
+        links=tuple(survey.directions),
+        ranks=tuple(each for _, each in sorted(survey.present.items())),
     )
     show(report)
     return 1 if report.problems else 0
@@ -74,10 +61,10 @@ def _judged(
 
 def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], None], say: Callable[[str], None]) -> int:
     """Rank 0."""
-    survey, stuck, longest = Survey(present={0: facts}), False, longest_s(job.world_size, timeout_s)
+    survey, stuck = Survey(present={0: facts}), False
     try:
-        meeting = bounded(lambda: take_part(job, timeout_s, facts, survey, say), longest)
-    except (ConnectionError, TimeoutError) as error:
+        meeting = take_part(job, timeout_s, facts, survey, say)
+    except ConnectionError as error:
         survey.stopped = f"rank 0 could not go on: {error}"
     code = _judged(facts, survey_findings(survey, job.world_size, timeout_s), show, survey, job.world_size)
     try:
@@ -91,20 +78,14 @@ def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], Non
 
 def _attend(job: Job, timeout_s: float, facts: Facts) -> int:
     """Every other rank."""
-    survey, longest = Survey(), longest_s(job.world_size, timeout_s)
-
-    def attend() -> int:
-        meeting = take_part(job, timeout_s, facts, survey, lambda text: None)
-        code = meeting.hear_rank_0("code", int, longest)
-        meeting.tell("bye", True)
-        return code
-
-    words = ""
+    survey, words = Survey(), ""
     try:
-        code = bounded(attend, 2 * longest)
+        meeting = take_part(job, timeout_s, facts, survey)
+        code = meeting.hear_rank_0("code", int, longest_s(job.world_size, timeout_s))
+        meeting.tell("bye", True)
         if survey.missing:
             words = f"rank {job.rank} leaves with rank 0, which waited for {rank_list(survey.missing)}."
-    except (ConnectionError, TimeoutError) as error:
+    except ConnectionError as error:
         code, words = 1, str(error)
     if words:
         print(f"gradwire doctor: {words}", file=sys.stderr)

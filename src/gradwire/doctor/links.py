@@ -1,7 +1,7 @@
 """The speed of links: round trip and rate between each rank and the next around the ring.
 
 Of two ranks one leads. It sends a header that says what comes (a ping, so many bytes, or the end), and the follower
-answers each. What a message of 8 bytes takes is taken off the time of a long one, so that the rate is that of the bytes.
+answers each. A round trip is taken off the time of a long message, so that the rate is that of the bytes.
 """
 
 import statistics
@@ -11,14 +11,13 @@ from functools import partial
 
 import msgspec
 
-__all__ = ["Direction", "Wire", "follow", "lead", "link_seconds", "measure_link", "ring_links", "seconds_each"]
+__all__ = ["Direction", "Wire", "follow", "lead", "measure_link", "ring_links", "seconds_each"]
 
 SECONDS = 0.5
 """How long the bytes of one direction are watched."""
 ALL_SECONDS = 20.0
 """How long all of them together, at most, if the links are fast enough."""
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
-SMALL_BYTES = 8
 _PING, _END = -1, 0
 
 
@@ -74,14 +73,12 @@ def lead(wire: Wire, seconds: float) -> tuple[float, float]:
     _timed(ping)
     _timed(transfer, FIRST_BYTES)
     round_trip_s = statistics.median(_repeated(seconds / 10, 3, ping))
-    small_s = min(_repeated(seconds / 10, 3, transfer, SMALL_BYTES))
     size = FIRST_BYTES
     while (taken_s := _timed(transfer, size)) < seconds / 4 and size < MOST_BYTES:
         size = min(MOST_BYTES, int(size * min(8.0, max(2.0, seconds / 3 / taken_s))))
     long_s = statistics.median([taken_s, *_repeated(seconds - taken_s, 0, transfer, size)])
     wire.put(_END)
-    gbps = (size - SMALL_BYTES) * 8 / max(long_s - small_s, 1e-9) / 1e9
-    return round_trip_s * 1e6, gbps
+    return round_trip_s * 1e6, size * 8 / max(long_s - round_trip_s, 1e-9) / 1e9
 
 
 def follow(wire: Wire) -> None:
@@ -118,11 +115,6 @@ def ring_links(world_size: int) -> list[tuple[int, int]]:
 def seconds_each(world_size: int) -> float:
     """How long to watch one direction, so that large worlds are done soon too."""
     return min(SECONDS, ALL_SECONDS / (2 * max(1, len(ring_links(world_size)))))
-
-
-def link_seconds(world_size: int) -> float:
-    """Longer than a link takes, with room for messages that grow on a link of 1 Mb/s."""
-    return 8 * seconds_each(world_size) + 5
 
 
 def measure_link(peer: int, first: bool, seconds: float) -> tuple[float, float]:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.job import Job
-from gradwire.doctor.links import Direction, link_seconds, measure_link, ring_links, seconds_each
+from gradwire.doctor.links import Direction, measure_link, ring_links, seconds_each
 from gradwire.doctor.meeting import Meeting, bounded
 
 __all__ = ["LATE_S", "Survey", "longest_s", "take_part"]
@@ -34,16 +35,19 @@ class Survey:
     """Why rank 0 itself could not go on."""
 
 
-def _ring_s(world_size: int, timeout_s: float) -> float:
-    return len(ring_links(world_size)) * (2 * timeout_s + link_seconds(world_size))
+def _link_s(world_size: int, timeout_s: float) -> float:
+    """Longer than a link takes, with room for messages that grow on a link of 1 Mb/s and for one that does not come."""
+    return 8 * seconds_each(world_size) + 5 + 2 * timeout_s
 
 
 def longest_s(world_size: int, timeout_s: float) -> float:
     """More than everything takes, also when every link hangs until its timeout."""
-    return 10 * timeout_s + _ring_s(world_size, timeout_s) + 60
+    return 10 * timeout_s + world_size * _link_s(world_size, timeout_s) + 60
 
 
-def take_part(job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Callable[[str], None]) -> Meeting:
+def take_part(
+    job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Callable[[str], None] = lambda text: None
+) -> Meeting:
     """Every rank's part, which ends in time; fills in the survey. Raises ConnectionError when the store is lost."""
     meeting = Meeting(job, timeout_s)
     if meeting.count(f"count/{job.rank}") > 1:
@@ -73,7 +77,7 @@ def take_part(job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Cal
     _measure(meeting)
     if job.rank == 0:
         ring = ring_links(job.world_size)
-        meeting.hear("turn", [len(ring)], bool, _ring_s(job.world_size, timeout_s))
+        meeting.hear("turn", [len(ring)], bool, len(ring) * _link_s(job.world_size, timeout_s))
         results = meeting.hear("result", survey.present, list[Direction], LATE_S, say)
         survey.silent = [rank for rank in survey.present if rank not in results]
         survey.directions = [direction for directions in results.values() for direction in directions]
@@ -107,18 +111,19 @@ def _measure(meeting: Meeting) -> None:
     """This rank's links, when it is their turn. What the network does to it is told in the result."""
     from gradwire.collectives.slices import short_slices
 
-    rank, ring = meeting.job.rank, ring_links(meeting.job.world_size)
+    rank, world_size = meeting.job.rank, meeting.job.world_size
+    seconds, longest_s = seconds_each(world_size), _link_s(world_size, meeting.timeout_s)
     directions = []
-    for turn, link in enumerate(ring):
+    for turn, link in enumerate(ring_links(world_size)):
         if rank not in link:
             continue
         if turn:
-            meeting.hear("turn", [turn], bool, _ring_s(meeting.job.world_size, meeting.timeout_s))
+            meeting.hear("turn", [turn], bool, turn * longest_s)
         peer = link[0] if rank == link[1] else link[1]
         try:
             with short_slices():
-                measured = measure_link(peer, rank == link[0], seconds_each(meeting.job.world_size))
-            directions.append(Direction(source=rank, destination=peer, round_trip_us=measured[0], gbps=measured[1]))
+                round_trip_us, gbps = bounded(partial(measure_link, peer, rank == link[0], seconds), longest_s)
+            directions.append(Direction(source=rank, destination=peer, round_trip_us=round_trip_us, gbps=gbps))
         except Exception as error:
             directions.append(Direction(source=rank, destination=peer, problem=_reason(error)))
         meeting.tell("turn", True, turn + 1)  # by the first of the two that is done
