@@ -17,10 +17,9 @@ from gradwire.core.made import Made
 from gradwire.doctor import Finding, Report, examine, summary, tables
 from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import Facts, gather_facts
-from gradwire.doctor.job import Job
 from gradwire.doctor.links import Direction, follow, lead, ring_links, seconds_each
 from gradwire.doctor.machine import emulation_finding, machine_findings
-from gradwire.doctor.meeting import Meeting, bounded
+from gradwire.doctor.meeting import Job, Meeting, bounded
 from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces, is_loopback, nccl_choice
 from gradwire.doctor.ranks import rate_text, survey_findings
 from gradwire.doctor.survey import Survey
@@ -174,7 +173,7 @@ def test_the_job_is_in_the_environment():
     assert Job.of({}) is None
     assert Job.of({"MASTER_ADDR": "node0"}) is None
     job = Job.of(VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert (job.rank, job.world_size, job.place, job.store_is_launchers) == (1, 2, "node0:29500", True)
+    assert (job.rank, job.world_size, job.address, job.port, job.store_is_launchers) == (1, 2, "node0", 29500, True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from gradwire.core.made import Made
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
-from gradwire.doctor.job import Job
 from gradwire.doctor.machine import emulation_finding, machine_findings
+from gradwire.doctor.meeting import Job
 from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.report import Finding, Report, ok, problem
 from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part

@@ -70,13 +70,13 @@ def lead(wire: Wire, seconds: float) -> tuple[float, float]:
         wire.send(size)
         wire.take()
 
-    _timed(ping)
-    _timed(transfer, FIRST_BYTES)
-    round_trip_s = statistics.median(_repeated(seconds / 10, 3, ping))
+    ping()
+    transfer(FIRST_BYTES)
+    round_trip_s = statistics.median(_times(ping, seconds / 10, 3))
     size = FIRST_BYTES
-    while (taken_s := _timed(transfer, size)) < seconds / 4 and size < MOST_BYTES:
+    while (taken_s := _times(partial(transfer, size), 0, 1)[0]) < seconds / 4 and size < MOST_BYTES:
         size = min(MOST_BYTES, int(size * min(8.0, max(2.0, seconds / 3 / taken_s))))
-    long_s = statistics.median([taken_s, *_repeated(seconds - taken_s, 0, transfer, size)])
+    long_s = statistics.median([taken_s, *_times(partial(transfer, size), seconds - taken_s)])
     wire.put(_END)
     return round_trip_s * 1e6, size * 8 / max(long_s - round_trip_s, 1e-9) / 1e9
 
@@ -91,17 +91,13 @@ def follow(wire: Wire) -> None:
         number = wire.take()
 
 
-def _timed(call: Callable[..., None], *arguments: int) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
-
-
-def _repeated(seconds: float, least: int, call: Callable[..., None], *arguments: int) -> list[float]:
-    """Times of calls that take about so many seconds together."""
+def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[float]:
+    """Of calls that take about so many seconds together."""
     times: list[float] = []
     while len(times) < least or (sum(times) < seconds and len(times) < 1000):
-        times.append(_timed(call, *arguments))
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
     return times
 
 

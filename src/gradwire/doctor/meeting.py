@@ -7,42 +7,76 @@ reach it.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 
 from gradwire.doctor.differences import rank_list
-from gradwire.doctor.job import Job
 
-__all__ = ["Meeting", "bounded"]
+__all__ = ["Job", "Meeting", "bounded"]
 
 T = TypeVar("T")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN_S = 5.0
 _SLICE_S = 0.5
 
 
+@dataclass(frozen=True)
+class Job:
+    """The variables that torchrun, or whoever starts the ranks, sets for each."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    store_is_launchers: bool
+    """torchrun hosts the store itself; otherwise rank 0 does."""
+    attempt: str
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> "Job | None":
+        """The job of this process, None outside of one. Raises ValueError where the variables cannot be meant."""
+        present = [name for name in _NEEDED if environ.get(name)]
+        if not {"RANK", "WORLD_SIZE"} & set(present):
+            return None
+        if missing := [name for name in _NEEDED if name not in present]:
+            raise ValueError(f"{', '.join(present)} set, but not {', '.join(missing)}")
+        rank, world_size, port = (_number(environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if not 0 <= rank < world_size:
+            raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks count from 0")
+        if not 0 < port < 2**16:
+            raise ValueError(f"MASTER_PORT is {port}, which is no port")
+        launchers = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return Job(rank, world_size, environ["MASTER_ADDR"], port, launchers, attempt)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}, which is no number")
+    return int(text)
+
+
 def bounded(function: Callable[[], T], seconds: float) -> T:
     """What the function returns or raises; TimeoutError when it takes longer. Its thread is then left behind, a daemon."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(function())
+            future.set_result(function())
         except BaseException as error:
-            failure.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="gradwire-doctor", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    threading.Thread(target=run, name="gradwire-doctor", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no end after {seconds:.0f} s")
-    return outcome[0]
+    return future.result()
 
 
 class Meeting:
@@ -52,11 +86,12 @@ class Meeting:
         """Reach the store within the timeout; rank 0 hosts it where the launcher does not."""
         self.job, self.timeout_s = job, timeout_s
         self._host = "torchrun on the first node" if job.store_is_launchers else "rank 0"
+        self._place = f"the meeting point of the ranks at {job.address}:{job.port}"
         hosts = job.rank == 0 and not job.store_is_launchers
         try:
             self.store = bounded(lambda: self._reach(hosts), timeout_s + _MARGIN_S)
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            place = f"the meeting point of the ranks at {job.place} (MASTER_ADDR:MASTER_PORT)"
+            place = f"{self._place} (MASTER_ADDR:MASTER_PORT)"
             said = next(iter(str(error).strip().splitlines()), "no reason was given")
             raise ConnectionError(
                 f"rank 0 cannot open {place}. Is that an address of this machine, and does another program, or a second "
@@ -113,11 +148,12 @@ class Meeting:
 
     def hear_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
         """What rank 0 told about something."""
-        for note in self.hear(what, [0], kind, patience_s).values():
-            return note
-        raise ConnectionError(
-            f"rank {self.job.rank} heard nothing from rank 0 for {patience_s:.0f} s. See rank 0's own log."
-        )
+        told = self.hear(what, [0], kind, patience_s)
+        if not told:
+            raise ConnectionError(
+                f"rank {self.job.rank} heard nothing from rank 0 for {patience_s:.0f} s. See rank 0's own log."
+            )
+        return told[0]
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
@@ -125,6 +161,6 @@ class Meeting:
         except (TimeoutError, RuntimeError) as error:
             how = "hangs" if isinstance(error, TimeoutError) else "has ended"
             raise ConnectionError(
-                f"rank {self.job.rank}: the meeting point of the ranks at {self.job.place} does not answer any more: the "
-                f"process that hosts it ({self._host}) {how}. See its own log."
+                f"rank {self.job.rank}: {self._place} does not answer any more: the process that hosts it ({self._host}) "
+                f"{how}. See its own log."
             ) from error

@@ -7,9 +7,8 @@ from datetime import timedelta
 from functools import partial
 
 from gradwire.doctor.facts import Facts
-from gradwire.doctor.job import Job
 from gradwire.doctor.links import Direction, measure_link, ring_links, seconds_each
-from gradwire.doctor.meeting import Meeting, bounded
+from gradwire.doctor.meeting import Job, Meeting, bounded
 
 __all__ = ["LATE_S", "Survey", "longest_s", "take_part"]
 
