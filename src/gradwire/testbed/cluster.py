@@ -174,17 +174,10 @@ class Cluster:
 
     def _entering(self, node: int) -> list[str]:
         """The words before a command that run it on a node."""
+        enter = [namespaces.find_tool("ip") or "ip", "netns", "exec", self._nodes[node]]
         launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), f"node{node}"]
         processors = ",".join(map(str, self._processors_of(node)))
-        return [
-            namespaces.find_tool("ip") or "ip",
-            "netns",
-            "exec",
-            self._nodes[node],
-            *launch,
-            network.hosts_file(self.nodes),
-            processors,
-        ]
+        return [*enter, *launch, network.hosts_file(self.nodes), processors]
 
     def _variables(self, rank: int, port: int, environment: dict[str, str]) -> dict[str, str]:
         return {
