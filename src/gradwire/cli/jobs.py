@@ -108,7 +108,8 @@ def bench(
     ] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the models and batches.")] = 0,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Profile first, and put the simulator's steps beside the measured ones.")
+        bool,
+        typer.Option("--predict", help="Profile first, and put the simulator's steps beside the measured ones."),
     ] = False,
     spec: Annotated[
         list[str] | None,
