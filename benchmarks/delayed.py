@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.common import RESULTS, write, write_between
 from gradwire.bench.names import WRONG_PREFIX
 from gradwire.sim.closed_forms import cd_sgd_mean_us
@@ -119,9 +120,6 @@ def equation_us(parts: dict[str, float], k: int | None, corrections: str) -> flo
 def table(found: dict[str, Any]) -> list[str]:
     """Markdown: what was measured of the parts, and each schedule's step beside the equation's."""
 
-    def row(name: str, values: list[str]) -> str:
-        return f"| {' | '.join([name, *values])} |"
-
     def part(name: str) -> list[str]:
         return [f"{of['parts'][name] / 1e3:.1f}" for of in found.values()]
 
@@ -134,16 +132,15 @@ def table(found: dict[str, Any]) -> list[str]:
         "correction alone (φ)": "correction_us",
         "8-bit correction alone": f"correction{EIGHT_BITS}_us",
     }
-    lines = [row("milliseconds", list(found)), row("---", ["---"] * len(found))]
-    lines += [row(words, part(name)) for words, name in names.items()]
-    lines.append(row("`backward` schedule, 4 bits", [f"{of['backward_us'] / 1e3:.1f}" for of in found.values()]))
+    rows = [[words, *part(name)] for words, name in names.items()]
+    rows.append(["`backward` schedule, 4 bits", *(f"{of['backward_us'] / 1e3:.1f}" for of in found.values())])
     for method, (k, corrections) in SCHEDULES.items():
         values = []
         for of in found.values():
             mean, equation = (of["steps"][method][name] / 1e3 for name in ("mean_us", "equation_us"))
             values.append(f"{mean:.1f} / {equation:.1f} = {mean / equation:.2f}")
-        lines.append(row(f"k={k}{', 8-bit corrections' if corrections else ''}: measured / equation 7", values))
-    return lines
+        rows.append([f"k={k}{', 8-bit corrections' if corrections else ''}: measured / equation 7", *values])
+    return markdown.table(["milliseconds", *found], rows)
 
 
 def verdict(found: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS
 from benchmarks.losses import above_ddp
+from benchmarks.markdown import table
 from gradwire.core.files import write_whole
 from gradwire.core.specs import Run
 
@@ -52,8 +53,11 @@ def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:
     """The page, from the two results; {} where there is none."""
     made = speeds.get("made", {})
     machine = f" Measured on {made['cpu']}, {made['date']}, `{made['command']}`." if made else ""
-    lines = [HEAD.format(machine=machine), "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_cells(entry, speeds.get("rows", []), losses.get("finals", {}))) for entry in ENTRIES]
+    lines = [
+        HEAD.format(machine=machine),
+        "",
+    ]
+    lines += table(COLUMNS, [_cells(entry, speeds.get("rows", []), losses.get("finals", {})) for entry in ENTRIES])
     lines += [
         "",
         "PyTorch's own PowerSGD hook at rank 4, in the same runs: " + _hook(losses.get("finals", {})) + ".",
@@ -101,10 +105,6 @@ def _hook(finals: dict[str, Any]) -> str:
         if {"ddp", "ddp-powersgd"} <= finals.get(job, {}).keys()
     ]
     return ", ".join(told) or "not measured yet"
-
-
-def _row(cells: Any) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _read(name: str) -> dict[str, Any]:

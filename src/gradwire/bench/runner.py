@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.bench.events import StepEvent, parse_event
-from gradwire.bench.loopback import LineCallback, Loopback
+from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
 from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
@@ -26,6 +26,7 @@ from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.cluster import MOST_NODES
+from gradwire.testbed.output import LineCallback
 
 __all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench"]
 
