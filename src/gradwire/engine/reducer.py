@@ -131,8 +131,6 @@ class Reducer:
         """The parameters that are still there."""
         return [reference() for reference in self.parameters]
 
-    # ---- states
-
     @property
     def state(self) -> StepState:
         """Where it is in its step."""

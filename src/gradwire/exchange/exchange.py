@@ -136,8 +136,6 @@ class Exchange:
         """The tensors of the step that runs, and have not been waited for."""
         self._meters: list[Meter] = []
 
-    # ---- for whoever averages tensors
-
     def begin(self, phases: str = BOTH) -> None:
         """Begin a step. phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases
         (`scheme="alltoall"`).
@@ -278,8 +276,6 @@ class Exchange:
         if self._owns_lanes:
             self.lanes.stop()
 
-    # ---- for the reducer, which knows what it does
-
     @property
     def flats(self) -> list[torch.Tensor]:
         """The flat buffer of each bucket."""
@@ -356,8 +352,6 @@ class Exchange:
         if isinstance(failed.cause, LinkError):
             return self.lanes.broken(what, failed.cause, self.step)
         return self.lanes.failed_here(what, failed.cause, self.step)
-
-    # ---- inside
 
     def _check_open(self) -> None:
         if self._closed:
