@@ -38,10 +38,10 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
 
 def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bucket:
     usual = bucket.spec_of(bucket.tensors[0])
-    if isinstance(usual, Identity):
+    if not usual.encodes:
         return bucket
     spec = Identity() if correction is None else correction
-    if isinstance(spec, Identity):
+    if not spec.encodes:
         option = tuple(task for task in bucket.option if not task.startswith(("comp:", "decomp:")))
         if usual.rounds:  # sums on the wire in several rounds; one is enough
             option = option[:1]

@@ -159,7 +159,7 @@ class Policy(Document, frozen=True, kw_only=True):
     def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
         own = {tensor.name: specs[tensor.name] for tensor in members}
         first = members[0]
-        plain = isinstance(own[first.name], Identity)
+        plain = not own[first.name].encodes
         possible = own[first.name].schemes
         divisible = isinstance(self.schedule, Pipelined) and "alltoall" in possible
         scheme = self.scheme or ("alltoall" if divisible else possible[0])

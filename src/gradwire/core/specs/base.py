@@ -58,6 +58,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many times payloads are summed on the wire, as float32; 0 where they are gathered and decoded instead."""
     state: ClassVar[tuple[str, ...]] = ()
     """What it remembers between steps of every element, float32 each. 'residual': what was not sent yet."""
+    encodes: ClassVar[bool] = True
+    """Whether gradients are encoded. Identity's are not: they travel as they are."""
 
     @property
     def owns_momentum(self) -> bool:

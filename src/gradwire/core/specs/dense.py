@@ -18,6 +18,7 @@ class Identity(Spec, frozen=True):
 
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
+    encodes: ClassVar[bool] = False
 
     @property
     def law(self) -> Law:
