@@ -117,6 +117,7 @@ class Truncate(Spec, frozen=True):
     """
 
     id: ClassVar[str] = "truncate"
+    example: ClassVar[tuple[float]] = (4.0,)
 
     ratio: float
     """How many times smaller: 1 or more."""
