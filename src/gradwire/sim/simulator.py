@@ -4,7 +4,6 @@ A simulator is made once for a model and a cluster. For each plan it prices the 
 do, and runs the event loop until the steps' rhythm repeats.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
@@ -268,9 +267,9 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
 
 
 def _launched(launch: Sequence[tuple[int, str]], phases: Sequence[int]) -> Sequence[tuple[int, str]]:
-    """The launch order of buckets with so many phases each: the plan's, if it has as many, and else bucket by bucket, as
-    corrections run."""
-    if Counter(bucket for bucket, _ in launch) == Counter(dict(enumerate(phases))):
+    """The launch order of buckets with so many phases each: the plan's, unless corrections have fewer, which run bucket by
+    bucket."""
+    if len(launch) == sum(phases):
         return launch
     return [(bucket, "") for bucket in dict.fromkeys(bucket for bucket, _ in launch) for _ in range(phases[bucket])]
 
