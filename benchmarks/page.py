@@ -26,7 +26,7 @@ JOBS = {"transformer": "transformer", "resnet": "CNN"}
 HEAD = """# Compressors
 
 Made by `python -m benchmarks page`; do not edit. Settings are those shown; every field is explained in its class's docstring
-(`help(gw.TopK)`). A compressor of your own: `examples/own_compressor`.
+(`help(gw.TopK)`). A compressor of your own: [extending](extending.md).
 
 - **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by `tests/test_laws.py`. *unbiased*:
   right in the mean over the random stream; *contractive*: the error is never larger than the gradient (δ: at least that part

@@ -4,9 +4,11 @@ import importlib
 import tomllib
 from pathlib import Path
 
+import gradwire
+
 __all__ = ["EXAMPLES", "install", "lay_out"]
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(gradwire.__file__).parents[2] / "examples"
 
 
 def install(example: str, folder: Path) -> None:

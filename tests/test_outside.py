@@ -14,10 +14,14 @@ from outside import install, lay_out
 from worlds import Given, World, digest
 
 import gradwire as gw
-from gradwire.core import entry_points
+from gradwire.compressors import compressor_for
+from gradwire.core import TensorInfo, collectives, entry_points
 from gradwire.core.collectives import COLLECTIVES, ROUTINES, Collective, collective, collective_of, register_collective
-from gradwire.core.specs import registered_specs, spec_from_dict
+from gradwire.core.specs import base, registered_specs, spec_from_dict
+from gradwire.costs.steps import steps_of
+from gradwire.engine.options import scheme_of
 from gradwire.errors import FormatError, PlanError, SpecError
+from gradwire.planner.corrections import correction_plan
 from gradwire.planner.named import beside_tree
 
 SRC = Path(gw.__file__).parents[1]
@@ -123,8 +127,8 @@ print(collectives_table(), page({{}}, {{}}))
 
 
 def test_both_are_listed_with_their_package_by_the_command_line_and_in_the_docs(packages: Path) -> None:
-    collectives, compressors, rest = python(packages, "-c", LISTED).split("\n", maxsplit=2)
-    listed = {row["name"]: row for row in json.loads(collectives)}
+    listed_collectives, compressors, rest = python(packages, "-c", LISTED).split("\n", maxsplit=2)
+    listed = {row["name"]: row for row in json.loads(listed_collectives)}
     assert listed["relay"]["tasks"] == ["comp", "relay:inter", "decomp"]
     assert {name: row["package"] for name, row in listed.items()} == {
         **dict.fromkeys(COLLECTIVES, "gradwire"),
@@ -182,17 +186,24 @@ def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
         with pytest.raises(SpecError, match=r"law = 'gradwire_mulaw:MuLaw' .* has another id"):
             spec_from_dict({"id": "law"})
     finally:
-        from gradwire.core.specs import base
-
         base._REGISTRY.pop("mulaw", None)
         sys.modules.pop("gradwire_mulaw", None)
+
+
+def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken: Path) -> None:
+    lay_out(broken, "ours", {"gradwire.collectives": {"mine": "gradwire.core.collectives:COLLECTIVES"}})
+    with pytest.raises(PlanError, match=r"mine = .* in package ours 0.1 .* must be a gradwire.core.collectives.Collective"):
+        collective("mine")
+    (broken / "renamed.py").write_text("from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n")
+    lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
+    entry_points._group.cache_clear()
+    with pytest.raises(PlanError, match="round = 'renamed:RING' .* has the name 'ring'"):
+        collective("round")
 
 
 def test_a_compressor_that_cannot_be_loaded_is_named(broken: Path) -> None:
     class Lonely(gw.Spec, frozen=True):
         id = "lonely"  # type: ignore[misc]
-
-    from gradwire.compressors import compressor_for
 
     lay_out(broken, "alone", {"gradwire.compressors": {"lonely": "alone:Lonely"}})
     with pytest.raises(SpecError, match=r"lonely = 'alone:Lonely' of gradwire.compressors in package alone 0.1"):
@@ -232,22 +243,59 @@ def test_words_that_nobody_has_are_refused_by_plans_and_policies() -> None:
         gw.Policy(default=gw.QSGD(), scheme="rings")
 
 
-def test_a_plan_for_a_collective_whose_code_is_missing_says_so() -> None:
-    from gradwire.core import collectives
-    from gradwire.engine.options import scheme_of
+@pytest.fixture
+def passing() -> Iterator[None]:
+    """A collective of two phases that this process has registered; its code is missing."""
+    tasks, phases = ("comp", "pass:inter", "decomp", "comp", "allgather:inter", "decomp"), ("reduce", "gather")
+    register_collective(Collective(**{**RELAY, "tasks": tasks, "phases": phases}))  # type: ignore[arg-type]
+    yield
+    del collectives._REGISTRY["passing"], collectives._BY_WORD["pass"]
+    collective_of.cache_clear()
 
-    register_collective(Collective(**RELAY))  # type: ignore[arg-type]
-    try:
-        bucket = gw.Bucket(tensors=("w",), spec=gw.QSGD(), option=("comp:cpu", "pass:inter", "decomp:cpu"))
-        with pytest.raises(PlanError, match="'nowhere:Pass' cannot be loaded: ModuleNotFoundError"):
-            scheme_of(0, bucket, "cpu")
-        with pytest.raises(PlanError, match=r"its tensors on the gpu run .*'comp:gpu', 'pass:inter', 'decomp:gpu'"):
-            scheme_of(0, bucket, "gpu")
-        with pytest.raises(FormatError, match="a task of a collective that has other tasks beside it"):
-            gw.Bucket(tensors=("w",), spec=gw.QSGD(), option=("comp:cpu", "pass:inter", "pass:inter", "decomp:cpu"))
-    finally:
-        del collectives._REGISTRY["passing"], collectives._BY_WORD["pass"]
-        collective_of.cache_clear()
+
+TWO_PHASES = ("comp:cpu", "pass:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
+
+
+@pytest.mark.usefixtures("passing")
+def test_the_phases_of_the_record_decide_what_runs_in_the_next_forward() -> None:
+    tensors = [TensorInfo(name, (300, 300), "float32") for name in "abc"] + [TensorInfo("bias", (9,), "float32")]
+    policy = gw.Policy(default=gw.QSGD(), scheme="passing", schedule="pipelined", bucket_bytes=300_000)
+    plan = policy.plan(tensors)
+    assert [bucket.option for bucket in plan.buckets] == [*[TWO_PHASES] * 3, ("allreduce:inter",)]
+    assert plan.launch == (
+        *((index, "pass") for index in range(3)), (3, "allreduce"), *((index, "allgather") for index in (2, 1, 0)),
+    )  # fmt: skip
+    assert plan.gate == 4
+    corrected = correction_plan(plan, gw.Delayed(), tensors)
+    assert {bucket.option for bucket in corrected.buckets} == {("allreduce:inter",)}, "its words carry no gradients"
+
+
+@pytest.mark.usefixtures("passing")
+def test_a_spec_may_name_the_collective_that_carries_it() -> None:
+    class Passed(gw.Spec, frozen=True):
+        id = "passed"  # type: ignore[misc]
+        schemes = ("passing",)  # type: ignore[misc]
+
+    tensors = [TensorInfo("a", (30, 30), "float32")]
+    assert gw.Uniform(Passed()).plan(tensors).buckets[0].option == TWO_PHASES
+    with pytest.raises(PlanError, match=r"scheme is 'allgather', .* Use scheme='passing'"):
+        gw.Uniform(Passed(), scheme="allgather").plan(tensors)
+    Passed.schemes = ("elsewhere",)  # type: ignore[misc]
+    with pytest.raises(PlanError, match="travels by 'elsewhere', and no package that is installed has a collective"):
+        gw.Uniform(Passed()).plan(tensors)
+
+
+@pytest.mark.usefixtures("passing")
+def test_a_plan_for_a_collective_that_cannot_run_says_why() -> None:
+    bucket = gw.Bucket(tensors=("w",), spec=gw.QSGD(), option=TWO_PHASES)
+    with pytest.raises(PlanError, match="'nowhere:Pass' cannot be loaded: ModuleNotFoundError"):
+        scheme_of(0, bucket, "cpu")
+    with pytest.raises(PlanError, match=r"its tensors on the gpu run .*'comp:gpu', 'pass:inter', 'decomp:gpu'"):
+        scheme_of(0, bucket, "gpu")
+    with pytest.raises(PlanError, match="'nowhere:steps' cannot be loaded"):
+        steps_of(bucket.option, 2, 1)
+    with pytest.raises(FormatError, match="a task of a collective that has other tasks beside it"):
+        gw.Bucket(tensors=("w",), spec=gw.QSGD(), option=("comp:cpu", "pass:inter", "pass:inter", "decomp:cpu"))
 
 
 # ---- gradwire's own table

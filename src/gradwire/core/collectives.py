@@ -113,7 +113,7 @@ class Collective:
     needs: tuple[str, ...] = ("allgather",)
     """What a spec must name among its `schemes`, if it does not name this collective."""
     encodes_sums: bool = False
-    """Whether what is encoded first is a sum of several ranks: then a spec may remember nothing but residuals."""
+    """Whether no encode is of a rank's own gradient alone: then a spec may remember nothing but residuals."""
     in_rounds: bool = False
     """Whether all tasks but the last are repeated, once for each of the spec's `rounds`."""
 
@@ -280,9 +280,9 @@ def collective(name: str) -> Collective | None:
 
 def _installed(name: str) -> None:
     def use(added: Collective) -> None:
+        if getattr(added, "name", name) != name:
+            raise PlanError(f"its collective has the name {added.name!r}. Name the entry point as the collective.")
         register_collective(added)
-        if added.name != name:
-            raise PlanError(f"the collective is called {added.name!r}. Name the entry point so.")
 
     if name not in _REGISTRY:
         entry_points.load(entry_points.COLLECTIVES, name, use, PlanError)
