@@ -192,12 +192,16 @@ def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
 
 def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken: Path) -> None:
     lay_out(broken, "ours", {"gradwire.collectives": {"mine": "gradwire.core.collectives:COLLECTIVES"}})
-    with pytest.raises(PlanError, match=r"mine = .* in package ours 0.1 .* must be a gradwire.core.collectives.Collective"):
+    with pytest.raises(
+        PlanError, match=r"mine = .* in package ours 0.1 .* must be a gradwire.core.collectives.Collective"
+    ):
         collective("mine")
-    (broken / "renamed.py").write_text("from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n")
+    (broken / "renamed.py").write_text(
+        "from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n"
+    )
     lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
     entry_points._group.cache_clear()
-    with pytest.raises(PlanError, match="round = 'renamed:RING' .* has the name 'ring'"):
+    with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* has the name 'ring'"):
         collective("round")
 
 
