@@ -249,8 +249,8 @@ class Gradwire(Method):
 
     def settle(self) -> None:
         self.handle.flush()
-        if isinstance(self.handle.driver, Auto):  # others' turns would look like slow steps
-            self.handle.driver.pause()
+        if isinstance(self.handle.session.driver, Auto):  # others' turns would look like slow steps
+            self.handle.session.driver.pause()
 
     def close(self) -> None:
         self._recording.close()
@@ -267,17 +267,19 @@ class PartOfStep(Gradwire):
 
     def step(self, batch: Batch) -> float:
         """A step without the rest. Of exchange-only the first is a whole one, and the others compute nothing at all."""
-        executor = self.handle._steps.executor  # of the last step: a policy's plan may have been made anew since
+        exchange = (
+            self.handle.session.reducer.running
+        )  # of the last step: a policy's plan may have been made anew since
         self._steps_done += 1
         if self.part != EXCHANGE_ONLY:
-            keep_only(self.part, executor)
+            keep_only(self.part, exchange)
             return super().step(batch)
         if self._steps_done == 1:
             return super().step(batch)
         if self._steps_done == 2:
             self.settle()
             self.forward_us = self.backward_us = 0.0
-        exchange_alone(executor, self._steps_done - 2)
+        exchange_alone(exchange, self._steps_done - 2)
         return 0.0
 
     @property
@@ -289,7 +291,7 @@ class PartOfStep(Gradwire):
 
     def _usual_exchange(self) -> bool:
         """Whether all of a usual step's exchange ran, and no correction."""
-        return self.part == EXCHANGE_ONLY and self.handle._steps.executor is self.handle._executor
+        return self.part == EXCHANGE_ONLY and self.handle.session.reducer.running is self.handle.session.exchange
 
     def record(self, folder: Path) -> None:
         """Nothing that is wrong on purpose becomes the record of a training run."""

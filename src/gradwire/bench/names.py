@@ -10,6 +10,7 @@ import msgspec
 from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
 from gradwire.core.reading import check_plain, parse
+from gradwire.core.schedules import as_schedule
 from gradwire.core.specs import Spec, installed_specs, spec_from_text
 from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
@@ -110,7 +111,7 @@ def _check_part(part: str, policy: str) -> None:
         raise FormatError(
             f"{part} of {policy[:300]!r}: its buckets are not known beforehand. Write a policy, such as qsgd4@pipelined."
         )
-    if part != EXCHANGE_ONLY and isinstance(plan.schedule, Delayed) and plan.schedule.k is not None:
+    if part != EXCHANGE_ONLY and as_schedule(plan.schedule).corrects:
         raise FormatError(
             f"{part} of {policy[:300]!r}: what is left out would only be left out of steps that correct nothing. Write "
             "@delayednone."

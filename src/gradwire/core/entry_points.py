@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gradwire.errors import GradwireError, PlanError
 
-__all__ = ["COLLECTIVES", "COMPRESSORS", "SPECS", "load", "named", "names", "origin"]
+__all__ = ["COLLECTIVES", "COMPRESSORS", "SCHEDULES", "SPECS", "load", "named", "names", "origin"]
 
 SPECS = "gradwire.specs"
 """By a spec's id, its class."""
@@ -21,6 +21,9 @@ COMPRESSORS = "gradwire.compressors"
 """By a spec's id, the class that runs it; called with the spec."""
 COLLECTIVES = "gradwire.collectives"
 """By a collective's name, its `Collective`."""
+
+SCHEDULES = "gradwire.schedules"
+"""By a schedule's kind, its class, a `gradwire.core.schedules.Schedule`."""
 
 T = TypeVar("T")
 

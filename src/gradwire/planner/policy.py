@@ -17,7 +17,7 @@ import msgspec
 from gradwire.core.checks import changed, freeze, unique, whole, word
 from gradwire.core.collectives import ALL_REDUCE, collective
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.schedules import Backward, Pipelined, Schedule, as_schedule
+from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
@@ -162,7 +162,7 @@ class Policy(Document, frozen=True, kw_only=True):
         first = members[0]
         plain = not own[first.name].encodes
         possible = own[first.name].schemes
-        divisible = isinstance(self.schedule, Pipelined) and "alltoall" in possible
+        divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in possible
         scheme = self.scheme or ("alltoall" if divisible else possible[0])
         named = collective(scheme)
         if named is not None and own[first.name].encodes and not named.carries(own[first.name]):
@@ -189,7 +189,7 @@ class Policy(Document, frozen=True, kw_only=True):
 
 def launch_of(buckets: Sequence[Bucket], schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """The launch order of buckets that become ready in this order; see `Policy.plan`."""
-    if not isinstance(schedule, Pipelined):
+    if not schedule.gathers_in_forward:
         return tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
     reduces: list[tuple[int, str]] = []
     gathers: list[tuple[int, str]] = []

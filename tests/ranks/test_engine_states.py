@@ -1,0 +1,167 @@
+"""States of handles: resuming in a group of another size, with ranks missing, and what is refused."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, Worlds
+
+import gradwire as gw
+
+SIZES = [700, 300, 5]
+State = dict[str, torch.Tensor]
+
+
+def policy(scheme: str) -> gw.Policy:
+    return gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), scheme=scheme, bucket_bytes=2000)
+
+
+def run(steps: int, scheme: str) -> State:
+    """Some steps with error feedback; this rank's state."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=policy(scheme))
+    for step in range(steps):
+        model.zero_grad()
+        model(model.random_gradients(step, dist.get_rank())).backward()
+    return handle.state_dict()
+
+
+def residuals(state: State) -> dict[str, torch.Tensor]:
+    """The sum over ranks and encodes, by tensor, in float64."""
+    total: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if "/residual/" in key:
+            name = key.rpartition("/")[2]
+            total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + value.double()
+    return total
+
+
+def load(state: State, scheme: str) -> tuple[State, list[str], int]:
+    """Begin anew with a state; the new one, the warnings, and the step after one more."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=policy(scheme))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle.load_state_dict(state)
+    state = handle.state_dict()
+    model(model.random_gradients(9, dist.get_rank())).backward()
+    return state, [str(warning.message) for warning in caught], handle.stats().steps
+
+
+def merged(states: list[State]) -> State:
+    return {key: value for state in states for key, value in state.items()}
+
+
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
+def test_another_number_of_ranks_keeps_the_sum_of_residuals(
+    worlds: Worlds, scheme: str, before: int, after: int
+) -> None:
+    saved = merged(worlds.run(before, run, 3, scheme))
+    ends = worlds.run(after, load, saved, scheme)
+    expected, found = residuals(saved), residuals(merged([state for state, _, _ in ends]))
+    assert before == 1 or all(value.norm() > 0.1 for value in expected.values())
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=1e-6)
+    assert all(not told and steps == 4 for _, told, steps in ends)
+
+
+def owing(steps: int) -> State:
+    """From error feedback to a plan without; one parameter gets no gradient since, so what is left of it is owed still."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=policy("alltoall"))
+    for step in range(steps):
+        model.zero_grad()
+        model(model.random_gradients(step, dist.get_rank())).backward()
+    handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity())))
+    model([None, *model.random_gradients(steps, dist.get_rank())[1:]]).backward()
+    return handle.state_dict()
+
+
+def load_plain(state: State) -> State:
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
+    handle.load_state_dict(state)
+    return handle.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_what_is_owed_goes_to_another_number_of_ranks(worlds: Worlds, before: int, after: int) -> None:
+    saved = merged(worlds.run(before, owing, 3))
+    expected, found = residuals(saved), residuals(merged(worlds.run(after, load_plain, saved)))
+    assert expected["p0"].norm() > 0.1
+    assert torch.allclose(found["p0"], expected["p0"], atol=1e-6)
+
+
+@pytest.mark.parametrize("after", [3, 2])
+def test_a_missing_rank_begins_at_zero_with_a_warning(worlds: Worlds, after: int) -> None:
+    states = worlds.run(3, run, 2, "alltoall")
+    saved = merged([states[0], states[2]])
+    ends = worlds.run(after, load, saved, "alltoall")
+    alone = [told for state, told, _ in ends]
+    assert [len(told) for told in alone] == ([0, 1, 0] if after == 3 else [0, 1])
+    assert "nothing of rank 1: what it had not sent yet of 'p" in alone[1][0]
+    assert "and 2 more tensors is lost" in alone[1][0]
+    new = merged([state for state, _, _ in ends])
+    for name, value in residuals(saved).items():
+        assert torch.allclose(residuals(new)[name], value, atol=1e-6)
+
+
+def refuse(wrong: State) -> tuple[str, bool]:
+    """What is said of a state that does not fit, and whether the handle stayed as it was and goes on."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=policy("alltoall"))
+    model(model.random_gradients(dist.get_rank())).backward()
+    before = handle.state_dict()
+    with pytest.raises(ValueError) as caught:
+        handle.load_state_dict(wrong)
+    after = handle.state_dict()
+    same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    model(model.random_gradients(dist.get_rank())).backward()
+    return str(caught.value), same
+
+
+def without(field: str) -> Callable[[State], State]:
+    return lambda state: {key: value for key, value in state.items() if not key.endswith(field)}
+
+
+def having(**fields: Any) -> Callable[[State], State]:
+    return lambda state: {key: fields.get(key.partition("/")[2], value) for key, value in state.items()}
+
+
+WRONG: dict[str, tuple[Callable[[State], State], str]] = {
+    "nothing of ours": (lambda state: {"weight": torch.ones(1)}, "it holds 'weight'"),
+    "saved by an older gradwire": (without("/version"), "no rank0/version"),
+    "a version to come": (having(version=torch.tensor(7)), "Update gradwire"),
+    "no order": (without("/order"), "no rank0/order"),
+    "a float step": (having(step=torch.tensor(1.5)), "rank0/step is a tensor of float32"),
+    "a step below zero": (having(step=torch.tensor(-1)), "rank0/step is -1"),
+    "an order that repeats": (having(order=torch.tensor([0, 0, 1])), "order numbers 3 tensors"),
+    "another model": (having(order=torch.tensor([1, 0])), "order numbers 2 tensors, not each of the 3"),
+    "half a digest": (having(plan=torch.zeros(16, dtype=torch.uint8)), "rank0/plan has 16 bytes"),
+    "another plan": (having(plan=torch.zeros(32, dtype=torch.uint8)), "saved under plan 0000"),
+    "steps of two checkpoints": (
+        lambda state: {k: torch.tensor(5) if k == "rank1/step" else v for k, v in state.items()} | OF_THREE,
+        "these were not saved together",
+    ),
+    "an unknown field": (
+        lambda state: state | {f"rank{rank}/color": torch.ones(1) for rank in range(2)},
+        "rank0/color is not a field",
+    ),
+    "another group's": (having(ranks=torch.tensor([5, 6])), "rank0/ranks is (5, 6)"),
+    "not a tensor": (having(**{"residual/0/p0": "text"}), "residual/0/p0 is a str"),
+    "a residual too long": (having(**{"residual/0/p0": torch.zeros(701)}), "701 elements"),
+}
+OF_THREE = {f"rank{rank}/ranks": torch.arange(3) for rank in range(2)}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_states_that_do_not_fit_change_nothing(worlds: Worlds, what: str) -> None:
+    change, words = WRONG[what]
+    saved = merged(worlds.run(2, run, 1, "alltoall"))
+    told, same = worlds.run(2, refuse, change(saved))[0]
+    assert words in told
+    assert same

@@ -1,0 +1,64 @@
+"""Clipping in the pipelined schedule by the norm of shards: torch's norm and weights, and gathers go on meanwhile."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_pipelined import LOSSY, PLAIN, policy
+from torch import nn
+from worlds import Worlds, seeded
+
+import gradwire as gw
+
+STEPS = 6
+MAX_NORM = 0.05
+LOOKS = 3
+"""The step in which rank 0 looks at a gradient before it clips."""
+
+
+def trained(schedule: str, spec: Any, by_torch: bool) -> tuple[list[float], torch.Tensor, list[int]]:
+    """Norms, the weights at the end, and after each clipping how many buckets were still under way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    handle = gw.parallelize(model, optimizer, plan=policy(spec, schedule))
+    norms, under_way = [], []
+    for step in range(STEPS):
+        inputs = torch.randn(8, 20, generator=seeded(dist.get_rank(), step))
+        model(inputs).square().mean().backward()
+        if step == LOOKS and dist.get_rank() == 0:
+            assert model[0].weight.grad is not None and model[0].weight.grad.abs().sum() > 0
+        clip = partial(nn.utils.clip_grad_norm_, model.parameters()) if by_torch else handle.clip_grad_norm_
+        norms.append(clip(MAX_NORM).item())
+        under_way.append(len(handle.session.schedule._gathers.under_way) if schedule == "pipelined" else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    handle.detach()
+    return norms, weights, under_way
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_norm_of_shards_is_torchs(worlds: Worlds, ranks: int) -> None:
+    usual = worlds.run(ranks, trained, "backward", PLAIN, True)
+    ours = worlds.run(ranks, trained, "pipelined", PLAIN, False)
+    for (norms, weights, _), (expected, right, _) in zip(ours, usual, strict=True):
+        assert min(expected) > MAX_NORM, "nothing is clipped"
+        assert norms == pytest.approx(expected, rel=1e-6)
+        assert (weights - right).norm() <= 1e-5 * right.norm()
+        assert torch.equal(weights, ours[0][1])
+    for _, _, under_way in ours:
+        # where one rank has looked all clip as torch does
+        assert [bool(buckets) for buckets in under_way] == [step != LOOKS for step in range(STEPS)]
+
+
+def test_compressed_gradients_are_clipped_as_they_arrive(worlds: Worlds) -> None:
+    usual = worlds.run(2, trained, "backward", LOSSY, True)
+    for (norms, weights, under_way), (expected, right, _) in zip(
+        worlds.run(2, trained, "pipelined", LOSSY, False), usual, strict=True
+    ):
+        assert norms == expected and torch.equal(weights, right)
+        assert not any(under_way)

@@ -1,0 +1,86 @@
+"""Links between ranks of one process, a thread each: schemes as they are, without processes or sockets."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Meter
+from gradwire.collectives.streams import HostStreams
+
+__all__ = ["FakeLink", "drive", "links"]
+
+Key = tuple[int, int, int]
+"""Source, target, tag."""
+
+
+class FakeLink:
+    """What schemes use of a link. A part that does not come within half a minute is an error, not a hang."""
+
+    streams = HostStreams()
+
+    def __init__(self, rank: int, world_size: int, wires: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
+        self.rank, self.world_size, self.wires = rank, world_size, wires
+        self.sent_to = [0] * world_size
+        """Bytes, counted as they leave."""
+
+    def wire(self, source: int, target: int, tag: int) -> "queue.Queue[torch.Tensor]":
+        """Made by whoever needs it first; setdefault, since both ends may be that at once."""
+        return self.wires.setdefault((source, target, tag), queue.Queue())
+
+    def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "FakeExchange":
+        return FakeExchange(self, tag, received)
+
+
+class FakeExchange:
+    def __init__(self, link: FakeLink, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.tag, self.received = link, tag, received
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        for to, part in enumerate(sent):
+            if to != self.link.rank and part.numel():
+                self.link.sent_to[to] += part.numel() * part.element_size()
+                self.link.wire(self.link.rank, to, self.tag).put(part.clone())
+
+    def wait(self, source: int) -> None:
+        into = self.received[source]
+        if source != self.link.rank and into.numel():
+            part = self.link.wire(source, self.link.rank, self.tag).get(timeout=30)
+            assert part.dtype is into.dtype and part.shape == into.shape
+            into.copy_(part)
+
+    def finish(self) -> None:
+        pass
+
+
+def links(world_size: int) -> list[FakeLink]:
+    """One for each rank."""
+    wires: dict[Key, queue.Queue[torch.Tensor]] = {}
+    return [FakeLink(rank, world_size, wires) for rank in range(world_size)]
+
+
+def drive(schemes: Sequence[Any], phases: int) -> list[FakeLink]:
+    """One step of all ranks' schemes; returns the links, which know what was sent."""
+    made, errors = links(len(schemes)), []
+
+    def live(scheme: Any, link: FakeLink) -> None:
+        try:
+            scheme.post(link, 0, range(phases))
+            for phase in range(phases):
+                scheme.run(phase, link, Meter(), None)
+        except BaseException as error:
+            errors.append(error)
+
+    jobs: list[Callable[[], None]] = [lambda s=s, k=k: live(s, k) for s, k in zip(schemes, made, strict=True)]
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    left = {key: wire.qsize() for key, wire in made[0].wires.items() if wire.qsize()}
+    assert not left, f"parts that nobody waited for: {left}"
+    return made

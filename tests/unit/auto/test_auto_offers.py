@@ -1,0 +1,147 @@
+"""Which plans are offered for a trial, on made-up profiles: no ranks."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
+from gradwire.auto.bits import with_bits
+from gradwire.auto.planning import MOST_TRIED, foreseen, offers, words_of
+from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
+from gradwire.core.costs import CodecCosts
+from gradwire.core.schedules import Backward, Delayed
+from gradwire.core.specs import Spec
+from gradwire.planner import AdaptiveBits
+from gradwire.planner.joint import joint
+
+TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]
+
+
+def profile(dtype: str = "float32") -> Profile:
+    tensors = [
+        TensorProfile(name=t.name, shape=t.shape, dtype=dtype, backward_us=2000.0, forward_us=900.0) for t in TENSORS
+    ]
+    return Profile(model="made up", batch=1, device="cpu", optimizer_us=10_000.0, tensors=tensors)
+
+
+def cluster(gbps: float) -> Cluster:
+    return Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, gbps), inter=Link(50.0, gbps))
+
+
+def costs(specs: tuple[Spec, ...]) -> Costs:
+    points = ((4096, 5.0), (2**20, 200.0), (2**22, 800.0))
+    return Costs(codecs=[CodecCosts(spec=spec, device="cpu", encode=points, decode=points) for spec in specs])
+
+
+@pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
+@pytest.mark.parametrize("gbps", [0.1, 10.0])
+def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -> None:
+    specs = specs_of(accuracy, TENSORS)
+    made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.2)
+    digests = [offer.plan.digest() for offer in made]
+    assert 1 <= len(made) <= MOST_TRIED + 1 and len(set(digests)) == len(digests)
+    assert [offer.candidate.plain for offer in made].count(True) == 1
+    used = {spec for offer in made for bucket in offer.plan.buckets for spec in bucket.specs}
+    assert used <= {Identity(), *specs}
+    compressed = [offer for offer in made if not offer.candidate.plain and offer.candidate.loss > 0]
+    assert not compressed if accuracy == "exact" else (compressed or gbps > 1)
+
+
+@pytest.mark.parametrize(("gbps", "lossy"), [(0.0001, True), (1.0, False)])
+def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_pays(gbps: float, lossy: bool) -> None:
+    specs = specs_of("aggressive", TENSORS)
+    made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.2)
+    steps = [offer.candidate.steps_for_one for offer in made]
+    assert (steps[0] > 1.0) == lossy and set(steps) <= {1.0, *STEPS_FOR_ONE.values()}
+    least = min(offer.candidate.predicted_us * each for offer, each in zip(made, steps, strict=True))
+    others = [offer for offer in made if not offer.candidate.plain]
+    assert all(offer.candidate.predicted_us * offer.candidate.steps_for_one <= 1.5 * least for offer in others)
+    plain = next(offer.candidate for offer in made if offer.candidate.plain)
+    assert plain.steps_for_one == 1.0
+
+
+def test_a_running_plan_comes_first_and_once() -> None:
+    specs = specs_of("safe", TENSORS)
+    first, *_ = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0)
+    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=first.plan)
+    assert again[0].plan == first.plan
+    assert [offer.plan.digest() for offer in again].count(first.plan.digest()) == 1
+    plain = next(offer for offer in again if offer.candidate.plain)
+    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=plain.plan)
+    assert again[0].plan == plain.plan and [offer.candidate.plain for offer in again].count(True) == 1
+
+
+def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner finds it again, with another prediction since times were measured again."""
+    specs = specs_of("safe", TENSORS)
+    found: list[Any] = []
+
+    def once(*arguments: Any) -> Any:
+        found[:] = found or [joint(*arguments)]
+        return found[0]
+
+    monkeypatch.setattr("gradwire.auto.planning.joint", once)
+    first = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3)
+    plan = next(offer.plan for offer in first if offer.plan.prediction is not None)
+    current = msgspec.structs.replace(plan, prediction=None)
+    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3, current=current)
+    digests = [each.plan.digest() for each in again]
+    assert again[0].plan == current and len(set(digests)) == len(digests)
+
+
+def test_what_compressors_cannot_take_is_never_compressed() -> None:
+    wide = [TensorInfo(t.name, t.shape, "float64") for t in TENSORS]
+    assert specs_of("safe", wide) == ()
+    mixed = [*wide[:4], *TENSORS[4:]]
+    plan = first_policy("safe", mixed).plan(mixed)
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {
+        ErrorFeedback(QSGD(bits=2))
+    }
+
+
+def plan_spec(plan, name: str) -> Spec:
+    return next(bucket.spec_of(name) for bucket in plan.buckets if name in bucket.tensors)
+
+
+def test_safe_is_what_the_table_of_convergence_says() -> None:
+    assert specs_of("safe", TENSORS) == (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+    assert set(specs_of("safe", TENSORS)) < set(specs_of("aggressive", TENSORS))
+    assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS))
+
+
+def test_words_count_widths_rather_than_name_them_all() -> None:
+    adaptive = AdaptiveBits()
+    plan = with_bits(adaptive.policy.plan(TENSORS), adaptive, {f"w{index}": 2 + index % 4 for index in range(8)})
+    assert words_of(plan).startswith("QSGD of several widths in ")
+
+
+@pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
+def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: str) -> None:
+    specs, schedules = specs_of(accuracy, TENSORS), schedules_of(accuracy, ("backward", "pipelined", "delayed"))
+    every = costs((*specs, QSGD(bits=8)))
+    made = offers(profile(), cluster(0.5), every, specs, seconds=0.2, schedules=schedules)
+    kinds = [offer.plan.schedule.word for offer in made]
+    possible = {"backward", "pipelined"} | ({"delayed"} if accuracy != "exact" else set())
+    assert set(kinds) == possible and len(made) <= MOST_TRIED + len(possible)
+    assert {offer.plan.schedule for offer in made} <= {Backward(), *schedules}
+    later = [offer.candidate for offer in made if offer.plan.schedule.word == "delayed"]
+    others = [offer.candidate for offer in made if offer.plan.schedule.word != "delayed"]
+    assert all(one.loss > other.loss for one in later for other in others)
+    names = [candidate.name for candidate in foreseen(profile(), cluster(0.5), every, specs, schedules)]
+    assert len(names) == len(possible) - 1
+    assert max(made, key=lambda offer: offer.candidate.plain).plan.schedule == Backward()
+
+
+def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
+    delayed = [schedule for schedule in schedules_of("safe", ("delayed",)) if isinstance(schedule, Delayed)]
+    assert {(schedule.k, schedule.correction) for schedule in delayed} == {
+        (k, correction) for k in (2, 5) for correction in (None, QSGD(bits=8))
+    }
+
+
+def test_wide_gradients_are_offered_in_all_schedules_as_they_are() -> None:
+    schedules = schedules_of("safe", ("pipelined", "delayed"))
+    made = offers(profile("float64"), cluster(0.1), costs(()), (), seconds=0.0, schedules=schedules)
+    assert {offer.plan.schedule.word for offer in made} == {"backward", "pipelined", "delayed"}
