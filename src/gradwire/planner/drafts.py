@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     @property
     def encodes(self) -> bool:
         """Whether anything is compressed."""
-        return not isinstance(self.spec, Identity)
+        return self.spec.encodes
 
 
 class Part(NamedTuple):
@@ -126,7 +126,7 @@ class Job:
             [fs_of(t.backward_us) for t in tensors],
             self.rules.cpu_workers,
         )
-        self.specs = tuple(spec for spec in specs if not isinstance(spec, Identity))
+        self.specs = tuple(spec for spec in specs if spec.encodes)
         own = self.rules.device
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
@@ -214,8 +214,7 @@ class Job:
 
     def _judged(self, spec: Spec) -> list[Choice]:
         if spec not in self._by_spec:
-            plain = isinstance(spec, Identity)
-            options = [choice.option for choice in self.plain] if plain else self.coded[spec]
+            options = self.coded[spec] if spec.encodes else [choice.option for choice in self.plain]
             self._by_spec[spec] = _undominated(self, [Choice(spec, option) for option in options])
         return self._by_spec[spec]
 

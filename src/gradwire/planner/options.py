@@ -18,7 +18,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, roots
 from gradwire.planner.refusals import refusal
 
-__all__ = ["Exchange", "Option", "option_of", "select", "tree"]
+__all__ = ["Exchange", "Option", "is_option", "option_of", "select", "tree"]
 
 
 class Exchange(NamedTuple):
@@ -177,6 +177,11 @@ def select(
 @cache
 def _by_tasks() -> dict[tuple[str, ...], Option]:
     return {option.tasks: option for option in tree()}
+
+
+def is_option(tasks: Sequence[str]) -> bool:
+    """Whether these tasks are a path through the tree."""
+    return tuple(tasks) in _by_tasks()
 
 
 def option_of(tasks: Sequence[str]) -> Option:

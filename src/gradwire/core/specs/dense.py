@@ -18,6 +18,7 @@ class Identity(Spec, frozen=True):
 
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
+    encodes: ClassVar[bool] = False
 
     @property
     def law(self) -> Law:
@@ -116,6 +117,7 @@ class Truncate(Spec, frozen=True):
     """
 
     id: ClassVar[str] = "truncate"
+    example: ClassVar[tuple[float]] = (4.0,)
 
     ratio: float
     """How many times smaller: 1 or more."""

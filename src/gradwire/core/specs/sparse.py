@@ -41,6 +41,7 @@ class TopK(_Selected, frozen=True):
     """
 
     id: ClassVar[str] = "topk"
+    example: ClassVar[tuple[float]] = (0.01,)
 
     ratio: float
     """The part that is sent, rounded up, at least one element."""
@@ -69,6 +70,7 @@ class BlockTopK(Spec, frozen=True):
     """The elements of largest magnitude of every block: no search through the tensor, indices of one byte."""
 
     id: ClassVar[str] = "block_topk"
+    example: ClassVar[tuple[float]] = (0.01,)
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
 
     ratio: float
@@ -104,6 +106,7 @@ class Threshold(_Selected, frozen=True):
     """
 
     id: ClassVar[str] = "threshold"
+    example: ClassVar[tuple[float]] = (1e-3,)
 
     threshold: float
     """The smallest magnitude that is sent, for mean gradients."""
@@ -131,6 +134,7 @@ class RandomK(Spec, frozen=True):
     """
 
     id: ClassVar[str] = "randomk"
+    example: ClassVar[tuple[float]] = (0.01,)
 
     ratio: float
     """The part that is sent, rounded up, at least one element."""
