@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from gradwire.core.checks import changed, near, show, under
+from gradwire.core.payload import coded_bytes
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
-__all__ = ["Law", "Run", "Spec", "SpecField", "as_spec", "register_spec", "registered_specs", "spec_from_dict"]
+__all__ = [
+    "BlockSpec",
+    "Law",
+    "Run",
+    "Spec",
+    "SpecField",
+    "as_spec",
+    "register_spec",
+    "registered_specs",
+    "spec_from_dict",
+]
 
 _REGISTRY: dict[str, type["Spec"]] = {}
 ENTRY_POINTS = "gradwire.specs"
@@ -123,6 +134,24 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         values = [(name, getattr(self, name)) for name in names]
         inside = ",".join(f"{n}={v.family if isinstance(v, Spec) else v}" for n, v in values)
         return f"{self.id}({inside})"
+
+
+class BlockSpec(Spec, frozen=True):
+    """Base of specs whose elements share scales in blocks of `block`, a field of theirs; 0 is as much as is encoded at once."""
+
+    code_bits: ClassVar[int] = 8
+    """Of an element in the payload, where tensors have none of their own."""
+    scales: ClassVar[int] = 1
+    """bfloat16 numbers of each block in the payload."""
+    if TYPE_CHECKING:
+        block: int
+
+    @property
+    def granularity(self) -> int:
+        return self.block or 8192
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, self.code_bits) for run in runs], self.block, self.scales))
 
 
 S = TypeVar("S", bound=Spec)
