@@ -1,4 +1,4 @@
-"""Wrong files for tests: valid documents, and what an accident, another program or a stranger makes of them.
+"""Wrong files for tests: valid documents, and what an accident or another program makes of them.
 
 `GRADWIRE_FUZZ_EXAMPLES` is the number of files per format and test, 150 if it is not set.
 """
