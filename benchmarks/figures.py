@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from benchmarks.bars import draw_bars
 from benchmarks.common import RESULTS, write
 from benchmarks.figures_page import page
 from benchmarks.testbeds import (
@@ -38,7 +39,7 @@ from gradwire.planner.drafts import Job
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
 from gradwire.planner.starts import hipress
-from gradwire.report.pictures import Panel, draw_bars, draw_lines
+from gradwire.report.pictures import Panel, draw_lines
 from gradwire.sim.closed_forms import dear_us
 from gradwire.sim.events import COMPUTE
 

@@ -153,29 +153,29 @@ CAST = {"payload": "*i16", "numel": "i32"}
 
 def qsgd_constants(block: int, scale: int, aligned: bool, **others: bool) -> dict[str, Any]:
     rows = 32 if aligned else 4  # fewer than in earnest compile faster, to the same operations
-    each = {"ROWS": rows, "BLOCK": block, "SCALE": scale, "ALIGNED": aligned, **others}
-    return each | ({"CLIP": 0.0} if "STOCHASTIC" in others else {})
+    each = {"ROWS": rows, "BLOCK": block, "CODE": scale == 1, "ALIGNED": aligned, **others}
+    return each | ({"CLIP": 0.0, "NORM": scale == 2} if "STOCHASTIC" in others else {})
 
 
 COMPILED = {
     "usual encode, sm_80": Compile(
-        "qsgd_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 0, True, STOCHASTIC=True, RESIDUAL=False), 80
+        "coded_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 0, True, STOCHASTIC=True, RESIDUAL=False), 80
     ),
     "encode with feedback, sm_90": Compile(
-        "qsgd_encode_kernel", {"src": "*bf16", **ENCODE}, qsgd_constants(128, 0, False, STOCHASTIC=True, RESIDUAL=True), 90
+        "coded_encode_kernel", {"src": "*bf16", **ENCODE}, qsgd_constants(128, 0, False, STOCHASTIC=True, RESIDUAL=True), 90
     ),
     "encode by the minimum and maximum, sm_80": Compile(
-        "qsgd_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 1, False, STOCHASTIC=False, RESIDUAL=False), 80
+        "coded_encode_kernel", {"src": "*fp32", **ENCODE}, qsgd_constants(128, 1, False, STOCHASTIC=False, RESIDUAL=False), 80
     ),
     "encode by the norm, sm_90": Compile(
-        "qsgd_encode_kernel", {"src": "*fp16", **ENCODE}, qsgd_constants(64, 2, False, STOCHASTIC=False, RESIDUAL=False), 90
+        "coded_encode_kernel", {"src": "*fp16", **ENCODE}, qsgd_constants(64, 2, False, STOCHASTIC=False, RESIDUAL=False), 90
     ),
     **{
         f"{name}, sm_{arch}": Compile(kernel, types, constants, arch)
         for arch in (80, 90)
         for name, kernel, types, constants in (
             (
-                "decode", "qsgd_decode_kernel", {"payload": "*u8", "table": "*i64", "dst": "*fp32"},
+                "decode", "coded_decode_kernel", {"payload": "*u8", "table": "*i64", "dst": "*fp32"},
                 qsgd_constants(128, arch == 90, True, ADD=True),
             ),
             (

@@ -130,19 +130,19 @@ DECODE = {"payload": "*u8", "table": "*i64", "dst": "*fp32"}
 SIZES = {"ROWS": 4, "BLOCK": 32, "ALIGNED": True}  # fewer than in earnest compile faster, to the same operations
 COMPILED = {
     "FP8, sm_80": Compile(
-        "scaled_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
-        {"CODE": 0, "NORM": False, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
+        "coded_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
+        {"CODE": 3, "NORM": False, "CLIP": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
     ),
     "Natural, sm_90": Compile(
-        "scaled_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
-        {"CODE": 2, "NORM": False, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
+        "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
+        {"CODE": 5, "NORM": False, "CLIP": 0.0, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
     ),
     "exponential levels, sm_80": Compile(
-        "scaled_encode_kernel", {"src": "*fp16", "stream": "*i64", **CODES},
-        {"CODE": 3, "NORM": True, "STOCHASTIC": True, "RESIDUAL": False, **SIZES}, 80,
+        "coded_encode_kernel", {"src": "*fp16", "stream": "*i64", **CODES},
+        {"CODE": 6, "NORM": True, "CLIP": 0.0, "STOCHASTIC": True, "RESIDUAL": False, **SIZES}, 80,
     ),
-    "FP8 back, sm_90": Compile("scaled_decode_kernel", DECODE, {"CODE": 1, "ADD": True, **SIZES}, 90),
-    "exponential levels back, sm_80": Compile("scaled_decode_kernel", DECODE, {"CODE": 3, "ADD": False, **SIZES}, 80),
+    "FP8 back, sm_90": Compile("coded_decode_kernel", DECODE, {"CODE": 4, "ADD": True, **SIZES}, 90),
+    "exponential levels back, sm_80": Compile("coded_decode_kernel", DECODE, {"CODE": 6, "ADD": False, **SIZES}, 80),
     "thresholds, sm_90": Compile(
         "threshold_encode_kernel", {"src": "*fp32", "threshold": "fp32", **CODES},
         {"MULTIPLE": 0.7, "FIXED": False, "RESIDUAL": True, **SIZES}, 90,
@@ -155,8 +155,8 @@ COMPILED = {
         "threshold_decode_kernel", {"threshold": "fp32", **DECODE}, {"FIXED": False, "ADD": True, **SIZES}, 80
     ),
     "terngrad, sm_90": Compile(
-        "qsgd_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
-        {"SCALE": 3, "CLIP": 2.5, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
+        "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
+        {"CODE": 2, "NORM": False, "CLIP": 2.5, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
     ),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from gradwire.core.specs import Run, Spec
 from gradwire.errors import PayloadError
@@ -23,7 +24,7 @@ class Context:
     call returns.
     """
 
-    random: torch.Tensor
+    random: Tensor
     stream: torch.Stream | None = None
 
     def on(self, stream: torch.Stream | None) -> "Context":
@@ -66,12 +67,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         """Write the payload (uint8, `payload_bytes` long) of src.
 
@@ -82,20 +78,14 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         """Write what the payload holds to dst, or add it. `dtype` is the dtype of the gradient that was encoded.
 
         Raises PayloadError for a payload of another size.
         """
 
-    def check(self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype) -> None:
+    def check(self, payload: Tensor, segments: Segments, dtype: torch.dtype) -> None:
         """Raise PayloadError unless the payload has the size that the segments take."""
         expected = self.payload_bytes(segments, dtype)
         if payload.numel() != expected or payload.dtype != torch.uint8:
@@ -112,6 +102,6 @@ def runs_of(segments: Segments) -> list[Run]:
     return [Run(row.numel, row.bits, shape) for row, shape in zip(segments.rows, shapes, strict=True)]
 
 
-def residual_in(state: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def residual_in(state: Sequence[Tensor]) -> Tensor | None:
     """The residual, for compressors that remember nothing else."""
     return state[0] if state else None

@@ -7,6 +7,7 @@ a block that holds any at least one travels; with error feedback the residual th
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.compressors.topk import indices_checked
@@ -24,25 +25,14 @@ class BlockTopKCompressor(Compressor):
         self.ratio, self.block = spec.ratio, spec.block
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).block_topk_encode(
             src, residual_in(state), segments, self.ratio, self.block, payload
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         with indices_checked(self.spec):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
 from gradwire.compressors.topk import indices_checked
@@ -39,12 +40,7 @@ class DGCCompressor(Compressor):
         return self.clip / (math.sqrt(self.ranks) * self.ranks)
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         residual, momentum = state or (None, None)
         kernels_for(src.device.type).dgc_encode(
@@ -52,13 +48,7 @@ class DGCCompressor(Compressor):
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         with indices_checked(self.spec):

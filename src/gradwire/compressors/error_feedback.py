@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import ErrorFeedback
@@ -23,27 +24,16 @@ class ErrorFeedbackCompressor(Compressor):
         super().__init__(spec)
         self.inner = inner
 
-    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> Any:
+    def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Any:
         """What a codec does whose payloads are summed on the wire."""
         return self.inner.program(flat, state, segments)  # type: ignore[attr-defined]  # its spec has rounds
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         self.inner.encode(src, state, segments, context, payload)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.inner.decode(payload, segments, dtype, add, dst, context)

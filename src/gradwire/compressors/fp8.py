@@ -8,6 +8,7 @@ keeps the residual it had.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import FP8
@@ -24,23 +25,12 @@ class FP8Compressor(Compressor):
         self.format, self.block = spec.format, spec.block
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).fp8_encode(src, residual_in(state), segments, self.block, self.format, payload)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).fp8_decode(payload, segments, self.block, self.format, add, dst)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
 from gradwire.kernels import Segments
@@ -14,23 +15,12 @@ class IdentityCompressor(Compressor):
     """Copies bytes."""
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         payload.copy_(src.view(torch.uint8))
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         value = _as_dtype(payload, dtype)
@@ -40,7 +30,7 @@ class IdentityCompressor(Compressor):
             dst.copy_(value)
 
 
-def _as_dtype(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_dtype(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes as numbers; a payload that does not begin at a multiple of the item size is copied first."""
     aligned = payload.storage_offset() % dtype.itemsize == 0
     return (payload if aligned else payload.clone()).view(dtype)

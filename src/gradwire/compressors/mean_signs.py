@@ -8,6 +8,7 @@ or an Inf decodes to NaN throughout, and keeps the residual it had.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import EFSignSGD, OneBit
@@ -24,25 +25,14 @@ class MeanSignCompressor(Compressor):
         self.block, self.means = spec.block, 2 if isinstance(spec, OneBit) else 1
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).mean_sign_encode(
             src, residual_in(state), segments, self.block, self.means, payload
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).sign_decode(payload, segments, self.block, self.means, add, dst)

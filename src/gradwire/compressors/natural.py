@@ -7,6 +7,7 @@ reach. A block with a NaN or an Inf decodes to NaN throughout, and with error fe
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Natural
@@ -23,25 +24,14 @@ class NaturalCompressor(Compressor):
         self.block = spec.block
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).natural_encode(
             src, residual_in(state), segments, context.random, self.block, payload
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).natural_decode(payload, segments, self.block, add, dst)

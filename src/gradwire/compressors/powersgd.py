@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, runs_of
 from gradwire.core.specs import PowerSGD
@@ -29,7 +30,7 @@ class PowerSGDCompressor(Compressor):
         super().__init__(spec)
         self.power = spec
 
-    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> "PowerProgram":
+    def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> "PowerProgram":
         """The work on one flat buffer of whole tensors."""
         return PowerProgram(self.power, flat, state[0] if state else None, segments)
 
@@ -45,7 +46,7 @@ class PowerSGDCompressor(Compressor):
 class PowerProgram:
     """See `gradwire.collectives.schemes.Program`."""
 
-    def __init__(self, spec: PowerSGD, flat: torch.Tensor, residual: torch.Tensor | None, segments: Segments) -> None:
+    def __init__(self, spec: PowerSGD, flat: Tensor, residual: Tensor | None, segments: Segments) -> None:
         self.spec, self.flat, self.residual = spec, flat, residual
         runs, rank, device = runs_of(segments), spec.rank, flat.device
         rows: list[tuple[int, int, int, int, int]] = []

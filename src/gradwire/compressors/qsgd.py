@@ -9,6 +9,7 @@ throughout, so a loss scaler sees it; with error feedback such a block keeps the
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import QSGD, Spec
@@ -28,25 +29,14 @@ class QSGDCompressor(Compressor):
         self.exponential = spec.levels == "exponential"
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels = kernels_for(src.device.type)
         encode = kernels.exponential_encode if self.exponential else kernels.qsgd_encode
         encode(src, residual_in(state), segments, context.random, self.block, self.scale, self.rounding, payload)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels = kernels_for(dst.device.type)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import RandomK
@@ -25,25 +26,14 @@ class OwnRandomKCompressor(Compressor):
         self.ratio = spec.ratio
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).randomk_encode(
             src, residual_in(state), segments, context.random, self.ratio, payload
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).randomk_decode(payload, segments, dtype, self.ratio, add, dst)
@@ -56,18 +46,13 @@ class CommonRandomKCompressor(Compressor):
         super().__init__(spec)
         self.ratio = spec.ratio
 
-    def program(self, flat: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments) -> "RandomKProgram":
+    def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> "RandomKProgram":
         """What one piece does in its round: flat holds the gradient before, the sum after."""
         values = torch.zeros(self.payload_bytes(segments, flat.dtype) // 4, dtype=torch.float32, device=flat.device)
         return RandomKProgram(flat, residual_in(state), segments, self.ratio, values)
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         values = torch.empty(payload.numel() // 4, dtype=torch.float32, device=src.device)
         kernels_for(src.device.type).gather_random(
@@ -76,13 +61,7 @@ class CommonRandomKCompressor(Compressor):
         payload.copy_(values.view(torch.uint8))
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         """`context` has the seed and step of the encode: they say which elements these are."""
         self.check(payload, segments, dtype)
@@ -93,17 +72,10 @@ class CommonRandomKCompressor(Compressor):
 class RandomKProgram:
     """One piece's work in a step: draw, be summed with the other ranks', write where it was drawn."""
 
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor | None,
-        segments: Segments,
-        ratio: float,
-        values: torch.Tensor,
-    ) -> None:
+    def __init__(self, flat: Tensor, residual: Tensor | None, segments: Segments, ratio: float, values: Tensor) -> None:
         self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio
         self.payloads = [values]
-        self.shared: dict[str, torch.Tensor] = {}
+        self.shared: dict[str, Tensor] = {}
 
     @property
     def _kernels(self) -> ModuleType:

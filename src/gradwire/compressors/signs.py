@@ -8,6 +8,7 @@ such an element counts by its sign bit.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import SignSGD, Signum
@@ -26,24 +27,13 @@ class SignSGDCompressor(Compressor):
         self.keep = 0.0
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         momentum = state[0] if state else None
         kernels_for(src.device.type).sign_encode(src, momentum, self.keep, segments, payload)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         kernels_for(dst.device.type).sign_decode(payload, segments, 0, 0, add, dst)

@@ -8,6 +8,7 @@ Blocks are those of what is encoded at once: each begins anew with a tensor, and
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segments, kernels_for
@@ -28,15 +29,15 @@ class BFloat16Store:
         self.held = torch.zeros(2 * segments.numel, dtype=torch.uint8, device=segments.device)
         self._kernels = kernels_for(segments.device.type)
 
-    def widen(self, residual: torch.Tensor) -> None:
+    def widen(self, residual: Tensor) -> None:
         """Write what is held to `residual` (float32)."""
         self._kernels.cast_decode(self.held, torch.bfloat16, False, residual)
 
-    def narrow(self, residual: torch.Tensor, random: torch.Tensor) -> None:
+    def narrow(self, residual: Tensor, random: Tensor) -> None:
         """Hold `residual`, whose magnitudes are below 2^126."""
         self._kernels.cast_encode(residual, None, torch.bfloat16, self.held)
 
-    def narrow_changed(self, residual: torch.Tensor, random: torch.Tensor) -> None:
+    def narrow_changed(self, residual: Tensor, random: Tensor) -> None:
         """The same; what is not finite, or becomes so by rounding, is held as zero."""
         self.narrow(residual, random)
         self.held.view(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -55,16 +56,16 @@ class Int8Store:
         self._scales, self._codes = self.held[:scale_bytes].view(torch.bfloat16), self.held[scale_bytes:]
         self._codes.fill_(TOP)
 
-    def widen(self, residual: torch.Tensor) -> None:
+    def widen(self, residual: Tensor) -> None:
         """Write what is held to `residual` (float32)."""
         self._kernels.qsgd_decode(self.held, self._segments, BLOCK, "max", False, residual)
 
-    def narrow(self, residual: torch.Tensor, random: torch.Tensor) -> None:
+    def narrow(self, residual: Tensor, random: Tensor) -> None:
         """Hold `residual`; of a block with a magnitude of 2^126 or more, zeros."""
         self._kernels.qsgd_encode(residual, None, self._segments, random, BLOCK, "max", "stochastic", self.held)
         self._scales.nan_to_num_(nan=0.0)
 
-    def narrow_changed(self, residual: torch.Tensor, random: torch.Tensor) -> None:
+    def narrow_changed(self, residual: Tensor, random: Tensor) -> None:
         """The same, but a block that `widen` gave is held as it was: its values are whole steps of a grid.
 
         Of that grid the largest code is TOP or TOP - 1 steps from zero, since a scale is at most a part in 128 above the
@@ -82,7 +83,7 @@ class Int8Store:
                 scale_at, code_at = scale_at + count, code_at + size
 
 
-def _hold_on_grid(blocks: torch.Tensor, largest: int, scales: torch.Tensor, codes: torch.Tensor) -> None:
+def _hold_on_grid(blocks: Tensor, largest: int, scales: Tensor, codes: Tensor) -> None:
     """Write scale and codes of the rows of `blocks` that are whole steps of a grid, `largest` of them the most."""
     reach = blocks.abs().amax(dim=1, keepdim=True)
     scale = (reach.double() * TOP / largest).to(torch.bfloat16)

@@ -5,7 +5,7 @@ Law: unbiased without clipping, when it is QSGD with 2 bits and the payload is Q
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Context, residual_in
 from gradwire.compressors.qsgd import QSGDCompressor
@@ -23,12 +23,7 @@ class TernGradCompressor(QSGDCompressor):
         self.clip = spec.clip
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         if not self.clip:
             return super().encode(src, state, segments, context, payload)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Spec, TopK
@@ -27,25 +28,14 @@ class TopKCompressor(Compressor):
         self.ratio, self.together, self.threshold = spec.ratio, spec.per == "bucket", 0.0
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         kernels_for(src.device.type).topk_encode(
             src, residual_in(state), segments, self.ratio, self.together, self.threshold, payload
         )
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         with indices_checked(self.spec):

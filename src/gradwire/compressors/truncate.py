@@ -7,6 +7,7 @@ be asked for with `unsafe=True`. A NaN or an Inf in what is not sent is lost.
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Truncate
@@ -29,12 +30,7 @@ class TruncateCompressor(Compressor):
         self.kept = spec.kept
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         residual = residual_in(state)
         for where, sent, to in self._runs(segments, src.element_size()):
@@ -46,13 +42,7 @@ class TruncateCompressor(Compressor):
                 residual[where] = torch.where(value.isfinite(), rest, residual[where])
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
         for where, sent, run in self._runs(segments, dtype.itemsize):

@@ -4,12 +4,10 @@ Each check raises an error whose message begins with the field's name, so that t
 (`gradwire.core.strict`) can put the path of the enclosing object before it.
 """
 
-import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -42,36 +40,9 @@ _LARGEST = sys.float_info.max
 _INT64 = 2**63 - 1  # what torch, and readers in other languages, can hold
 
 
-class _Short(reprlib.Repr):
-    """repr without the parts that `show` would cut off anyway, so that a large value costs no more than a small one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 8
-        self.maxlist = self.maxtuple = self.maxdict = 40
-        self.maxother = 10**4  # structs: made and checked before, so never large or deep
-
-    def repr_str(self, value: str, level: int) -> str:
-        return repr(value[:80])
-
-    def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() <= 2000:
-            return repr(value)
-        return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
-
-    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(value.items(), 40)]
-        return "{" + ", ".join([*shown, *["..."] * (len(value) > 40)]) + "}"
-
-
-_SHORT = _Short()
-
-
 def show(value: object) -> str:
     """The value as code, cut to one short line."""
-    shown = _SHORT.repr(value)
+    shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 

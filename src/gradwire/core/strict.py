@@ -12,7 +12,7 @@ import msgspec
 
 from gradwire.core.checks import changed, join, near, printable, show
 from gradwire.core.files import write_whole
-from gradwire.core.reading import check_finite, check_plain, parse
+from gradwire.core.reading import TOO_DEEP, check_plain, parse
 from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
@@ -81,12 +81,13 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def _read(cls, data: object, source: str) -> Self:
         try:
-            check_plain(data)
             if isinstance(data, Mapping) and "version" in cls.__struct_fields__:
                 _check_version(data, cls)
             document = convert(data, cls)
-            check_finite(data)  # what no field has refused in words of its own
+            check_plain(data)  # what no field has refused in words of its own
             return document
+        except RecursionError as error:
+            raise FormatError(f"{source}: {TOO_DEEP}") from error
         except GradwireError as error:
             raise type(error)(f"{source}: {error}") from error
 
@@ -134,6 +135,9 @@ def convert(data: object, cls: type[T]) -> T:
     """Turn plain data into a struct; errors begin with the path of the wrong field."""
     try:
         return msgspec.convert(data, cls, strict=True)
+    except UnicodeEncodeError:
+        check_plain(data)  # says where
+        raise
     except msgspec.ValidationError as error:
         match = _MESSAGE.match(str(error))
         assert match is not None

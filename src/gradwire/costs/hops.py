@@ -1,4 +1,4 @@
-"""What CGX's ring and tree cost, which add payloads by decoding and encoding again at every hop (notes D33).
+"""What CGX's ring and tree cost, which add payloads by decoding and encoding again at every hop (docs/papers/cgx.md).
 
 Hops follow each other, so all encodes of the busiest rank count at the first task and all decodes at the last.
 """

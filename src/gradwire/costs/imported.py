@@ -14,7 +14,7 @@ from gradwire.core.checks import number, printable, show, text, under, whole
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.reading import check_plain, parse
+from gradwire.core.reading import parse
 from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.errors import FormatError, GradwireError
 
@@ -41,7 +41,6 @@ def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profil
         raise FormatError(f"{source}: cannot be read: {error.strerror or error}. Check the path.") from error
     data = parse(content, source)
     try:
-        check_plain(data)
         if not isinstance(data, Mapping):
             raise FormatError(f"it holds {show(data)}, and an object with tensors or codec times is expected. {_FORM}")
         return profile_from(data, batch, device) if "tensors" in data else costs_from(data)

@@ -93,7 +93,7 @@ def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
 
 
 def _of(collective: Collective) -> Make:
-    """A collective, whose root is another rank for every bucket (notes D32)."""
+    """A collective, whose root is another rank for every bucket, so that no rank is the bottleneck of all."""
     runs = named(collective.runs)
 
     def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:

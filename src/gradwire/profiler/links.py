@@ -7,7 +7,7 @@ is seen past that. Every rank ends with the same times, the slowest rank's, so a
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,18 +110,6 @@ def _ranks_of(grid: Grid, name: str) -> int:
 # ---- on a lane
 
 
-class _Traffic(Protocol):
-    """Messages of one kind between ranks."""
-
-    def announce(self, nbytes: int, messages: int) -> None:
-        """So many of so many bytes will follow."""
-        ...
-
-    def perform(self) -> None:
-        """The next one of them, until this rank is done with it."""
-        ...
-
-
 class _Exchanges:
     """Everybody of the group sends to everybody; others take part with nothing."""
 
@@ -129,6 +117,7 @@ class _Exchanges:
         self._link, self._group, self._device = link, group, device
 
     def announce(self, nbytes: int, messages: int) -> None:
+        """So many of so many bytes will follow."""
         received, self._sent = self._parts(nbytes), self._parts(nbytes)
         self._exchanges = iter([self._link.expect(_TAG + number, received) for number in range(messages)])
 
@@ -138,6 +127,7 @@ class _Exchanges:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def perform(self) -> None:
+        """The next one of them, until this rank is done with it."""
         exchange = next(self._exchanges)
         exchange.send(self._sent)
         for rank in self._group:
@@ -146,6 +136,8 @@ class _Exchanges:
 
 
 class _AllReduces:
+    """As _Exchanges: sums over all ranks."""
+
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
 
@@ -155,6 +147,9 @@ class _AllReduces:
     def perform(self) -> None:
         with transfer():
             self._link.all_reduce(self._tensor).wait()
+
+
+_Traffic = _Exchanges | _AllReduces
 
 
 def _sweep(link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float) -> list[tuple[float, float]]:

@@ -1,6 +1,5 @@
-"""Lines and bars as small PNGs that can be read at half a page's width, and told apart without colours.
-
-Every curve has a colour, a marker and a line style of its own; every kind of bar a colour and a hatch.
+"""Curves as small PNGs that can be read at half a page's width, and told apart without colours: every curve has a colour, a
+marker and a line style of its own.
 """
 
 import io
@@ -14,13 +13,12 @@ from gradwire.core.checks import show
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["Panel", "check_picture", "draw_bars", "draw_lines", "save"]
+__all__ = ["COLOURS", "Panel", "canvas", "check_picture", "draw_lines", "looks_of", "save"]
 
 # Okabe and Ito's palette, which people with any kind of colour vision can tell apart
 COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
 MARKERS = ("o", "v", "s", "^", "D", "*", "", "x")
 STYLES = ("--", ":", "-.", "-", ":", "-", "-", "--")
-HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
 LOOK: Any = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -69,8 +67,8 @@ def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_
 
     Raises FormatError if there are more panels than can be read.
     """
-    looks = _looks(panels)
-    with _canvas(path, title, panels, x_label, y_label) as grid:
+    looks = looks_of(panels)
+    with canvas(path, title, panels, x_label, y_label) as grid:
         for axes, panel in zip(grid, panels, strict=True):
             for label, values in panel.curves.items():
                 look = looks[label] % len(COLOURS)
@@ -91,31 +89,6 @@ def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_
             axes.set_ylim(bottom=0)
 
 
-def draw_bars(path: Path, title: str, panels: Sequence[Panel], y_label: str, stacked: bool = False) -> None:
-    """Groups of bars side by side, or, `stacked`, one bar a group made of its values. Raises FormatError as `draw_lines`."""
-    looks = _looks(panels)
-    with _canvas(path, title, panels, "", y_label) as grid:
-        for axes, panel in zip(grid, panels, strict=True):
-            count = 1 if stacked else len(panel.curves)
-            bottoms = [0.0] * len(panel.x)
-            for place, (label, values) in enumerate(panel.curves.items()):
-                look = looks[label] % len(COLOURS)
-                shift = 0.0 if stacked else 0.8 * ((place + 0.5) / count - 0.5)
-                axes.bar(
-                    [group + shift for group in range(len(panel.x))],
-                    values,
-                    0.6 if stacked else 0.8 / count,
-                    bottom=bottoms if stacked else 0.0,
-                    label=label,
-                    color=COLOURS[look],
-                    hatch=HATCHES[look],
-                    edgecolor="white" if look == len(COLOURS) - 2 else "black",
-                    linewidth=0.6,
-                )
-                bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
-            axes.set_xticks(range(len(panel.x)), [str(name) for name in panel.x])
-
-
 def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) -> None:
     """Write a figure as PNG in one step; with so many colours at most, which makes drawings several times smaller."""
     drawn = io.BytesIO()
@@ -130,7 +103,7 @@ def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) ->
 
 
 @contextmanager
-def _canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> Iterator[list[Any]]:
+def canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> Iterator[list[Any]]:
     """The axes of each panel in reading order, to draw on; then labels and one legend for all are added, and it is written."""
     _check_panels(len(panels))
     import matplotlib
@@ -172,7 +145,7 @@ def _check_panels(panels: int) -> None:
         )
 
 
-def _looks(panels: Sequence[Panel]) -> dict[str, int]:
+def looks_of(panels: Sequence[Panel]) -> dict[str, int]:
     """A look for each label, by when it comes first."""
     labels = dict.fromkeys(label for panel in panels for label in panel.curves)
     return {label: place for place, label in enumerate(labels)}

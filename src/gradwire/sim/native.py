@@ -6,9 +6,12 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire.core import native
+
+if TYPE_CHECKING:
+    from gradwire.sim.replay import Program
 
 __all__ = ["Native", "NativeOffload", "NativeSelection", "TooLongError", "native_line"]
 
@@ -19,22 +22,6 @@ _LONGEST = 2**62
 
 class TooLongError(Exception):
     """A step may take longer than 64 bits of femtoseconds can say: ask the Python twin."""
-
-
-class Coded(Protocol):
-    """What is needed of a `gradwire.sim.replay.Program`."""
-
-    @property
-    def tasks(self) -> tuple[tuple[int, int, int, int], ...]: ...
-
-    @property
-    def links(self) -> tuple[int, ...]: ...
-
-    @property
-    def busy(self) -> tuple[int, int, int, int]: ...
-
-    @property
-    def codecs(self) -> int: ...
 
 
 class NativeSelection(NamedTuple):
@@ -87,12 +74,12 @@ class Native:
         self._library = library
         self._line = ctypes.c_void_p(library.gw_line(_longs(after), len(after), workers))
         self._numbers: dict[int, int] = {}
-        self._kept: list[Coded] = []  # alive, so that no other program gets the same id
+        self._kept: list[Program] = []  # alive, so that no other program gets the same id
 
     def __del__(self) -> None:
         self._library.gw_free(self._line)
 
-    def step(self, programs: Sequence[Coded], releases: Sequence[int], skew: int, limit: int) -> int | None:
+    def step(self, programs: "Sequence[Program]", releases: Sequence[int], skew: int, limit: int) -> int | None:
         """Femtoseconds, or None above `limit`. Raises TooLongError."""
         numbers = self._all(programs)
         count = len(programs)
@@ -105,7 +92,7 @@ class Native:
 
     def select(
         self,
-        tables: Sequence[Sequence[Coded]],
+        tables: "Sequence[Sequence[Program]]",
         sizes: Sequence[int],
         order: Sequence[int],
         skew: int,
@@ -143,8 +130,8 @@ class Native:
 
     def offload(
         self,
-        programs: Sequence[Coded],
-        moved: Sequence[Coded | None],
+        programs: "Sequence[Program]",
+        moved: "Sequence[Program | None]",
         members: Sequence[Sequence[int]],
         skew: int,
         exhaustive: bool,
@@ -179,14 +166,14 @@ class Native:
             raise TooLongError
         return NativeOffload(list(counts), found, list(begins), list(ends), simulated[0])
 
-    def _all(self, programs: Sequence[Coded]) -> "ctypes.Array[ctypes.c_int32]":
+    def _all(self, programs: "Sequence[Program]") -> "ctypes.Array[ctypes.c_int32]":
         known = self._numbers
         try:
             return _ints([known[id(program)] for program in programs])
         except KeyError:
             return _ints([self._number(program) for program in programs])
 
-    def _number(self, program: Coded) -> int:
+    def _number(self, program: "Program") -> int:
         number = self._numbers.get(id(program))
         if number is None:
             if sum(program.busy) >= _LONGEST:

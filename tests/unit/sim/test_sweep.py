@@ -14,7 +14,7 @@ from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, Tenso
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner.ranges import read_nodes, read_rates
 from gradwire.planner.sweep import SWEPT, clusters, sweep_methods
-from gradwire.report.pictures import Panel, draw_bars
+from gradwire.report.pictures import Panel
 
 TENSORS = [
     TensorProfile(name=f"t{i}", shape=shape, dtype="float32", backward_us=900.0, forward_us=400.0)
@@ -231,7 +231,8 @@ def test_refused_together(files, name, more, told):
 
 
 def test_pictures_can_be_told_apart_without_colours(tmp_path):
-    from gradwire.report.pictures import COLOURS, HATCHES, MARKERS, STYLES
+    from benchmarks.bars import HATCHES, draw_bars
+    from gradwire.report.pictures import COLOURS, MARKERS, STYLES
 
     assert len(COLOURS) == len(set(zip(MARKERS, STYLES, strict=True))) == len(set(HATCHES))
     with pytest.raises(FormatError, match="10 panels"):

@@ -8,10 +8,12 @@ import msgspec
 
 from gradwire.core import entry_points
 from gradwire.core.checks import changed, near, show, under
+from gradwire.core.payload import coded_bytes
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
 __all__ = [
+    "BlockSpec",
     "Law",
     "Run",
     "Spec",
@@ -137,6 +139,24 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         values = [(name, getattr(self, name)) for name in names]
         inside = ",".join(f"{n}={v.family if isinstance(v, Spec) else v}" for n, v in values)
         return f"{self.id}({inside})"
+
+
+class BlockSpec(Spec, frozen=True):
+    """Base of specs whose elements share scales in blocks of `block`, a field of theirs; 0 is as much as is encoded at once."""
+
+    code_bits: ClassVar[int] = 8
+    """Of an element in the payload, where tensors have none of their own."""
+    scales: ClassVar[int] = 1
+    """bfloat16 numbers of each block in the payload."""
+    if TYPE_CHECKING:
+        block: int
+
+    @property
+    def granularity(self) -> int:
+        return self.block or 8192
+
+    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        return sum(coded_bytes([(run.numel, self.code_bits) for run in runs], self.block, self.scales))
 
 
 S = TypeVar("S", bound=Spec)

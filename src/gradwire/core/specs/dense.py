@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number, word
-from gradwire.core.payload import coded_bytes
-from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.base import BlockSpec, Law, Run, Spec, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
@@ -50,7 +49,7 @@ class Cast(Spec, frozen=True):
 
 
 @register_spec
-class FP8(Spec, frozen=True):
+class FP8(BlockSpec, frozen=True):
     """An 8-bit float on the wire with one scale per block, rounded to nearest even: about 1 byte an element.
 
     The scale brings the block's largest magnitude to the format's largest number.
@@ -69,19 +68,12 @@ class FP8(Spec, frozen=True):
         check_block(self.block)
 
     @property
-    def granularity(self) -> int:
-        return self.block
-
-    @property
     def law(self) -> Law:
         return Law("contractive", 0.9)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
-
 
 @register_spec
-class Natural(Spec, frozen=True):
+class Natural(BlockSpec, frozen=True):
     """Natural compression: sign and a power of two, rounded to one of the two neighbours at random so that the mean is
     right (Horvath et al. 2019). 1 byte an element: the powers of two are counted down from the block's largest, and what
     lies below the 127th is rounded to it or to zero.
@@ -99,15 +91,8 @@ class Natural(Spec, frozen=True):
         check_seed(self.seed)
 
     @property
-    def granularity(self) -> int:
-        return self.block
-
-    @property
     def law(self) -> Law:
         return Law("unbiased")
-
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
 
 
 @register_spec

@@ -7,7 +7,7 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import coded_bytes, qsgd_bytes
-from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.base import BlockSpec, Law, Run, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
@@ -15,7 +15,7 @@ __all__ = ["QSGD", "Int8", "TernGrad", "TwoBit"]
 
 
 @register_spec
-class QSGD(Spec, frozen=True):
+class QSGD(BlockSpec, frozen=True):
     """Quantisation to `bits` bits with one scale per block (QSGD; CGX's compressor).
 
     Raises SpecError for a value outside its range.
@@ -66,10 +66,6 @@ class QSGD(Spec, frozen=True):
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
 
     @property
-    def granularity(self) -> int:
-        return self.block
-
-    @property
     def element_bits(self) -> int:
         return self.bits
 
@@ -78,10 +74,11 @@ class QSGD(Spec, frozen=True):
 
 
 @register_spec
-class TernGrad(Spec, frozen=True):
+class TernGrad(BlockSpec, frozen=True):
     """Minus the scale, zero or the scale, at random so that the mean is right (Wen et al. 2017). 2 bits an element."""
 
     id: ClassVar[str] = "terngrad"
+    code_bits: ClassVar[int] = 2
 
     block: int = 1024
     """Elements that share one scale, their largest magnitude: a power of two from 32 to 8192. The paper's is a layer."""
@@ -103,19 +100,12 @@ class TernGrad(Spec, frozen=True):
         return Law("none") if self.clip else Law("unbiased")
 
     @property
-    def granularity(self) -> int:
-        return self.block
-
-    @property
     def element_bits(self) -> int:
         return 2
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 2) for run in runs], self.block))
-
 
 @register_spec
-class Int8(Spec, frozen=True):
+class Int8(BlockSpec, frozen=True):
     """255 levels between minus and plus the block's largest magnitude, rounded to nearest: 1 byte an element."""
 
     id: ClassVar[str] = "int8"
@@ -131,19 +121,12 @@ class Int8(Spec, frozen=True):
         return Law("contractive", 0.88)
 
     @property
-    def granularity(self) -> int:
-        return self.block
-
-    @property
     def element_bits(self) -> int:
         return 8
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 8) for run in runs], self.block))
-
 
 @register_spec
-class TwoBit(Spec, frozen=True):
+class TwoBit(BlockSpec, frozen=True):
     """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's): elements of gradient plus residual of
     at least t travel as t, of at most -t as -t, all others as zero, and what was not sent stays.
     """
@@ -168,10 +151,6 @@ class TwoBit(Spec, frozen=True):
     @property
     def law(self) -> Law:
         return Law("contractive")
-
-    @property
-    def granularity(self) -> int:
-        return self.block
 
     def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
         sections = coded_bytes([(run.numel, 2) for run in runs], self.block)

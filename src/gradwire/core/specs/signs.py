@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number
-from gradwire.core.payload import coded_bytes
-from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.base import BlockSpec, Law, Run, Spec, register_spec
 from gradwire.core.specs.fields import check_block
 from gradwire.errors import SpecError
 
@@ -46,11 +45,12 @@ class Signum(Spec, frozen=True):
 
 
 @register_spec
-class EFSignSGD(Spec, frozen=True):
+class EFSignSGD(BlockSpec, frozen=True):
     """The sign of gradient plus residual, times their mean magnitude in the block; what is lost stays in the residual
     (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"
+    code_bits: ClassVar[int] = 1
     state: ClassVar[tuple[str, ...]] = ("residual",)
 
     block: int = 1024
@@ -65,20 +65,15 @@ class EFSignSGD(Spec, frozen=True):
     def law(self) -> Law:
         return Law("contractive")
 
-    @property
-    def granularity(self) -> int:
-        return self.block or 8192
-
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 1) for run in runs], self.block))
-
 
 @register_spec
-class OneBit(Spec, frozen=True):
+class OneBit(BlockSpec, frozen=True):
     """One bit an element: the mean of the block's elements of at least zero, or the mean of those below, of gradient plus
     residual; what is lost stays in the residual (Seide et al. 2014)."""
 
     id: ClassVar[str] = "onebit"
+    code_bits: ClassVar[int] = 1
+    scales: ClassVar[int] = 2
     state: ClassVar[tuple[str, ...]] = ("residual",)
 
     block: int = 1024
@@ -92,13 +87,6 @@ class OneBit(Spec, frozen=True):
     @property
     def law(self) -> Law:
         return Law("contractive")
-
-    @property
-    def granularity(self) -> int:
-        return self.block or 8192
-
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, 1) for run in runs], self.block, scales=2))
 
 
 def check_momentum(momentum: object) -> None:

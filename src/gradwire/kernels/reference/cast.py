@@ -1,13 +1,14 @@
 """Casts to half the bytes."""
 
 import torch
+from torch import Tensor
 
 from gradwire.kernels.reference.numbers import narrow
 
 __all__ = ["cast_decode", "cast_encode"]
 
 
-def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
+def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload: Tensor) -> None:
     """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""
     v = src.to(torch.float32) if residual is None else src.to(torch.float32) + residual
     sent = narrow(v, wire)
@@ -17,7 +18,7 @@ def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dt
         residual.copy_(torch.where(lost.isfinite(), lost, residual))
 
 
-def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
+def cast_decode(payload: Tensor, wire: torch.dtype, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     value = payload.clone().view(wire).to(torch.float32)
     dst.copy_(narrow(dst.to(torch.float32) + value if add else value, dst.dtype))

@@ -9,6 +9,7 @@ A block whose largest magnitude is below 2^-110 counts as zero: the factor would
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradwire.kernels.reference.numbers import bf16_up, bits_of
 from gradwire.kernels.reference.scaled import scaled_decode, scaled_encode
@@ -29,11 +30,11 @@ class _Format:
     def bits(self, segment: Segment) -> int:
         return 8
 
-    def scales(self, v: torch.Tensor) -> torch.Tensor:
+    def scales(self, v: Tensor) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0)
 
-    def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
+    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
         x = v * (torch.tensor(self.largest, dtype=torch.float32) / _scale(raw))
         magnitude = x.abs().clamp(max=self.largest)
         # one unit of the last place: that of the magnitude's power of two, at least the format's smallest number
@@ -43,7 +44,7 @@ class _Format:
         above = exponent - (1 - self.bias)
         return places + (above << self.mantissa) | (torch.signbit(x).to(torch.int64) << 7)
 
-    def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:
+    def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         exponent, places = (codes & 0x7F) >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         places = torch.where(exponent > 0, places + (1 << self.mantissa), places).to(torch.float32)
         magnitude = torch.ldexp(places, exponent.clamp(min=1) - self.bias - self.mantissa)
@@ -53,12 +54,12 @@ class _Format:
 _FORMATS = {"e4m3": _Format(3, 7, 448.0), "e5m2": _Format(2, 15, 57344.0)}
 
 
-def _scale(raw: torch.Tensor) -> torch.Tensor:
+def _scale(raw: Tensor) -> Tensor:
     return (raw << 16).to(torch.int32).view(torch.float32)
 
 
 def fp8_encode(
-    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, block: int, format: str, payload: torch.Tensor
+    src: Tensor, residual: Tensor | None, segments: Segments, block: int, format: str, payload: Tensor
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload; format is e4m3 or e5m2.
 
@@ -68,8 +69,6 @@ def fp8_encode(
     scaled_encode(_FORMATS[format], src, residual, segments, no_stream, block, payload)
 
 
-def fp8_decode(
-    payload: torch.Tensor, segments: Segments, block: int, format: str, add: bool, dst: torch.Tensor
-) -> None:
+def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     scaled_decode(_FORMATS[format], payload, segments, block, add, dst)

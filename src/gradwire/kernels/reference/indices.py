@@ -5,6 +5,7 @@ bit (index >> low) + i, up to a whole byte. Bits count from the lowest of the fi
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import index_low_bits
 
@@ -13,7 +14,7 @@ __all__ = ["DAMAGED", "read_indices", "write_indices"]
 DAMAGED = "the payload's indices are damaged"
 
 
-def write_indices(index: torch.Tensor, n: int) -> torch.Tensor:
+def write_indices(index: Tensor, n: int) -> Tensor:
     """The bytes, uint8, of ascending indices (int64)."""
     k = index.numel()
     low = index_low_bits(k, n)
@@ -24,7 +25,7 @@ def write_indices(index: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat([_packed(parts.reshape(-1)), _packed(unary)])
 
 
-def read_indices(data: torch.Tensor, k: int, n: int) -> torch.Tensor:
+def read_indices(data: Tensor, k: int, n: int) -> Tensor:
     """The k indices (int64) that the bytes hold.
 
     Raises RuntimeError if there are not exactly k, if they do not ascend or if one is not below n.
@@ -43,16 +44,16 @@ def read_indices(data: torch.Tensor, k: int, n: int) -> torch.Tensor:
     return index
 
 
-def _row_of(ones: torch.Tensor, n: int) -> torch.Tensor:
+def _row_of(ones: Tensor, n: int) -> Tensor:
     row = torch.zeros(n, dtype=torch.int64, device=ones.device)
     row[ones] = 1
     return row
 
 
-def _packed(bits: torch.Tensor) -> torch.Tensor:
+def _packed(bits: Tensor) -> Tensor:
     eights = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).reshape(-1, 8)
     return (eights << torch.arange(8, device=bits.device)).sum(dim=1).to(torch.uint8)
 
 
-def _bits(data: torch.Tensor) -> torch.Tensor:
+def _bits(data: Tensor) -> Tensor:
     return ((data.to(torch.int64).unsqueeze(1) >> torch.arange(8, device=data.device)) & 1).reshape(-1)

@@ -1,6 +1,7 @@
 """A rank's own step of weights, by its own gradient."""
 
 import torch
+from torch import Tensor
 
 from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.reference.numbers import narrow
@@ -9,12 +10,7 @@ __all__ = ["local_update"]
 
 
 def local_update(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    squares: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    by: LocalUpdate,
-    out: torch.Tensor,
+    weight: Tensor, gradient: Tensor, squares: Tensor | None, mean: Tensor | None, by: LocalUpdate, out: Tensor
 ) -> None:
     """Write the weights moved by `by` to `out`, in float32 (or float64, if they are) and rounded once. All have one shape."""
     wide = torch.promote_types(weight.dtype, torch.float32)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 __all__ = ["back_project", "orthogonalise", "project", "reconstruct"]
 
@@ -20,7 +21,7 @@ class _Matrix(NamedTuple):
     q: slice
 
 
-def _each(matrices: torch.Tensor, rank: int) -> Iterator[_Matrix]:
+def _each(matrices: Tensor, rank: int) -> Iterator[_Matrix]:
     for offset, rows, columns, p_at, q_at in matrices.tolist():
         run, p, q = (
             slice(at, at + n) for at, n in ((offset, rows * columns), (p_at, rows * rank), (q_at, columns * rank))
@@ -28,38 +29,24 @@ def _each(matrices: torch.Tensor, rank: int) -> Iterator[_Matrix]:
         yield _Matrix(run, rows, columns, p, q)
 
 
-def _whole(src: torch.Tensor, residual: torch.Tensor | None, m: _Matrix) -> torch.Tensor:
+def _whole(src: Tensor, residual: Tensor | None, m: _Matrix) -> Tensor:
     x = src[m.run].to(torch.float32)
     return (x if residual is None else x + residual[m.run]).view(m.rows, m.columns)
 
 
-def project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    q: torch.Tensor,
-    p: torch.Tensor,
-) -> None:
+def project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
     """P = M Q', of every matrix."""
     for m in _each(matrices, rank):
         p[m.p] = (_whole(src, residual, m) @ q[m.q].view(rank, m.columns).T).reshape(-1)
 
 
-def back_project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q: torch.Tensor,
-) -> None:
+def back_project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
     """Q = P' M, of every matrix."""
     for m in _each(matrices, rank):
         q[m.q] = (p[m.p].view(m.rows, rank).T @ _whole(src, residual, m)).reshape(-1)
 
 
-def orthogonalise(matrices: torch.Tensor, rank: int, p: torch.Tensor) -> None:
+def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
     """Make the columns of each P orthonormal; they span at least what they did. A P that is not finite becomes NaN."""
     for m in _each(matrices, rank):
         columns = p[m.p].view(m.rows, rank).double()
@@ -70,13 +57,7 @@ def orthogonalise(matrices: torch.Tensor, rank: int, p: torch.Tensor) -> None:
 
 
 def reconstruct(
-    dst: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q_sum: torch.Tensor,
-    q_own: torch.Tensor,
+    dst: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
 ) -> None:
     """dst = P Q of all ranks; residual = M less P Q of this one, unless Q is not finite: then it stays what it was."""
     for m in _each(matrices, rank):

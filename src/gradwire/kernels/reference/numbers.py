@@ -1,6 +1,7 @@
 """Conversions and blocks that all reference kernels share."""
 
 import torch
+from torch import Tensor
 
 __all__ = ["HUGE", "TINY", "bf16_towards", "bf16_up", "bits_of", "equal_blocks", "narrow"]
 
@@ -10,7 +11,7 @@ LARGEST_BF16 = 0x7F7F
 M32 = 0xFFFFFFFF
 
 
-def narrow(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrow(v: Tensor, dtype: torch.dtype) -> Tensor:
     """To nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
     out = v.to(dtype)
     return out if dtype == torch.float32 else torch.where(out.isnan(), torch.full_like(out, float("nan")), out)
@@ -22,15 +23,15 @@ def equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
     return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
 
 
-def bits_of(x: torch.Tensor) -> torch.Tensor:
+def bits_of(x: Tensor) -> Tensor:
     return x.view(torch.int32).to(torch.int64) & M32
 
 
-def bf16_up(magnitude_bits: torch.Tensor) -> torch.Tensor:
+def bf16_up(magnitude_bits: Tensor) -> Tensor:
     return ((magnitude_bits + 0xFFFF) >> 16).clamp(max=LARGEST_BF16)
 
 
-def bf16_towards(x: torch.Tensor, up: bool) -> torch.Tensor:
+def bf16_towards(x: Tensor, up: bool) -> Tensor:
     bits = bits_of(x)
     magnitude, negative = bits & 0x7FFFFFFF, bits >> 31 == 1
     raw = torch.where(negative != up, bf16_up(magnitude), magnitude >> 16)

@@ -1,6 +1,7 @@
 """Packing codes of 1 to 8 bits in planes. See csrc/planes.hpp."""
 
 import torch
+from torch import Tensor
 
 __all__ = ["pack", "unpack"]
 
@@ -17,7 +18,7 @@ def _planes(bits: int) -> list[tuple[int, int]]:
     return planes
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(codes: Tensor, bits: int) -> Tensor:
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
     out = []
     for width, shift in _planes(bits):
@@ -28,7 +29,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(out, dim=1).to(torch.uint8)
 
 
-def unpack(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
+def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     m = (n + 7) // 8 * 8
     codes = torch.zeros(packed.shape[0], m, dtype=torch.int64, device=packed.device)
     at = 0

@@ -16,6 +16,7 @@ whose scale is below 2^-100 counts as zero.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradwire.kernels.reference.numbers import TINY, bits_of
 from gradwire.kernels.reference.qsgd import find_scale
@@ -29,16 +30,16 @@ class _Natural:
     def bits(self, segment: Segment) -> int:
         return 8
 
-    def scales(self, v: torch.Tensor) -> torch.Tensor:
+    def scales(self, v: Tensor) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, (bits_of(bound) + 0x7FFFFF) >> 23 << 7, 0)
 
-    def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
+    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
         exponent = raw >> 7
         power, lowest = (bits_of(v.abs()) + (random << 7)) >> 23, (exponent - 126).clamp(min=1)
         return _signed(torch.where(power >= lowest, power - (exponent - 127), 0), v, bits)
 
-    def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:
+    def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         exponent = (raw >> 7) & 0xFF
         unit = torch.where(exponent == 0xFF, float("nan"), 1.0)
         return _value(codes, exponent - 127, unit, bits)
@@ -52,10 +53,10 @@ class _Exponential:
     def bits(self, segment: Segment) -> int:
         return segment.bits
 
-    def scales(self, v: torch.Tensor) -> torch.Tensor:
+    def scales(self, v: Tensor) -> Tensor:
         return find_scale(v, self.scale)[0].to(torch.int64)
 
-    def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
+    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
         levels, scale = (1 << (bits - 1)) - 1, _float(raw << 16)
         size = (v.abs() * (1.0 / scale)).clamp(max=1.0)
         lowest = (134 - (raw >> 7)).clamp(min=128 - levels)
@@ -63,11 +64,11 @@ class _Exponential:
         power = _power(size, lowest, u)
         return _signed(torch.where(power >= lowest, power - (127 - levels), 0), v, bits)
 
-    def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:
+    def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         return _value(codes, 128 - (1 << (bits - 1)), _float(raw << 16), bits)
 
 
-def _power(size: torch.Tensor, lowest: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def _power(size: Tensor, lowest: Tensor, u: Tensor) -> Tensor:
     """The biased exponents to which sizes are rounded, lowest - 1 for zero."""
     floor = _float(lowest << 23)
     below = size < floor  # there the mantissa of size + floor is size / floor
@@ -75,28 +76,23 @@ def _power(size: torch.Tensor, lowest: torch.Tensor, u: torch.Tensor) -> torch.T
     return rounded - below.to(torch.int64)
 
 
-def _signed(magnitude: torch.Tensor, v: torch.Tensor, bits: int) -> torch.Tensor:
+def _signed(magnitude: Tensor, v: Tensor, bits: int) -> Tensor:
     return magnitude | (torch.signbit(v).to(torch.int64) << (bits - 1))
 
 
-def _value(codes: torch.Tensor, offset: torch.Tensor | int, unit: torch.Tensor, bits: int) -> torch.Tensor:
+def _value(codes: Tensor, offset: Tensor | int, unit: Tensor, bits: int) -> Tensor:
     magnitude = codes & ((1 << (bits - 1)) - 1)
     power = magnitude + offset
     size = _float(torch.where((magnitude > 0) & (power > 0), power << 23, 0)) * unit
     return torch.where(codes >> (bits - 1) == 1, -size, size)
 
 
-def _float(bits: torch.Tensor) -> torch.Tensor:
+def _float(bits: Tensor) -> Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 
 
 def natural_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload; stream is int64 (seed, step, encode, rank).
 
@@ -105,25 +101,25 @@ def natural_encode(
     scaled_encode(_Natural(), src, residual, segments, stream, block, payload)
 
 
-def natural_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+def natural_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     scaled_decode(_Natural(), payload, segments, block, add, dst)
 
 
 def exponential_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
-    stream: torch.Tensor,
+    stream: Tensor,
     block: int,
     scale: str,
     rounding: str,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """As `qsgd_encode`, with levels that halve from the scale ('max' or 'l2') on."""
     scaled_encode(_Exponential(scale, rounding), src, residual, segments, stream, block, payload)
 
 
-def exponential_decode(payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
+def exponential_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
     """As `qsgd_decode`."""
     scaled_decode(_Exponential("max", "nearest"), payload, segments, block, add, dst)

@@ -11,6 +11,7 @@ non-finite becomes finite.
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_towards, bf16_up, bits_of, equal_blocks, narrow
@@ -24,14 +25,14 @@ SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest
 
 
 def qsgd_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
-    stream: torch.Tensor,
+    stream: Tensor,
     block: int,
     scale: str,
     rounding: str,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8); stream is int64 (seed, step, encode, rank).
 
@@ -63,9 +64,7 @@ def qsgd_encode(
                 residual[where] = lost.reshape(-1)
 
 
-def qsgd_decode(
-    payload: torch.Tensor, segments: Segments, block: int, scale: str, add: bool, dst: torch.Tensor
-) -> None:
+def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     scale_bytes, _ = qsgd_bytes([(s.numel, s.bits) for s in segments.rows], block, scale)
     keyed = 2 if scale == "minmax" else 1
@@ -83,7 +82,7 @@ def qsgd_decode(
             dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
-def find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
+def find_scale(v: Tensor, scale: str) -> tuple[Tensor, Tensor]:
     """Raw bfloat16 scales of the rows of v as int16 of shape (rows, 1 or 2), and which rows are finite, (rows, 1)."""
     finite = (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
     safe = torch.where(finite, v, 0.0)
@@ -112,7 +111,7 @@ def find_scale(v: torch.Tensor, scale: str) -> tuple[torch.Tensor, torch.Tensor]
 class _Grid:
     """How a block's values map to codes; tensors of shape (blocks, 1)."""
 
-    def __init__(self, raw: torch.Tensor, scale: str, bits: int) -> None:
+    def __init__(self, raw: Tensor, scale: str, bits: int) -> None:
         value = ((raw.to(torch.int32) & 0xFFFF) << 16).view(torch.float32)
         if scale == "minmax":
             top = float((1 << bits) - 1)
@@ -126,11 +125,11 @@ class _Grid:
         self.inverse = torch.where(span >= TINY, factor.to(span.device) / span, 0.0)
         self.step = span / top
 
-    def value(self, codes: torch.Tensor) -> torch.Tensor:
+    def value(self, codes: Tensor) -> Tensor:
         return (codes - self.zero).to(torch.float32) * self.step + self.base
 
 
-def _quantise(v: torch.Tensor, grid: _Grid, counter: torch.Tensor, key: int | None) -> torch.Tensor:
+def _quantise(v: Tensor, grid: _Grid, counter: Tensor, key: int | None) -> Tensor:
     """Codes (int64) of v; counter (blocks) numbers the first random word of each block; no key rounds to nearest."""
     n, half = v.shape[1], (v.shape[1] + 7) // 8 * 4
     fixed = ((v - grid.base) * grid.inverse + grid.origin).nan_to_num(0.0).to(torch.int32).to(torch.int64)

@@ -1,6 +1,7 @@
 """The counter-based random stream: 32-bit words as a pure function of key and counter. See csrc/random.hpp."""
 
 import torch
+from torch import Tensor
 
 __all__ = ["random_words", "stream_key"]
 
@@ -24,7 +25,7 @@ def stream_key(words: list[int], tensor: int) -> int:
     return key
 
 
-def random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
+def random_words(counter: Tensor, key: int) -> Tensor:
     """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
     group = counter // 16 % 4
     hashed = random_hash(counter - 16 * group, key)
@@ -33,7 +34,7 @@ def random_words(counter: torch.Tensor, key: int) -> torch.Tensor:
     return torch.where(group == 0, x, x ^ (x >> 16))
 
 
-def random_hash(counter: torch.Tensor, key: int) -> torch.Tensor:
+def random_hash(counter: Tensor, key: int) -> Tensor:
     x = (counter & _M32) ^ (key & _M32)
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _M32

@@ -6,6 +6,7 @@ is sent as NaN, wherever in it that was, and keeps its residual.
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import kept_of
 from gradwire.kernels.reference.numbers import narrow
@@ -20,12 +21,7 @@ _M64 = 0xFFFFFFFFFFFFFFFF
 
 
 def randomk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
 ) -> None:
     """The key of the stream of (seed, step, encode, rank), 8 bytes, then the values drawn, in the dtype of src.
 
@@ -38,7 +34,7 @@ def randomk_encode(
 
 
 def randomk_decode(
-    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
 ) -> None:
     """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values."""
     base = int.from_bytes(bytes(payload[:STREAM_BYTES].tolist()), "little")
@@ -46,32 +42,20 @@ def randomk_decode(
 
 
 def gather_random(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    values: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, values: Tensor
 ) -> None:
     """As `randomk_encode`, the values alone, as float32; all ranks and all encodes of a step draw the same elements."""
     values.copy_(_gather(src, residual, segments, _common(stream), ratio, torch.float32))
 
 
-def scatter_random(
-    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
-) -> None:
+def scatter_random(values: Tensor, segments: Segments, stream: Tensor, ratio: float, add: bool, dst: Tensor) -> None:
     """Write values (float32) where `gather_random` drew them, zeros elsewhere, or add them."""
     _scatter(values, segments, _common(stream), ratio, add, dst)
 
 
 def _gather(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    base: int,
-    ratio: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    src: Tensor, residual: Tensor | None, segments: Segments, base: int, ratio: float, dtype: torch.dtype
+) -> Tensor:
     out = [torch.empty(0, dtype=dtype, device=src.device)]
     for row in segments.rows:
         where = slice(row.offset, row.offset + row.numel)
@@ -92,7 +76,7 @@ def _gather(
     return torch.cat(out)
 
 
-def _scatter(values: torch.Tensor, segments: Segments, base: int, ratio: float, add: bool, dst: torch.Tensor) -> None:
+def _scatter(values: Tensor, segments: Segments, base: int, ratio: float, add: bool, dst: Tensor) -> None:
     at = 0
     for row in segments.rows:
         _, place = _draw(row, base, ratio, dst.device)
@@ -101,7 +85,7 @@ def _scatter(values: torch.Tensor, segments: Segments, base: int, ratio: float, 
         at += place.numel()
 
 
-def _draw(row: Segment, base: int, ratio: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(row: Segment, base: int, ratio: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the k stretches of a run begin and the last ends, k + 1 elements, and the element drawn from each."""
     k = kept_of(row.numel, ratio)
     i = torch.arange(k + 1, device=device)
@@ -118,5 +102,5 @@ def _base(words: list[int]) -> int:
     return key
 
 
-def _common(stream: torch.Tensor) -> int:
+def _common(stream: Tensor) -> int:
     return _base([*stream.tolist()[:2], 0, 0])

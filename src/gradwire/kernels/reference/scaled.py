@@ -9,6 +9,7 @@ takes all of it.
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
@@ -27,24 +28,18 @@ class Coder(Protocol):
     def bits(self, segment: Segment) -> int:
         """Bits of a code."""
 
-    def scales(self, v: torch.Tensor) -> torch.Tensor:
+    def scales(self, v: Tensor) -> Tensor:
         """Raw bfloat16 scales of finite v of shape (blocks, n), int64 of shape (blocks, 1); 0 for a block of zeros."""
 
-    def codes(self, v: torch.Tensor, raw: torch.Tensor, bits: int, random: torch.Tensor) -> torch.Tensor:
+    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
         """Codes of v, int64; random has 16 bits for each element."""
 
-    def values(self, codes: torch.Tensor, raw: torch.Tensor, bits: int) -> torch.Tensor:
+    def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         """What codes stand for, float32; NaN where the scale is."""
 
 
 def scaled_encode(
-    coder: Coder,
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    payload: torch.Tensor,
+    coder: Coder, src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
 ) -> None:
     """Encode src (+ residual) into payload; the residual becomes what was lost."""
     code_at, _ = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block)
@@ -77,9 +72,7 @@ def scaled_encode(
                 residual[where] = torch.where(finite, v - sent, before).reshape(-1)
 
 
-def scaled_decode(
-    coder: Coder, payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor
-) -> None:
+def scaled_decode(coder: Coder, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     code_at, _ = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block)
     scale_at = 0
@@ -96,7 +89,7 @@ def scaled_decode(
             dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
-def random_halves(first: torch.Tensor, n: int, key: int) -> torch.Tensor:
+def random_halves(first: Tensor, n: int, key: int) -> Tensor:
     """16 random bits for each of n elements of blocks whose first random word has the number `first` (blocks)."""
     half = (n + 7) // 8 * 4
     words = random_words(first.unsqueeze(1) + torch.arange(half, device=first.device), key)

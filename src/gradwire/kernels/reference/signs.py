@@ -11,6 +11,7 @@ throughout, and its residual stays what it was. Signs alone have no way to say s
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
 from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
@@ -24,9 +25,7 @@ PIECE = 8192
 LANES = 64
 
 
-def sign_encode(
-    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
-) -> None:
+def sign_encode(src: Tensor, momentum: Tensor | None, keep: float, segments: Segments, payload: Tensor) -> None:
     """Encode the signs of src (float32, bfloat16 or float16, flat).
 
     With a momentum (float32, as long as src) it becomes keep * momentum + (1 - keep) * src, and its signs are encoded; an
@@ -47,12 +46,7 @@ def sign_encode(
 
 
 def mean_sign_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    block: int,
-    means: int,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, block: int, means: int, payload: Tensor
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) as signs with 1 or 2 means a block.
 
@@ -81,9 +75,7 @@ def mean_sign_encode(
         code_at += packed.numel()
 
 
-def sign_decode(
-    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
-) -> None:
+def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst. No means: -1 and 1."""
     scale_at, code_at = 0, coded_bytes([(s.numel, 1) for s in segments.rows], block, means).scales
     for seg in segments.rows:
@@ -99,7 +91,7 @@ def sign_decode(
             dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
-def block_sums(v: torch.Tensor) -> torch.Tensor:
+def block_sums(v: Tensor) -> Tensor:
     """The sums of the rows of v as float64: element i of a piece of 8192 is added to lane i % 64, lanes are folded in
     halves, both in float32, and the sums of pieces are added up."""
     width = PIECE if v.shape[1] > PIECE else -(-v.shape[1] // LANES) * LANES
@@ -116,11 +108,11 @@ def block_sums(v: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _below_zero(v: torch.Tensor) -> torch.Tensor:
+def _below_zero(v: Tensor) -> Tensor:
     return torch.signbit(v) & (v != 0)
 
 
-def _means(v: torch.Tensor, negative: torch.Tensor, means: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _means(v: Tensor, negative: Tensor, means: int) -> tuple[Tensor, Tensor]:
     """The means of the rows of v as bfloat16 of shape (rows, means), and which rows are finite, (rows, 1)."""
     if means == 1:
         above, under = block_sums(v.abs()), torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
@@ -133,14 +125,14 @@ def _means(v: torch.Tensor, negative: torch.Tensor, means: int) -> tuple[torch.T
     return narrow(torch.where(finite, mean, float("nan")).to(torch.float32), torch.bfloat16), finite
 
 
-def _values(means: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+def _values(means: Tensor, negative: Tensor) -> Tensor:
     value = means.to(torch.float32)
     if means.shape[1] == 0:
         value = torch.ones(len(means), 1, dtype=torch.float32, device=means.device)
     return torch.where(negative, value[:, 1:] if means.shape[1] == 2 else -value, value[:, :1])
 
 
-def _pack_units(below: torch.Tensor) -> torch.Tensor:
+def _pack_units(below: Tensor) -> Tensor:
     """The bits of one run."""
     runs = equal_blocks(below.numel(), SIGN_UNIT)
     codes = [below[at : at + count * n].reshape(count, n).to(torch.int64) for at, count, n in runs]
@@ -148,7 +140,7 @@ def _pack_units(below: torch.Tensor) -> torch.Tensor:
     return torch.cat([below.new_zeros(0, dtype=torch.uint8), *packed])
 
 
-def _unpack_units(packed: torch.Tensor, numel: int) -> torch.Tensor:
+def _unpack_units(packed: Tensor, numel: int) -> Tensor:
     below, size = torch.zeros(numel, dtype=torch.bool, device=packed.device), SIGN_UNIT // 8
     for at, count, n in equal_blocks(numel, SIGN_UNIT):
         part = packed[at // 8 : at // 8 + (count * size if n == SIGN_UNIT else (n + 7) // 8)]

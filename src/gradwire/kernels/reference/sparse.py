@@ -6,6 +6,7 @@ not round to something finite in the gradient's dtype is sent as that, and what 
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
@@ -18,13 +19,13 @@ NAN_KEY = 0x7F800001
 
 
 def topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
     ratio: float,
     together: bool,
     threshold: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8).
 
@@ -50,14 +51,14 @@ def topk_encode(
 
 
 def dgc_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    momentum: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
+    momentum: Tensor | None,
     segments: Segments,
     ratio: float,
     decay: float,
     bound: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """Of each segment: momentum = decay * momentum + gradient, residual = residual + momentum; the largest of the residual
     are sent, both cleared there.
@@ -85,13 +86,7 @@ def dgc_encode(
 
 
 def topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    together: bool,
-    add: bool,
-    dst: torch.Tensor,
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, together: bool, add: bool, dst: Tensor
 ) -> None:
     """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values.
 
@@ -111,12 +106,7 @@ def topk_decode(
 
 
 def block_topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    ratio: float,
-    block: int,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, ratio: float, block: int, payload: Tensor
 ) -> None:
     """The largest of each block, a byte for the place of each in its block; else as `topk_encode`."""
     values, places = [], []
@@ -139,13 +129,7 @@ def block_topk_encode(
 
 
 def block_topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    block: int,
-    add: bool,
-    dst: torch.Tensor,
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, block: int, add: bool, dst: Tensor
 ) -> None:
     """As `topk_decode`."""
     numel = payload.numel() // (dtype.itemsize + 1)
@@ -164,13 +148,13 @@ def block_topk_decode(
         write_sparse(dst, where, index, value, add)
 
 
-def largest(v: torch.Tensor, k: int) -> torch.Tensor:
+def largest(v: Tensor, k: int) -> Tensor:
     """Of each row of v, shape (rows, n), the indices of the k largest magnitudes, ascending, shape (rows, k)."""
     key = (bits_of(v) & 0x7FFFFFFF).clamp(max=NAN_KEY)
     return key.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 
-def write_sparse(dst: torch.Tensor, where: torch.Tensor, index: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+def write_sparse(dst: Tensor, where: Tensor, index: Tensor, value: Tensor, add: bool) -> None:
     """dst[where] becomes zeros with the values at the indices, or has them added."""
     at = where[index]
     if add:
@@ -180,25 +164,25 @@ def write_sparse(dst: torch.Tensor, where: torch.Tensor, index: torch.Tensor, va
         dst[at] = narrow(value, dst.dtype)
 
 
-def _groups(segments: Segments, together: bool) -> list[torch.Tensor]:
+def _groups(segments: Segments, together: bool) -> list[Tensor]:
     """The places in the flat buffer of the elements of each group."""
     device = segments.device
     runs = [torch.arange(row.offset, row.offset + row.numel, device=device) for row in segments.rows]
     return [torch.cat(runs) if runs else torch.arange(0, device=device)] if together else runs
 
 
-def _unsent(v: torch.Tensor, old: torch.Tensor, index: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+def _unsent(v: Tensor, old: Tensor, index: Tensor, sent: Tensor) -> Tensor:
     """What remains of v after the values `sent` at the indices; the old residual where v cannot be carried."""
     rest = v.clone()
     rest[index] = v[index] - torch.where(v[index].isfinite(), sent.to(torch.float32), 0.0)
     return torch.where(narrow(v, sent.dtype).isfinite(), rest, old)
 
 
-def _one_nan(v: torch.Tensor) -> torch.Tensor:
+def _one_nan(v: Tensor) -> Tensor:
     return torch.where(v.isnan(), torch.full_like(v, float("nan")), v)
 
 
-def _clipping(src: torch.Tensor, bound: float) -> torch.Tensor:
+def _clipping(src: Tensor, bound: float) -> Tensor:
     """What brings the norm back to the bound, if it is larger and finite; summed in 16 lanes, folded."""
     one = torch.ones((), dtype=torch.float32, device=src.device)
     if not bound or not src.numel():
@@ -211,6 +195,6 @@ def _clipping(src: torch.Tensor, bound: float) -> torch.Tensor:
     return torch.where((norm > bound) & (norm < float("inf")), (bound / norm).to(torch.float32), one)
 
 
-def _join(payload: torch.Tensor, values: list[torch.Tensor], indices: list[torch.Tensor]) -> None:
+def _join(payload: Tensor, values: list[Tensor], indices: list[Tensor]) -> None:
     parts = [part.contiguous().view(torch.uint8) for part in (*values, *indices)]
     payload.copy_(torch.cat(parts) if parts else payload[:0])

@@ -10,6 +10,7 @@ TernGrad: the payload of QSGD with 2 bits and scale 'max', of values cut back to
 """
 
 import torch
+from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_up, bits_of, equal_blocks, narrow
@@ -27,13 +28,13 @@ LARGEST_BF16 = 2.0**128 - 2.0**120
 
 
 def threshold_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
     block: int,
     threshold: float,
     multiple: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat). t is `threshold`, or where that is 0 so many times the block's mean
     magnitude.
@@ -66,9 +67,7 @@ def threshold_encode(
                 residual[where] = torch.where(finite, lost, residual[where].reshape(count, n)).reshape(-1)
 
 
-def threshold_decode(
-    payload: torch.Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: torch.Tensor
-) -> None:
+def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
     """Write what payload holds to dst (flat), or add it to dst."""
     scale_at, code_at = 0, _scale_bytes(segments, block, threshold)
     for seg in segments.rows:
@@ -87,13 +86,7 @@ def threshold_decode(
 
 
 def terngrad_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    block: int,
-    clip: float,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
 ) -> None:
     """As `qsgd_encode` with 2 bits, scale 'max' and stochastic rounding, but a scale is at most `clip` times the root mean
     square of its block, and what is beyond counts as that. Decoded by `qsgd_decode`."""
@@ -128,7 +121,7 @@ def _scale_bytes(segments: Segments, block: int, threshold: float) -> int:
     return 0 if threshold else coded_bytes([(s.numel, 2) for s in segments.rows], block).scales
 
 
-def _thresholds(v: torch.Tensor, multiple: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _thresholds(v: Tensor, multiple: float) -> tuple[Tensor, Tensor]:
     """t of the rows of v, (rows, 1), a number of bfloat16 or NaN, and which rows are finite."""
     total = block_sums(v.abs()).unsqueeze(1)
     finite = total < HUGE  # false for NaN too
@@ -136,7 +129,7 @@ def _thresholds(v: torch.Tensor, multiple: float) -> tuple[torch.Tensor, torch.T
     return torch.where(finite, t.clamp(max=LARGEST_BF16), float("nan")), finite
 
 
-def _bounds(v: torch.Tensor, clip: float) -> torch.Tensor:
+def _bounds(v: Tensor, clip: float) -> Tensor:
     """The scales of the rows of v, (rows, 1), numbers of bfloat16 in float32."""
     largest = v.abs().amax(dim=1, keepdim=True)
     exponent = bits_of(largest) >> 23
@@ -149,7 +142,7 @@ def _bounds(v: torch.Tensor, clip: float) -> torch.Tensor:
     return (raw << 16).to(torch.int32).view(torch.float32)
 
 
-def _ternary_codes(v: torch.Tensor, bound: torch.Tensor, counter: torch.Tensor, key: int) -> torch.Tensor:
+def _ternary_codes(v: Tensor, bound: Tensor, counter: Tensor, key: int) -> Tensor:
     """Codes (int64) of v; counter (blocks) numbers the first random word of each block."""
     n, half = v.shape[1], (v.shape[1] + 7) // 8 * 4
     factor = torch.tensor(65536.0 * SHORT, dtype=torch.float32, device=v.device)

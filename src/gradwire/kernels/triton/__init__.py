@@ -19,18 +19,20 @@ Imported by `kernels_for("cuda")` only: Triton is loaded with it.
 
 from gradwire.kernels.triton.block_topk import block_topk_decode, block_topk_encode
 from gradwire.kernels.triton.cast import cast_decode, cast_encode
-from gradwire.kernels.triton.local_update import local_update
-from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
-from gradwire.kernels.triton.qsgd import qsgd_decode, qsgd_encode, terngrad_encode
-from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
-from gradwire.kernels.triton.scaled import (
+from gradwire.kernels.triton.coded import (
     exponential_decode,
     exponential_encode,
     fp8_decode,
     fp8_encode,
     natural_decode,
     natural_encode,
+    qsgd_decode,
+    qsgd_encode,
+    terngrad_encode,
 )
+from gradwire.kernels.triton.local_update import local_update
+from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
+from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
 from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_encode
 from gradwire.kernels.triton.sparse import dgc_encode, topk_decode, topk_encode
 from gradwire.kernels.triton.ternary import threshold_decode, threshold_encode

@@ -8,11 +8,21 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.core.payload import kept_of
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import load_value
-from gradwire.kernels.triton.launch import OPTIONS, blocks_each, check_dst, check_flat, check_payload, device_of
+from gradwire.kernels.triton.launch import (
+    blocks_each,
+    check_dst,
+    check_flat,
+    check_payload,
+    launch,
+    made_once,
+    reach_of,
+    table_of,
+)
 from gradwire.kernels.triton.numbers import magnitude, narrow, widen
 from gradwire.kernels.triton.selection import key_of, one_nan
 
@@ -86,19 +96,14 @@ def block_topk_decode_kernel(
 
 
 class _Blocks(NamedTuple):
-    table: torch.Tensor
+    table: Tensor
     """int64 of shape (programs, 5), see block_program."""
     numel: int
     values: int
 
 
 def block_topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    ratio: float,
-    block: int,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, ratio: float, block: int, payload: Tensor
 ) -> None:
     """As `reference.block_topk_encode`."""
     blocks = _blocks_of(segments, ratio, block)
@@ -107,22 +112,15 @@ def block_topk_encode(
     if blocks.values:
         values = torch.empty(blocks.values, dtype=src.dtype, device=src.device)
         kept = src if residual is None else residual
-        with device_of(src):
-            block_topk_encode_kernel[(len(blocks.table),)](
-                src, kept, blocks.table, values, payload[values.nbytes :],
-                ROWS=blocks_each(block), BLOCK=block, RESIDUAL=residual is not None, **OPTIONS,
-            )  # fmt: skip
+        launch(
+            block_topk_encode_kernel, len(blocks.table), src, kept, blocks.table, values, payload[values.nbytes :],
+            ROWS=blocks_each(block), BLOCK=block, RESIDUAL=residual is not None,
+        )  # fmt: skip
         payload[: values.nbytes].copy_(values.view(torch.uint8))
 
 
 def block_topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    block: int,
-    add: bool,
-    dst: torch.Tensor,
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, block: int, add: bool, dst: Tensor
 ) -> None:
     """As `reference.block_topk_decode`, but a block whose places are damaged becomes NaN."""
     blocks = _blocks_of(segments, ratio, block)
@@ -131,34 +129,22 @@ def block_topk_decode(
     if blocks.values:
         size = blocks.values * dtype.itemsize
         values, most = payload[:size].clone().view(dtype), kept_of(block, ratio)
-        with device_of(dst):
-            block_topk_decode_kernel[(len(blocks.table),)](
-                values, payload[size:], blocks.table, dst,
-                ROWS=blocks_each(block), BLOCK=block, KEPT=triton.next_power_of_2(most), ADD=add, **OPTIONS,
-            )  # fmt: skip
+        launch(
+            block_topk_decode_kernel, len(blocks.table), values, payload[size:], blocks.table, dst,
+            ROWS=blocks_each(block), BLOCK=block, KEPT=triton.next_power_of_2(most), ADD=add,
+        )  # fmt: skip
 
 
+@made_once
 def _blocks_of(segments: Segments, ratio: float, block: int) -> _Blocks:
-    """The programs of these segments, made once and kept with them."""
-    key = ("block_topk", ratio, block)
-    made = segments.launches.get(key)
-    if made is None:
-        made = segments.launches[key] = _blocks(segments, ratio, block)
-    return made
-
-
-def _blocks(segments: Segments, ratio: float, block: int) -> _Blocks:
     if block & (block - 1) or not 32 <= block <= 256:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 256: a place is one byte")
     rows, values, each = [], 0, blocks_each(block) * block
     for row in segments.rows:
-        if row.offset < 0:
-            raise RuntimeError(f"a segment reaches past the flat buffer: {row}")
         full = row.numel // block * block
         for start, end, n in ((0, full, block), (full, row.numel, row.numel - full)):
             for at in range(start, end, each):
                 numel, kept = min(each, end - at), kept_of(n, ratio)
                 rows.append((row.offset + at, numel, n, values, kept))
                 values += numel // n * kept
-    table = torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, 5)
-    return _Blocks(table, max((row.offset + row.numel for row in segments.rows), default=0), values)
+    return _Blocks(table_of(rows, 5, segments), reach_of(segments), values)

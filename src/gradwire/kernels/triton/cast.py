@@ -5,8 +5,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from gradwire.kernels.triton.launch import OPTIONS, check_flat, check_payload, device_of
+from gradwire.kernels.triton.launch import check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
 
 __all__ = ["cast_decode", "cast_encode"]
@@ -45,32 +46,31 @@ def cast_decode_kernel(
     tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
 
 
-def cast_encode(src: torch.Tensor, residual: torch.Tensor | None, wire: torch.dtype, payload: torch.Tensor) -> None:
+def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload: Tensor) -> None:
     """As `reference.cast_encode`."""
     numel = src.numel()
     check_flat(src, numel, [residual])
     check_payload(payload, 2 * numel)
     if numel:
         words, constants = _wire(payload, wire)
-        with device_of(src):
-            cast_encode_kernel[(triton.cdiv(numel, TILE),)](
-                src, residual if residual is not None else src, words, numel, RESIDUAL=residual is not None, **constants
-            )
+        launch(
+            cast_encode_kernel, triton.cdiv(numel, TILE), src, residual if residual is not None else src, words,
+            numel, RESIDUAL=residual is not None, **constants,
+        )  # fmt: skip
 
 
-def cast_decode(payload: torch.Tensor, wire: torch.dtype, add: bool, dst: torch.Tensor) -> None:
+def cast_decode(payload: Tensor, wire: torch.dtype, add: bool, dst: Tensor) -> None:
     """As `reference.cast_decode`."""
     numel = dst.numel()
     check_flat(dst, numel)
     check_payload(payload, 2 * numel)
     if numel:
         words, constants = _wire(payload, wire)
-        with device_of(dst):
-            cast_decode_kernel[(triton.cdiv(numel, TILE),)](words, dst, numel, ADD=add, **constants)
+        launch(cast_decode_kernel, triton.cdiv(numel, TILE), words, dst, numel, ADD=add, **constants)
 
 
-def _wire(payload: torch.Tensor, wire: torch.dtype) -> tuple[torch.Tensor, dict[str, Any]]:
+def _wire(payload: Tensor, wire: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """The payload as the kernels take it, with what they are compiled for. A payload may begin at an odd byte."""
     odd = bool(payload.data_ptr() % 2)
     words = payload if odd else payload.view(torch.int16)
-    return words, {"BF16": wire == torch.bfloat16, "BYTES": odd, "TILE": TILE, **OPTIONS}
+    return words, {"BF16": wire == torch.bfloat16, "BYTES": odd, "TILE": TILE}

@@ -7,9 +7,10 @@ rows. When it is read, the place of a one among all ones says which index it is.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.triton.groups import BYTES, ENTRIES, Groups
-from gradwire.kernels.triton.launch import OPTIONS, device_of
+from gradwire.kernels.triton.launch import launch
 
 __all__ = ["pack_indices", "unpack_indices"]
 
@@ -90,23 +91,21 @@ def check_kernel(indices, entries, group_table, damaged, ENTRIES: tl.constexpr):
     tl.store(damaged + group, 1, mask=tl.max(wrong.to(tl.int32)) > 0)
 
 
-def pack_indices(indices: torch.Tensor, ones: torch.Tensor, groups: Groups, payload: torch.Tensor) -> None:
+def pack_indices(indices: Tensor, ones: Tensor, groups: Groups, payload: Tensor) -> None:
     """Write the bytes of all groups' indices; ones: their rows, a byte a bit."""
-    with device_of(payload):
-        pack_kernel[(len(groups.bytes),)](indices, ones, groups.bytes, groups.table, payload, BYTES=BYTES, **OPTIONS)
+    launch(pack_kernel, len(groups.bytes), indices, ones, groups.bytes, groups.table, payload, BYTES=BYTES)
 
 
-def unpack_indices(payload: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_indices(payload: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """The places in their group of all values, int64, and which groups' indices are damaged, int32."""
     device, programs = payload.device, len(groups.bytes)
     counts = torch.empty(programs, dtype=torch.int64, device=device)
     indices = torch.zeros(groups.values, dtype=torch.int64, device=device)
-    with device_of(payload):
-        count_ones_kernel[(programs,)](payload, groups.bytes, counts, BYTES=BYTES, **OPTIONS)
-        of_group = torch.zeros(len(groups.table), dtype=torch.int64, device=device)
-        of_group.index_add_(0, groups.bytes[:, 2], counts)
-        before = counts.cumsum(0) - counts - (of_group.cumsum(0) - of_group)[groups.bytes[:, 2]]
-        damaged = (of_group != groups.kept).to(torch.int32)
-        find_indices_kernel[(programs,)](payload, groups.bytes, groups.table, before, indices, BYTES=BYTES, **OPTIONS)
-        check_kernel[(len(groups.entries),)](indices, groups.entries, groups.table, damaged, ENTRIES=ENTRIES, **OPTIONS)
+    launch(count_ones_kernel, programs, payload, groups.bytes, counts, BYTES=BYTES)
+    of_group = torch.zeros(len(groups.table), dtype=torch.int64, device=device)
+    of_group.index_add_(0, groups.bytes[:, 2], counts)
+    before = counts.cumsum(0) - counts - (of_group.cumsum(0) - of_group)[groups.bytes[:, 2]]
+    damaged = (of_group != groups.kept).to(torch.int32)
+    launch(find_indices_kernel, programs, payload, groups.bytes, groups.table, before, indices, BYTES=BYTES)
+    launch(check_kernel, len(groups.entries), indices, groups.entries, groups.table, damaged, ENTRIES=ENTRIES)
     return indices, damaged

@@ -1,12 +1,13 @@
 """What a launch needs beside tensors: the table of programs, checks of sizes, the options."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels.segments import Segments
@@ -20,9 +21,12 @@ __all__ = [
     "check_flat",
     "check_payload",
     "check_stream",
-    "device_of",
+    "launch",
+    "made_once",
     "program",
     "programs_of",
+    "reach_of",
+    "table_of",
 ]
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -30,6 +34,9 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 ELEMENTS = 4096
 """Elements of a program, where its blocks are no larger."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +55,7 @@ def program(table, ALIGNED: tl.constexpr):
 class Programs(NamedTuple):
     """What each program of a launch works on."""
 
-    table: torch.Tensor
+    table: Tensor
     """int64 of shape (programs, 8) on the device. A program has equal blocks that follow each other, or one partial block.
     Columns: first element in the flat buffer; elements; byte of its first scale; zero bytes to write after its scales; byte
     of its first code; counter of its first random word; key of the tensor; bits."""
@@ -59,11 +66,10 @@ class Programs(NamedTuple):
     payload_bytes: int
 
     @staticmethod
-    def of(table: torch.Tensor, segments: Segments, payload_bytes: int) -> "Programs":
+    def of(table: Tensor, segments: Segments, payload_bytes: int) -> "Programs":
         """A table of CPU, put on the segments' device."""
         aligned = not bool((table[:, [0, 4]] % 16).any())
-        numel = max((row.offset + row.numel for row in segments.rows), default=0)
-        return Programs(table.to(segments.device), aligned, numel, payload_bytes)
+        return Programs(table.to(segments.device), aligned, reach_of(segments), payload_bytes)
 
 
 def blocks_each(block: int) -> int:
@@ -71,25 +77,45 @@ def blocks_each(block: int) -> int:
     return max(1, ELEMENTS // block)
 
 
-def programs_of(segments: Segments, block: int, scales: int = 1, bits: int = 0) -> Programs:
-    """The programs of these segments, made once and kept with them; bits 0: an element has those of its segment."""
-    made = segments.launches.get((block, scales, bits))
-    if made is None:
-        made = segments.launches[block, scales, bits] = _programs(segments, block, scales, bits)
-    return made
+def made_once(make: Callable[Concatenate[Segments, P], T]) -> Callable[Concatenate[Segments, P], T]:
+    """Of what is made of segments: made once, and kept with them."""
+
+    @wraps(make)
+    def of(segments: Segments, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = make, args
+        if key not in segments.launches:
+            segments.launches[key] = make(segments, *args, **kwargs)
+        made: T = segments.launches[key]
+        return made
+
+    return of
 
 
-def _programs(segments: Segments, block: int, scales: int, bits: int) -> Programs:
-    if block & (block - 1) or not 32 <= block <= 8192:
-        raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
-    each, scale_bytes = blocks_each(block), 2 * scales
+def reach_of(segments: Segments) -> int:
+    """Elements that a flat buffer with these segments has at least. Raises RuntimeError if one begins before it."""
     for index, row in enumerate(segments.rows):
         if row.offset < 0 or row.numel < 0:
             raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
+    return max((row.offset + row.numel for row in segments.rows), default=0)
+
+
+def table_of(rows: Sequence[tuple[int, ...]], columns: int, segments: Segments) -> Tensor:
+    """The rows as int64 on the segments' device."""
+    return torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, columns)
+
+
+@made_once
+def programs_of(segments: Segments, block: int, scales: int, bits: int) -> Programs:
+    """The programs of these segments; bits 0: an element has those of its segment."""
+    if block & (block - 1) or not 32 <= block <= 8192:
+        raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
+    reach_of(segments)
+    each, scale_bytes = blocks_each(block), 2 * scales
+    for index, row in enumerate(segments.rows):
         if not 2 <= (bits or row.bits) <= 8 or row.first < 0 or row.first % block:
             raise RuntimeError(f"segment {index} has impossible bits or start: {row}")
     sizes = coded_bytes([(row.numel, bits or row.bits) for row in segments.rows], block, scales)
-    rows: list[torch.Tensor] = []
+    rows: list[Tensor] = []
     scale_at, code_at = 0, sizes.scales
     for row in segments.rows:
         full, tail = divmod(row.numel, block)
@@ -112,7 +138,7 @@ def _programs(segments: Segments, block: int, scales: int, bits: int) -> Program
     return Programs.of(table, segments, sum(sizes))
 
 
-def check_flat(flat: torch.Tensor, numel: int, remembered: Sequence[torch.Tensor | None] = ()) -> None:
+def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = ()) -> None:
     """Raise RuntimeError unless kernels may read and write `numel` elements of a flat buffer and what is remembered of it."""
     if flat.dtype not in FLOATS:
         raise RuntimeError(f"gradwire kernels take float32, bfloat16 and float16 tensors, not {flat.dtype}")
@@ -125,20 +151,20 @@ def check_flat(flat: torch.Tensor, numel: int, remembered: Sequence[torch.Tensor
             raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
 
 
-def check_dst(dst: torch.Tensor, numel: int, add: bool) -> None:
+def check_dst(dst: Tensor, numel: int, add: bool) -> None:
     """Raise RuntimeError unless kernels may write `numel` elements of dst, or add to them."""
     check_flat(dst, numel)
     if add and dst.dtype != torch.float32:
         raise RuntimeError(f"sums in float32, not in {dst.dtype}: decode to a float32 buffer to add")
 
 
-def check_stream(stream: torch.Tensor) -> None:
+def check_stream(stream: Tensor) -> None:
     """Raise RuntimeError unless kernels may read the stream's four numbers."""
     if stream.numel() != 4 or stream.dtype != torch.int64 or not stream.is_contiguous():
         raise RuntimeError("the stream is four int64: seed, step, encode, rank")
 
 
-def check_payload(payload: torch.Tensor, expected: int) -> None:
+def check_payload(payload: Tensor, expected: int) -> None:
     """Raise RuntimeError unless the payload is that many bytes."""
     if payload.dtype != torch.uint8 or not payload.is_contiguous():
         raise RuntimeError("the payload must be uint8 and contiguous: a uint8 payload")
@@ -146,6 +172,8 @@ def check_payload(payload: torch.Tensor, expected: int) -> None:
         raise RuntimeError(f"the payload has {payload.numel()} bytes where the segments take {expected}")
 
 
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Launches inside go to the tensor's device."""
-    return torch.cuda.device_of(tensor)
+def launch(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Queue so many programs on the device of the first argument; of 0 programs none."""
+    if grid:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid if isinstance(grid, tuple) else (grid,)](*arguments, **constants, **OPTIONS)

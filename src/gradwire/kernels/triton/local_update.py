@@ -1,11 +1,11 @@
 """A rank's own step of weights, by its own gradient."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.local import LocalUpdate
-from gradwire.kernels.triton.launch import OPTIONS, check_flat, device_of
+from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import narrow, widen
 
 __all__ = ["local_update"]
@@ -35,12 +35,7 @@ def local_update_kernel(
 
 
 def local_update(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    squares: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    by: LocalUpdate,
-    out: torch.Tensor,
+    weight: Tensor, gradient: Tensor, squares: Tensor | None, mean: Tensor | None, by: LocalUpdate, out: Tensor
 ) -> None:
     """As `reference.local_update`."""
     numel = weight.numel()
@@ -52,8 +47,7 @@ def local_update(
                 "gradient, moments and result must be contiguous, of the weight's dtype and as long as it"
             )
     if numel:
-        with device_of(weight):
-            local_update_kernel[(triton.cdiv(numel, TILE),)](
-                weight, gradient, *moments, out, numel, *map(float, by),
-                SQUARES=squares is not None, MEAN=mean is not None, TILE=TILE, **OPTIONS,
-            )  # fmt: skip
+        launch(
+            local_update_kernel, triton.cdiv(numel, TILE), weight, gradient, *moments, out, numel, *map(float, by),
+            SQUARES=squares is not None, MEAN=mean is not None, TILE=TILE,
+        )  # fmt: skip

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.triton.blocks import load_value
-from gradwire.kernels.triton.launch import OPTIONS, check_flat, device_of
+from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
 
 __all__ = ["back_project", "orthogonalise", "project", "reconstruct"]
@@ -194,67 +195,45 @@ def orthogonalise_kernel(matrices, rank, p, TILE: tl.constexpr):
             tl.store(p + start + i, missing, mask=start + i < rows * rank)
 
 
-def project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    q: torch.Tensor,
-    p: torch.Tensor,
-) -> None:
+def project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
     """As `reference.project`, sums taken in another order."""
     check_flat(src, 0, [residual])
     if len(matrices):
-        with device_of(src):
-            project_kernel[_grid(matrices, p.numel() // rank, HEIGHT, rank)](
-                src, src if residual is None else residual, matrices, rank, q, p, **_constants(rank, residual)
-            )
+        launch(
+            project_kernel, _grid(matrices, p.numel() // rank, HEIGHT, rank), src,
+            src if residual is None else residual, matrices, rank, q, p, **_constants(rank, residual),
+        )  # fmt: skip
 
 
-def back_project(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q: torch.Tensor,
-) -> None:
+def back_project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
     """As `reference.back_project`, sums taken in another order."""
     check_flat(src, 0, [residual])
     if len(matrices):
-        with device_of(src):
-            back_project_kernel[_grid(matrices, q.numel() // rank, WIDTH, rank)](
-                src, src if residual is None else residual, matrices, rank, p, q, **_constants(rank, residual)
-            )
+        launch(
+            back_project_kernel, _grid(matrices, q.numel() // rank, WIDTH, rank), src,
+            src if residual is None else residual, matrices, rank, p, q, **_constants(rank, residual),
+        )  # fmt: skip
 
 
-def orthogonalise(matrices: torch.Tensor, rank: int, p: torch.Tensor) -> None:
+def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
     """As `reference.orthogonalise`: a program a matrix."""
     if len(matrices):
-        with device_of(p):
-            orthogonalise_kernel[(len(matrices),)](matrices, rank, p, TILE=1024, **OPTIONS)
+        launch(orthogonalise_kernel, len(matrices), matrices, rank, p, TILE=1024)
 
 
 def reconstruct(
-    dst: torch.Tensor,
-    residual: torch.Tensor | None,
-    matrices: torch.Tensor,
-    rank: int,
-    p: torch.Tensor,
-    q_sum: torch.Tensor,
-    q_own: torch.Tensor,
+    dst: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
 ) -> None:
     """As `reference.reconstruct`, sums taken in another order."""
     check_flat(dst, 0, [residual])
     if len(matrices):
         finite = torch.empty(len(matrices), dtype=torch.int32, device=dst.device)
         programs = _programs(dst.numel(), HEIGHT * WIDTH)
-        with device_of(dst):
-            finite_kernel[(len(matrices),)](matrices, rank, q_sum, finite, TILE=1024, **OPTIONS)
-            reconstruct_kernel[(len(matrices), programs)](
-                dst, dst if residual is None else residual, matrices, rank, p, q_sum, q_own, finite,
-                HEIGHT=HEIGHT, WIDTH=WIDTH, RESIDUAL=residual is not None, **OPTIONS,
-            )  # fmt: skip
+        launch(finite_kernel, len(matrices), matrices, rank, q_sum, finite, TILE=1024)
+        launch(
+            reconstruct_kernel, (len(matrices), programs), dst, dst if residual is None else residual, matrices,
+            rank, p, q_sum, q_own, finite, HEIGHT=HEIGHT, WIDTH=WIDTH, RESIDUAL=residual is not None,
+        )  # fmt: skip
 
 
 def _programs(numel: int, each: int) -> int:
@@ -262,7 +241,7 @@ def _programs(numel: int, each: int) -> int:
     return max(1, min(PROGRAMS, -(-numel // each)))
 
 
-def _grid(matrices: torch.Tensor, numel: int, each: int, rank: int) -> tuple[int, int, int]:
+def _grid(matrices: Tensor, numel: int, each: int, rank: int) -> tuple[int, int, int]:
     return len(matrices), _programs(numel, each), triton.cdiv(rank, _columns(rank))
 
 
@@ -271,6 +250,6 @@ def _columns(rank: int) -> int:
     return max(16, min(64, 1 << (rank - 1).bit_length()))
 
 
-def _constants(rank: int, residual: torch.Tensor | None) -> dict[str, Any]:
+def _constants(rank: int, residual: Tensor | None) -> dict[str, Any]:
     """What the kernels of products are compiled for."""
-    return {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "RANK": _columns(rank), "RESIDUAL": residual is not None, **OPTIONS}
+    return {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "RANK": _columns(rank), "RESIDUAL": residual is not None}

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import load_value, store_scale
-from gradwire.kernels.triton.launch import OPTIONS, device_of
+from gradwire.kernels.triton.launch import launch, made_once, table_of
 from gradwire.kernels.triton.numbers import magnitude, narrow_u16
 from gradwire.kernels.triton.sums import LANES, folded
 
@@ -86,31 +87,28 @@ def run_means_kernel(sums, counts, table, payload, MEANS: tl.constexpr):
 
 
 class _Tables(NamedTuple):
-    programs: torch.Tensor
+    programs: Tensor
     """int64 of shape (programs, 3): first element; elements; first piece."""
-    runs: torch.Tensor
+    runs: Tensor
     """int64 of shape (runs, 4): first piece; pieces; elements; byte of its means."""
     pieces: int
 
 
-def store_run_means(
-    src: torch.Tensor, residual: torch.Tensor | None, segments: Segments, means: int, payload: torch.Tensor
-) -> None:
+def store_run_means(src: Tensor, residual: Tensor | None, segments: Segments, means: int, payload: Tensor) -> None:
     """Write the means of src (+ residual) of every run where the payload of `mean_sign_encode` has them."""
-    made = segments.launches.get(("means", means))
-    if made is None:
-        made = segments.launches["means", means] = _tables(segments, means)
+    made = _tables(segments, means)
     if made.pieces:
         sums = torch.empty(2 * made.pieces, dtype=torch.float64, device=src.device)
         counts = torch.empty(made.pieces, dtype=torch.int32, device=src.device)
         kept = src if residual is None else residual
-        with device_of(src):
-            piece_sums_kernel[(len(made.programs),)](
-                src, kept, made.programs, sums, counts, MEANS=means, RESIDUAL=residual is not None, **OPTIONS
-            )
-            run_means_kernel[(len(made.runs),)](sums, counts, made.runs, payload, MEANS=means, num_warps=1, **OPTIONS)
+        launch(
+            piece_sums_kernel, len(made.programs), src, kept, made.programs, sums, counts, MEANS=means,
+            RESIDUAL=residual is not None,
+        )  # fmt: skip
+        launch(run_means_kernel, len(made.runs), sums, counts, made.runs, payload, MEANS=means, num_warps=1)
 
 
+@made_once
 def _tables(segments: Segments, means: int) -> _Tables:
     programs: list[tuple[int, ...]] = []
     runs: list[tuple[int, ...]] = []
@@ -123,5 +121,4 @@ def _tables(segments: Segments, means: int) -> _Tables:
             for at in range(0, row.numel, each):
                 programs.append((row.offset + at, min(each, row.numel - at), piece + at // PIECE.value))
             piece += pieces
-    on_device = [torch.tensor(rows, dtype=torch.int64, device=segments.device) for rows in (programs, runs)]
-    return _Tables(on_device[0], on_device[1], piece)
+    return _Tables(table_of(programs, 3, segments), table_of(runs, 4, segments), piece)

@@ -5,18 +5,21 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.core.payload import kept_of
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
-    OPTIONS,
     check_dst,
     check_flat,
     check_payload,
     check_stream,
-    device_of,
+    launch,
+    made_once,
+    reach_of,
+    table_of,
 )
 from gradwire.kernels.triton.numbers import magnitude, mix64, narrow, random_words, widen
 
@@ -120,7 +123,7 @@ def key_kernel(stream, payload):
 
 
 class _Stretches(NamedTuple):
-    table: torch.Tensor
+    table: Tensor
     """int64 of shape (programs, 7): first element of the run; its elements; its stretches; number of the program's first
     stretch; place of its value; key of the tensor; the run's first element within the tensor."""
     stretches: int
@@ -136,12 +139,7 @@ class _Stretches(NamedTuple):
 
 
 def randomk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
 ) -> None:
     """As `reference.randomk_encode`."""
     stretches = _stretches_of(segments, ratio)
@@ -150,13 +148,12 @@ def randomk_encode(
     check_stream(stream)
     values = torch.empty(stretches.values, dtype=src.dtype, device=src.device)
     _gather(src, residual, stretches, stream, OWN.value, values)
-    with device_of(src):
-        key_kernel[(1,)](stream, payload)
+    launch(key_kernel, 1, stream, payload)
     payload[STREAM_BYTES:].copy_(values.view(torch.uint8))
 
 
 def randomk_decode(
-    payload: torch.Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: torch.Tensor
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
 ) -> None:
     """As `reference.randomk_decode`."""
     stretches = _stretches_of(segments, ratio)
@@ -165,12 +162,7 @@ def randomk_decode(
 
 
 def gather_random(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    stream: torch.Tensor,
-    ratio: float,
-    values: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, values: Tensor
 ) -> None:
     """As `reference.gather_random`."""
     stretches = _stretches_of(segments, ratio)
@@ -180,9 +172,7 @@ def gather_random(
     _gather(src, residual, stretches, stream, COMMON.value, values)
 
 
-def scatter_random(
-    values: torch.Tensor, segments: Segments, stream: torch.Tensor, ratio: float, add: bool, dst: torch.Tensor
-) -> None:
+def scatter_random(values: Tensor, segments: Segments, stream: Tensor, ratio: float, add: bool, dst: Tensor) -> None:
     """As `reference.scatter_random`."""
     stretches = _stretches_of(segments, ratio)
     check_stream(stream)
@@ -191,59 +181,40 @@ def scatter_random(
 
 
 def _gather(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    stretches: _Stretches,
-    stream: torch.Tensor,
-    key: int,
-    values: torch.Tensor,
+    src: Tensor, residual: Tensor | None, stretches: _Stretches, stream: Tensor, key: int, values: Tensor
 ) -> None:
     if stretches.values:
         kept = src if residual is None else residual
-        with device_of(src):
-            gather_kernel[(len(stretches.table),)](
-                src, kept, stream, stretches.table, values,
-                KEY=key, RESIDUAL=residual is not None, **stretches.constants(), **OPTIONS,
-            )  # fmt: skip
+        launch(
+            gather_kernel, len(stretches.table), src, kept, stream, stretches.table, values,
+            KEY=key, RESIDUAL=residual is not None, **stretches.constants(),
+        )  # fmt: skip
 
 
-def _scatter(
-    values: torch.Tensor, stretches: _Stretches, stream: torch.Tensor, key: int, add: bool, dst: torch.Tensor
-) -> None:
+def _scatter(values: Tensor, stretches: _Stretches, stream: Tensor, key: int, add: bool, dst: Tensor) -> None:
     check_dst(dst, stretches.numel, add)
     if stretches.values:
-        with device_of(dst):
-            scatter_kernel[(len(stretches.table),)](
-                values, stream, stretches.table, dst, KEY=key, ADD=add, **stretches.constants(), **OPTIONS
-            )
+        launch(
+            scatter_kernel, len(stretches.table), values, stream, stretches.table, dst, KEY=key, ADD=add,
+            **stretches.constants(),
+        )  # fmt: skip
 
 
-def _check_values(values: torch.Tensor, stretches: _Stretches) -> None:
+def _check_values(values: Tensor, stretches: _Stretches) -> None:
     if values.dtype != torch.float32 or not values.is_contiguous() or values.numel() != stretches.values:
         raise RuntimeError(
             f"{stretches.values} elements are drawn, as contiguous float32: this is {values.numel()} of {values.dtype}"
         )
 
 
+@made_once
 def _stretches_of(segments: Segments, ratio: float) -> _Stretches:
-    """The programs of these segments, made once and kept with them."""
-    made = segments.launches.get(("randomk", ratio))
-    if made is None:
-        made = segments.launches["randomk", ratio] = _stretches(segments, ratio)
-    return made
-
-
-def _stretches(segments: Segments, ratio: float) -> _Stretches:
     kept = [kept_of(row.numel, ratio) for row in segments.rows]
     lengths = [-(-row.numel // k) for row, k in zip(segments.rows, kept, strict=True) if k]
     longest = triton.next_power_of_2(max(lengths, default=1))
     width = min(longest, ELEMENTS)
     each, rows, values = ELEMENTS // width, [], 0
     for row, k in zip(segments.rows, kept, strict=True):
-        if row.offset < 0:
-            raise RuntimeError(f"a segment reaches past the flat buffer: {row}")
         rows += [(row.offset, row.numel, k, i, values + i, row.key, row.first) for i in range(0, k, each)]
         values += k
-    table = torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, 7)
-    numel = max((row.offset + row.numel for row in segments.rows), default=0)
-    return _Stretches(table, each, width, longest, numel, values)
+    return _Stretches(table_of(rows, 7, segments), each, width, longest, reach_of(segments), values)

@@ -6,9 +6,10 @@ the size of the gradient is kept between them.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.triton.groups import Groups
-from gradwire.kernels.triton.launch import ELEMENTS, OPTIONS, device_of
+from gradwire.kernels.triton.launch import ELEMENTS, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, widen
 
 __all__ = ["Given", "chosen_counts", "element_program", "key_of", "one_nan", "select", "send_kernel"]
@@ -144,11 +145,11 @@ class Given:
 
     def __init__(
         self,
-        src: torch.Tensor,
-        residual: torch.Tensor | None,
-        momentum: torch.Tensor | None = None,
+        src: Tensor,
+        residual: Tensor | None,
+        momentum: Tensor | None = None,
         decay: float = 0.0,
-        factors: torch.Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         tensors = [src, *(src if each is None else each for each in (residual, momentum, factors))]
         self.src, self.arguments = src, (*tensors, decay)
@@ -159,31 +160,27 @@ class Given:
         }
 
 
-def select(given: Given, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def select(given: Given, groups: Groups) -> tuple[Tensor, Tensor]:
     """Of each group the smallest magnitude that is sent, as its bits, and how many that are equal to it are sent; int32."""
     device, count = given.src.device, len(groups.table)
     least, need = torch.zeros(count, dtype=torch.int32, device=device), groups.kept.clone()
     histogram = torch.zeros(count * BINS.value, dtype=torch.int32, device=device)
-    with device_of(given.src):
-        for shift, bits in PASSES:
-            count_digits_kernel[(len(groups.programs),)](
-                *given.arguments, groups.programs, least, histogram, shift, bits,
-                TILE=ELEMENTS, num_warps=8, **given.constants, **OPTIONS,
-            )  # fmt: skip
-            pick_digit_kernel[(count,)](histogram, least, need, shift, num_warps=1, **OPTIONS)
+    for shift, bits in PASSES:
+        launch(
+            count_digits_kernel, len(groups.programs), *given.arguments, groups.programs, least, histogram, shift, bits,
+            TILE=ELEMENTS, num_warps=8, **given.constants,
+        )  # fmt: skip
+        launch(pick_digit_kernel, count, histogram, least, need, shift, num_warps=1)
     return least, need
 
 
-def chosen_counts(
-    given: Given, groups: Groups, least: torch.Tensor, need: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen_counts(given: Given, groups: Groups, least: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
     """Of each program how many equal ones it sends, and how many elements are sent before it; int64."""
     larger, equal = torch.empty(2, len(groups.programs), dtype=torch.int64, device=given.src.device)
-    with device_of(given.src):
-        count_chosen_kernel[(len(groups.programs),)](
-            *given.arguments, groups.programs, least, larger, equal,
-            TILE=ELEMENTS, num_warps=8, **given.constants, **OPTIONS,
-        )  # fmt: skip
+    launch(
+        count_chosen_kernel, len(groups.programs), *given.arguments, groups.programs, least, larger, equal,
+        TILE=ELEMENTS, num_warps=8, **given.constants,
+    )  # fmt: skip
     before = equal.cumsum(0) - equal
     left = need[groups.of_program] - (before - before[groups.first_program])
     take = left.clamp(min=0).minimum(equal)

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
-    OPTIONS,
     Programs,
     check_dst,
     check_flat,
     check_payload,
-    device_of,
+    launch,
+    made_once,
     program,
+    reach_of,
 )
 from gradwire.kernels.triton.means import negative, store_mean, store_run_means
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
@@ -160,47 +162,37 @@ def sign_decode_kernel(
         decode_units(scales, codes, dst, numel, SPAN, BLOCK, MEANS, ADD, False)
 
 
-def sign_encode(
-    src: torch.Tensor, momentum: torch.Tensor | None, keep: float, segments: Segments, payload: torch.Tensor
-) -> None:
+def sign_encode(src: Tensor, momentum: Tensor | None, keep: float, segments: Segments, payload: Tensor) -> None:
     """As `reference.sign_encode`."""
     _encode(src, momentum, keep, segments, 0, 0, payload)
 
 
 def mean_sign_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    segments: Segments,
-    block: int,
-    means: int,
-    payload: torch.Tensor,
+    src: Tensor, residual: Tensor | None, segments: Segments, block: int, means: int, payload: Tensor
 ) -> None:
     """As `reference.mean_sign_encode`."""
     _encode(src, residual, 0.0, segments, block, means, payload)
 
 
-def sign_decode(
-    payload: torch.Tensor, segments: Segments, block: int, means: int, add: bool, dst: torch.Tensor
-) -> None:
+def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add: bool, dst: Tensor) -> None:
     """As `reference.sign_decode`."""
     programs = _programs_of(segments, block, means)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
     if len(programs.table):
-        with device_of(dst):
-            sign_decode_kernel[(len(programs.table),)](
-                payload, programs.table, dst, ADD=add, **_constants(programs, block, means)
-            )
+        launch(
+            sign_decode_kernel,
+            len(programs.table),
+            payload,
+            programs.table,
+            dst,
+            ADD=add,
+            **_constants(programs, block, means),
+        )
 
 
 def _encode(
-    src: torch.Tensor,
-    state: torch.Tensor | None,
-    keep: float,
-    segments: Segments,
-    block: int,
-    means: int,
-    payload: torch.Tensor,
+    src: Tensor, state: Tensor | None, keep: float, segments: Segments, block: int, means: int, payload: Tensor
 ) -> None:
     programs = _programs_of(segments, block, means)
     check_flat(src, programs.numel, [state])
@@ -210,34 +202,24 @@ def _encode(
         known = bool(means) and not block
         if known:
             store_run_means(src, state, segments, means, payload)
-        with device_of(src):
-            sign_encode_kernel[(len(programs.table),)](
-                src, kept, programs.table, payload, keep, 1.0 - keep,
-                KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
-            )  # fmt: skip
+        launch(
+            sign_encode_kernel, len(programs.table), src, kept, programs.table, payload, keep, 1.0 - keep,
+            KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
+        )  # fmt: skip
 
 
 def _constants(programs: Programs, block: int, means: int) -> dict[str, Any]:
     """What the kernels are compiled for. Without blocks a program lies in one."""
     span = max(ELEMENTS, block)
     each = {"SPAN": span, "BLOCK": block or span, "MEANS": means, "ALIGNED": programs.aligned}
-    return {**each, "num_warps": 8 if span > ELEMENTS else 4, **OPTIONS}
+    return {**each, "num_warps": 8 if span > ELEMENTS else 4}
 
 
+@made_once
 def _programs_of(segments: Segments, block: int, means: int) -> Programs:
-    """The programs of these segments, made once and kept with them."""
-    made = segments.launches.get(("signs", block, means))
-    if made is None:
-        made = segments.launches["signs", block, means] = _programs(segments, block, means)
-    return made
-
-
-def _programs(segments: Segments, block: int, means: int) -> Programs:
     if block and (block & (block - 1) or not 32 <= block <= 8192):
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192, nor 0")
-    for index, row in enumerate(segments.rows):
-        if row.offset < 0 or row.numel < 0:
-            raise RuntimeError(f"segment {index} reaches past the flat buffer: {row}")
+    reach_of(segments)
     span, sizes = max(ELEMENTS, block), coded_bytes([(row.numel, 1) for row in segments.rows], block, means)
     rows, scale_at, code_at = [torch.zeros(0, 8, dtype=torch.int64)], 0, sizes.scales
     for row in segments.rows:

@@ -7,11 +7,12 @@ A group whose indices are damaged becomes NaN throughout: to raise an error as t
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.groups import ENTRIES, Groups, groups_of
 from gradwire.kernels.triton.indices import pack_indices, unpack_indices
-from gradwire.kernels.triton.launch import ELEMENTS, OPTIONS, check_dst, check_flat, check_payload, device_of
+from gradwire.kernels.triton.launch import ELEMENTS, check_dst, check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import narrow, widen
 from gradwire.kernels.triton.selection import Given, chosen_counts, element_program, select, send_kernel
 
@@ -74,13 +75,13 @@ def write_kernel(
 
 
 def topk_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
     ratio: float,
     together: bool,
     threshold: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """As `reference.topk_encode`."""
     groups = groups_of(segments, ratio, together, src.itemsize)
@@ -90,14 +91,14 @@ def topk_encode(
 
 
 def dgc_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
-    momentum: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
+    momentum: Tensor | None,
     segments: Segments,
     ratio: float,
     decay: float,
     bound: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """As `reference.dgc_encode`. Norms are summed in float64 in another order: what brings one back to the bound can differ in
     the last bit of a float32, once in some hundred million times."""
@@ -111,13 +112,7 @@ def dgc_encode(
 
 
 def topk_decode(
-    payload: torch.Tensor,
-    segments: Segments,
-    dtype: torch.dtype,
-    ratio: float,
-    together: bool,
-    add: bool,
-    dst: torch.Tensor,
+    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, together: bool, add: bool, dst: Tensor
 ) -> None:
     """As `reference.topk_decode`, but a group whose indices are damaged becomes NaN."""
     groups = groups_of(segments, ratio, together, dtype.itemsize)
@@ -127,15 +122,14 @@ def topk_decode(
         return
     values = payload[: groups.values * dtype.itemsize].clone().view(dtype)
     indices, damaged = unpack_indices(payload, groups)
-    with device_of(dst):
-        clear_kernel[(len(groups.programs),)](dst, groups.programs, damaged, ADD=add, TILE=ELEMENTS, **OPTIONS)
-        write_kernel[(len(groups.entries),)](
-            values, indices, damaged, groups.entries, groups.pieces, groups.pieces_of, dst,
-            STEPS=groups.steps, ADD=add, ENTRIES=ENTRIES, **OPTIONS,
-        )  # fmt: skip
+    launch(clear_kernel, len(groups.programs), dst, groups.programs, damaged, ADD=add, TILE=ELEMENTS)
+    launch(
+        write_kernel, len(groups.entries), values, indices, damaged, groups.entries, groups.pieces, groups.pieces_of, dst,
+        STEPS=groups.steps, ADD=add, ENTRIES=ENTRIES,
+    )  # fmt: skip
 
 
-def _send(given: Given, groups: Groups, floor: float, payload: torch.Tensor) -> None:
+def _send(given: Given, groups: Groups, floor: float, payload: Tensor) -> None:
     if not groups.values:
         return
     src = given.src
@@ -144,21 +138,19 @@ def _send(given: Given, groups: Groups, floor: float, payload: torch.Tensor) -> 
     values = torch.empty(groups.values, dtype=src.dtype, device=src.device)
     indices = torch.empty(groups.values, dtype=torch.int64, device=src.device)
     ones = torch.zeros(groups.ones, dtype=torch.uint8, device=src.device)
-    with device_of(src):
-        send_kernel[(len(groups.programs),)](
-            *given.arguments, groups.programs, groups.table, least, take, base, float(floor), values, indices, ones,
-            TILE=ELEMENTS, num_warps=8, **given.constants, **OPTIONS,
-        )  # fmt: skip
+    launch(
+        send_kernel, len(groups.programs), *given.arguments, groups.programs, groups.table, least, take, base,
+        float(floor), values, indices, ones, TILE=ELEMENTS, num_warps=8, **given.constants,
+    )  # fmt: skip
     payload[: values.nbytes].copy_(values.view(torch.uint8))
     pack_indices(indices, ones, groups, payload)
 
 
-def _clipping(src: torch.Tensor, groups: Groups, bound: float) -> torch.Tensor:
+def _clipping(src: Tensor, groups: Groups, bound: float) -> Tensor:
     """What brings the norm of each group back to the bound, if it is larger and finite."""
     squares = torch.empty(len(groups.programs), dtype=torch.float64, device=src.device)
     norms = torch.empty(len(groups.table), dtype=torch.float64, device=src.device)
-    with device_of(src):
-        squares_kernel[(len(groups.programs),)](src, groups.programs, squares, TILE=ELEMENTS, **OPTIONS)
-        norm_kernel[(len(groups.table),)](squares, groups.program_spans, norms, TILE=256, num_warps=1, **OPTIONS)
+    launch(squares_kernel, len(groups.programs), src, groups.programs, squares, TILE=ELEMENTS)
+    launch(norm_kernel, len(groups.table), squares, groups.program_spans, norms, TILE=256, num_warps=1)
     larger = (norms > bound) & (norms < float("inf"))
     return torch.where(larger, (bound / norms).to(torch.float32), 1.0)

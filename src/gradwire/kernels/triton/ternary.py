@@ -2,20 +2,19 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.blocks import HUGE, load_pieces, load_scale, pack, store_piece, store_scale, unpack
 from gradwire.kernels.triton.launch import (
-    OPTIONS,
     Programs,
     blocks_each,
     check_dst,
     check_flat,
     check_payload,
-    device_of,
+    launch,
     program,
     programs_of,
 )
@@ -133,42 +132,39 @@ def threshold_decode_kernel(
 
 
 def threshold_encode(
-    src: torch.Tensor,
-    residual: torch.Tensor | None,
+    src: Tensor,
+    residual: Tensor | None,
     segments: Segments,
     block: int,
     threshold: float,
     multiple: float,
-    payload: torch.Tensor,
+    payload: Tensor,
 ) -> None:
     """As `reference.threshold_encode`."""
-    programs = programs_of(segments, block, 0 if threshold else 1, bits=2)
+    programs = programs_of(segments, block, 0 if threshold else 1, 2)
     check_flat(src, programs.numel, [residual])
     check_payload(payload, programs.payload_bytes)
     if len(programs.table):
         kept = src if residual is None else residual
-        with device_of(src):
-            threshold_encode_kernel[(len(programs.table),)](
-                src, kept, programs.table, payload, float(threshold),
-                MULTIPLE=multiple, RESIDUAL=residual is not None, **_constants(programs, block, threshold),
-            )  # fmt: skip
+        launch(
+            threshold_encode_kernel, len(programs.table), src, kept, programs.table, payload, float(threshold),
+            MULTIPLE=multiple, RESIDUAL=residual is not None, **_constants(programs, block, threshold),
+        )  # fmt: skip
 
 
-def threshold_decode(
-    payload: torch.Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: torch.Tensor
-) -> None:
+def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
     """As `reference.threshold_decode`."""
-    programs = programs_of(segments, block, 0 if threshold else 1, bits=2)
+    programs = programs_of(segments, block, 0 if threshold else 1, 2)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
     if len(programs.table):
-        with device_of(dst):
-            threshold_decode_kernel[(len(programs.table),)](
-                payload, programs.table, dst, float(threshold), ADD=add, **_constants(programs, block, threshold)
-            )
+        launch(
+            threshold_decode_kernel, len(programs.table), payload, programs.table, dst, float(threshold), ADD=add,
+            **_constants(programs, block, threshold),
+        )  # fmt: skip
 
 
 def _constants(programs: Programs, block: int, threshold: float) -> dict[str, Any]:
     """What the kernels are compiled for."""
     each = {"ROWS": blocks_each(block), "BLOCK": block, "FIXED": bool(threshold), "ALIGNED": programs.aligned}
-    return {**each, "num_warps": 8 if block > 4096 else 4, **OPTIONS}
+    return {**each, "num_warps": 8 if block > 4096 else 4}

@@ -1,0 +1,258 @@
+"""QSGD, TernGrad with clipping, whose codes are QSGD's with 2 bits of values cut back to a smaller scale, FP8, Natural and QSGD's
+exponential levels: one launch a call, a program for up to 4096 elements of a tensor.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels.segments import Segments
+from gradwire.kernels.triton.blocks import halves, load_pieces, load_scale, pack, store_piece, store_scale, unpack
+from gradwire.kernels.triton.launch import (
+    Programs,
+    blocks_each,
+    check_dst,
+    check_flat,
+    check_payload,
+    check_stream,
+    launch,
+    program,
+    programs_of,
+)
+from gradwire.kernels.triton.levels import (
+    CLIPPED,
+    E4M3,
+    E5M2,
+    EXPONENTIAL,
+    MAX,
+    MINMAX,
+    NATURAL,
+    code_of,
+    grid_of,
+    scales_of,
+    value_of,
+)
+from gradwire.kernels.triton.numbers import random_hash, stream_key
+
+__all__ = [
+    "exponential_decode",
+    "exponential_encode",
+    "fp8_decode",
+    "fp8_encode",
+    "natural_decode",
+    "natural_encode",
+    "qsgd_decode",
+    "qsgd_encode",
+    "terngrad_encode",
+]
+
+_FORMATS = {"e4m3": E4M3.value, "e5m2": E5M2.value}
+_BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8}
+"""Of an element, where they are not those of its segment."""
+
+
+@triton.jit
+def encode_blocks(
+    src, residual, scales, codes, blocks, n, counter, key, bits,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Up to ROWS blocks of n elements; WHOLE: n is BLOCK. All pointers are to the first block's; bits is a number."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
+    block, present = row[:, None], row < blocks
+    width = BLOCK // 8 if WHOLE else (n + 7) // 8
+    values, insides = load_pieces(src, residual, block, present, width, n, BLOCK, RESIDUAL, WHOLE)
+    finite, low, high = scales_of(
+        src, residual, row, blocks, n, values, insides, ROWS, BLOCK, CODE, NORM, CLIP, RESIDUAL
+    )
+    if CODE == MINMAX:
+        store_scale(scales + row * 4, tl.where(finite, low, 0x7FC0), present)
+        store_scale(scales + row * 4 + 2, tl.where(finite, high, 0x7FC0), present)
+    else:
+        store_scale(scales + row * 2, tl.where(finite, high, 0x7FC0), present)
+
+    sends = finite[:, None]
+    if CODE > CLIPPED:
+        sends = (high > 0)[:, None]
+        high = tl.where(high > 0, high, 0x3F80)  # any number: nothing of these blocks is sent
+    grid, finite = grid_of(low[:, None], high[:, None], bits, CODE), finite[:, None]
+    first = counter.to(tl.uint32) + (block * (BLOCK // 2) + column).to(tl.uint32)
+    hashed = random_hash(first, key)
+    lower, upper = (), ()
+    for k in tl.static_range(4):
+        even, odd = halves(k, first, hashed, width, key, WHOLE and BLOCK == 128, STOCHASTIC)
+        x, y = tl.where(finite, values[k], 0.0), tl.where(finite, values[k + 4], 0.0)
+        a = tl.where(insides[k] & sends, code_of(x, grid, bits, even, CODE), 0)
+        b = tl.where(insides[k + 4] & sends, code_of(y, grid, bits, odd, CODE), 0)
+        if RESIDUAL:
+            at = residual + block * BLOCK + k * width + column
+            lost = x - tl.where(sends, value_of(a, grid, bits, CODE), 0.0)
+            tl.store(at, lost, mask=insides[k] & finite)
+            lost = y - tl.where(sends, value_of(b, grid, bits, CODE), 0.0)
+            tl.store(at + 4 * width, lost, mask=insides[k + 4] & finite)
+        lower += (a,)
+        upper += (b,)
+    out = codes + block * (BLOCK // 8 * bits) + column
+    pack(lower + upper, bits, width, out, present[:, None] & (column < width))
+
+
+@triton.jit
+def decode_blocks(
+    dst, scales, codes, blocks, n, bits,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """As encode_blocks."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
+    block, present = row[:, None], row < blocks
+    width = BLOCK // 8 if WHOLE else (n + 7) // 8
+    mask = present[:, None] & (column < width)
+    if CODE == MINMAX:
+        low, high = load_scale(scales + row * 4, present), load_scale(scales + row * 4 + 2, present)
+    else:
+        high = load_scale(scales + row * 2, present)
+        low = high
+    grid = grid_of(low[:, None], high[:, None], bits, CODE)
+    pieces = unpack(codes + block * (BLOCK // 8 * bits) + column, bits, width, column, mask)
+    for k in tl.static_range(8):
+        value = value_of(pieces[k], grid, bits, CODE)
+        store_piece(dst + block * BLOCK, k * width + column, value, mask, n, ADD, WHOLE)
+
+
+@triton.jit
+def coded_encode_kernel(
+    src, residual, table, stream, payload,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One row of the table of programs."""
+    first, numel, scale, padding, code, counter, tensor, bits = program(table, ALIGNED)
+    key = tensor.to(tl.uint64, bitcast=True)
+    if STOCHASTIC:
+        key = stream_key(stream, tensor)
+    src, residual, scales, codes = src + first, residual + first, payload + scale, payload + code
+    blocks = numel // BLOCK
+    if blocks > 0:
+        encode_blocks(
+            src, residual, scales, codes, blocks, BLOCK, counter, key, bits,
+            ROWS, BLOCK, CODE, NORM, CLIP, STOCHASTIC, RESIDUAL, True,
+        )  # fmt: skip
+    else:
+        blocks = 1
+        encode_blocks(
+            src, residual, scales, codes, blocks, numel, counter, key, bits,
+            1, BLOCK, CODE, NORM, CLIP, STOCHASTIC, RESIDUAL, False,
+        )  # fmt: skip
+    byte = tl.arange(0, 16)
+    used = blocks * (4 if CODE == MINMAX else 2)
+    tl.store(scales + used + byte, tl.zeros([16], tl.uint8), mask=byte < padding)
+
+
+@triton.jit
+def coded_decode_kernel(
+    payload, table, dst,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One row of the table of programs."""
+    first, numel, scale, _, code, _, _, bits = program(table, ALIGNED)
+    dst, scales, codes = dst + first, payload + scale, payload + code
+    blocks = numel // BLOCK
+    if blocks > 0:
+        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, ADD, True)
+    else:
+        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, ADD, False)
+
+
+def qsgd_encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
+    payload: Tensor,
+) -> None:  # fmt: skip
+    """As `reference.qsgd_encode`."""
+    code, drawn = MINMAX if scale == "minmax" else MAX, stream if rounding == "stochastic" else None
+    _encode(src, residual, segments, drawn, block, code.value, payload, norm=scale == "l2")
+
+
+def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
+    """As `reference.qsgd_decode`."""
+    _decode(payload, segments, block, (MINMAX if scale == "minmax" else MAX).value, add, dst)
+
+
+def terngrad_encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
+) -> None:
+    """As `reference.terngrad_encode`."""
+    _encode(src, residual, segments, stream, block, CLIPPED.value, payload, clip=clip)
+
+
+def fp8_encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, block: int, format: str, payload: Tensor
+) -> None:
+    """As `reference.fp8_encode`."""
+    _encode(src, residual, segments, None, block, _FORMATS[format], payload)
+
+
+def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
+    """As `reference.fp8_decode`."""
+    _decode(payload, segments, block, _FORMATS[format], add, dst)
+
+
+def natural_encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
+) -> None:
+    """As `reference.natural_encode`."""
+    _encode(src, residual, segments, stream, block, NATURAL.value, payload)
+
+
+def natural_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
+    """As `reference.natural_decode`."""
+    _decode(payload, segments, block, NATURAL.value, add, dst)
+
+
+def exponential_encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
+    payload: Tensor,
+) -> None:  # fmt: skip
+    """As `reference.exponential_encode`."""
+    drawn = stream if rounding == "stochastic" else None
+    _encode(src, residual, segments, drawn, block, EXPONENTIAL.value, payload, norm=scale == "l2")
+
+
+def exponential_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
+    """As `reference.exponential_decode`."""
+    _decode(payload, segments, block, EXPONENTIAL.value, add, dst)
+
+
+def _encode(
+    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor | None, block: int, code: int, payload: Tensor,
+    norm: bool = False, clip: float = 0.0,
+) -> None:  # fmt: skip
+    programs = _programs_of(segments, block, code)
+    check_flat(src, programs.numel, [residual])
+    check_payload(payload, programs.payload_bytes)
+    if stream is not None:
+        check_stream(stream)
+    launch(
+        coded_encode_kernel, len(programs.table), src, src if residual is None else residual, programs.table,
+        programs.table if stream is None else stream, payload,
+        NORM=norm, CLIP=clip, STOCHASTIC=stream is not None, RESIDUAL=residual is not None,
+        **_constants(programs, block, code),
+    )  # fmt: skip
+
+
+def _decode(payload: Tensor, segments: Segments, block: int, code: int, add: bool, dst: Tensor) -> None:
+    programs = _programs_of(segments, block, code)
+    check_dst(dst, programs.numel, add)
+    check_payload(payload, programs.payload_bytes)
+    constants = _constants(programs, block, code)
+    launch(coded_decode_kernel, len(programs.table), payload, programs.table, dst, ADD=add, **constants)
+
+
+def _programs_of(segments: Segments, block: int, code: int) -> Programs:
+    return programs_of(segments, block, 2 if code == MINMAX.value else 1, _BITS.get(code, 0))
+
+
+def _constants(programs: Programs, block: int, code: int) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    each = {"ROWS": blocks_each(block), "BLOCK": block, "CODE": code, "ALIGNED": programs.aligned}
+    return {**each, "num_warps": 8 if block > 4096 else 4}

@@ -1,0 +1,177 @@
+"""The numbers that codes stand for, in blocks with one or two bfloat16 scales: uniform levels (QSGD, TernGrad), FP8 and powers of
+two (Natural, exponential levels of QSGD).
+"""
+
+import triton
+import triton.language as tl
+
+from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of
+from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, ordered
+from gradwire.kernels.triton.sums import norm_of, sum_of
+
+__all__ = [
+    "CLIPPED",
+    "E4M3",
+    "E5M2",
+    "EXPONENTIAL",
+    "MAX",
+    "MINMAX",
+    "NATURAL",
+    "code_of",
+    "grid_of",
+    "scales_of",
+    "value_of",
+]
+
+MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
+E4M3, E5M2, NATURAL, EXPONENTIAL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+UNIT = tl.constexpr(65536.0 - 2.0**-6)  # uniform codes have 16 fractional bits, and stay just below the largest one
+SQUARE_LOW, SQUARE_HIGH = tl.constexpr(0x2B800000), tl.constexpr(0x58800000)
+"""Bits of 2^-40 and 2^50. A block whose largest magnitude lies between these has squares that float32 can add up; others are
+brought there."""
+FP8_TINY = tl.constexpr(0x08800000)
+"""Bits of 2^-110. A block whose largest magnitude is below it counts as zero: its factor would overflow."""
+
+
+@triton.jit
+def bound_of(
+    src, residual, row, blocks, n, largest,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """float32 bits of the smaller of CLIP times the root mean square and the largest magnitude, of ROWS blocks."""
+    exponent = largest >> 23
+    power = (tl.where(exponent < 7, 247, 254 - exponent) << 23).to(tl.float32, bitcast=True)
+    by = tl.where((largest >= SQUARE_LOW) & (largest < SQUARE_HIGH), 1.0, power)
+    total = sum_of(src, residual, row, blocks, n, by, ROWS, BLOCK, True, RESIDUAL)
+    limit = tl.sqrt(total / n) * CLIP / by.to(tl.float64)
+    return tl.minimum(magnitude(limit.to(tl.float32)), largest)
+
+
+@triton.jit
+def scales_of(
+    src, residual, row, blocks, n, values, insides,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """(which of ROWS blocks are finite, bits of their low scales, of minmax only, bits of their high or only ones): bfloat16, 0
+    for a block of zeros."""
+    largest = largest_of(values)
+    finite = (row < blocks) & (largest < HUGE)
+    low = tl.zeros_like(largest)
+    if CODE == MINMAX:
+        least = tl.full([ROWS, BLOCK // 8], 0x7FFFFFFF, tl.int32)
+        most = tl.full([ROWS, BLOCK // 8], -0x80000000, tl.int32)
+        for k in tl.static_range(8):
+            place = ordered(values[k].to(tl.int32, bitcast=True))
+            least = tl.minimum(least, tl.where(insides[k], place, 0x7FFFFFFF))
+            most = tl.maximum(most, tl.where(insides[k], place, -0x80000000))
+        low = tl.where(finite, bf16_towards(ordered(tl.min(least, axis=1)), False), 0)
+        high = tl.where(finite, bf16_towards(ordered(tl.max(most, axis=1)), True), 0)
+    else:
+        if NORM:
+            largest = norm_of(src, residual, row, blocks, n, ROWS, BLOCK, RESIDUAL)
+        elif CODE == CLIPPED:
+            largest = bound_of(src, residual, row, blocks, n, largest, ROWS, BLOCK, CLIP, RESIDUAL)
+        raw = (largest + 0x7FFFFF) >> 23 << 7 if CODE == NATURAL else bf16_up(largest)
+        least = TINY if CODE <= CLIPPED or CODE >= NATURAL else FP8_TINY
+        high = tl.where(finite & (largest >= least), raw, 0)
+    return finite, low, high
+
+
+@triton.jit
+def grid_of(low, high, bits, CODE: tl.constexpr):
+    """What code_of and value_of need of blocks with these scales, bits of bfloat16 as int32. Uniform levels: base, inverse,
+    origin, code of zero, step. Others: what values are multiplied with to be coded, biased exponent of the lowest power, what
+    codes are multiplied with, exponent that codes of powers begin after, nothing."""
+    scale, one = bf16_value(high), tl.full(high.shape, 1.0, tl.float32)
+    if CODE <= CLIPPED:
+        if CODE == MINMAX:
+            base, zero, levels = bf16_value(low), 0, (1 << bits) - 1
+            span, top = scale - base, levels.to(tl.float32)
+            origin = 0.0
+        else:
+            zero = (1 << (bits - 1)) - 1
+            span, top = scale, zero.to(tl.float32)
+            base, origin = tl.zeros_like(span), top * 65536.0
+        known = (magnitude(span) >= TINY) & (span > 0)
+        inverse = tl.where(known, tl.div_rn(top * UNIT, tl.where(known, span, 1.0)), 0.0)
+        return base, inverse, origin, zero, tl.div_rn(span, tl.zeros_like(span) + top)
+    elif CODE == NATURAL:
+        exponent = (high >> 7) & 0xFF
+        return one, tl.maximum((high >> 7) - 126, 1), tl.where(exponent == 0xFF, float("nan"), 1.0), exponent - 127, 0
+    elif CODE == EXPONENTIAL:
+        offset = tl.zeros_like(high) + 128 - (1 << (bits - 1))
+        return tl.div_rn(one, scale), tl.maximum(134 - (high >> 7), offset + 1), scale, offset, 0
+    else:
+        largest = one * (448.0 if CODE == E4M3 else 57344.0)
+        return tl.div_rn(largest, scale), high, tl.div_rn(scale, largest), high, 0
+
+
+@triton.jit
+def fp8_code(x, M: tl.constexpr):
+    """The code nearest to x. |x| exceeds the largest number by rounding errors at most, which are rounded off."""
+    SHIFT: tl.constexpr = 23 - M
+    BIAS: tl.constexpr = 7 if M == 3 else 15
+    size = magnitude(x)
+    normal = (size - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT
+    # in this sum the last bit of a float32 is the smallest number of the format, so that the addition rounds
+    ALIGNING: tl.constexpr = (128 - BIAS - M + 23) << 23
+    aligning = tl.full(size.shape, ALIGNING, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = magnitude(tl.abs(x) + aligning) - ALIGNING
+    code = tl.where(size < ((128 - BIAS) << 23), subnormal, normal)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def fp8_value(code, M: tl.constexpr):
+    # the exponent is moved by a multiplication, which is exact and makes subnormal numbers normal
+    MOVED: tl.constexpr = 2.0**120 if M == 3 else 2.0**112
+    size = ((code & 0x7F) << (23 - M)).to(tl.float32, bitcast=True) * MOVED
+    return tl.where(code > 0x7F, -size, size)
+
+
+@triton.jit
+def power_code(size, lowest, offset, u, CODE: tl.constexpr):
+    """Which power of two a size becomes, 0 for zero; u: 16 random bits, added to the mantissa."""
+    mantissa = magnitude(size)
+    if CODE == EXPONENTIAL:
+        # below the lowest power, the floor, the mantissa of size + floor is size / floor; above it this is less than size
+        floor = (lowest << 23).to(tl.float32, bitcast=True)
+        mantissa = tl.maximum(mantissa, magnitude(size + floor) - (1 << 23))
+    power = (mantissa + (u << 7)) >> 23
+    return tl.where(power >= lowest, power - offset, 0)
+
+
+@triton.jit
+def power_value(code, offset, bits):
+    size = code & ((1 << (bits - 1)) - 1)
+    power = size + offset
+    value = tl.where((size > 0) & (power > 0), power << 23, 0).to(tl.float32, bitcast=True)
+    return tl.where(code >> (bits - 1) == 1, -value, value)
+
+
+@triton.jit
+def code_of(x, grid, bits, u, CODE: tl.constexpr):
+    """u: 16 random bits, or what rounds to nearest."""
+    if CODE <= CLIPPED:
+        if CODE == CLIPPED:
+            x = tl.clamp(x, -grid[4], grid[4])
+        return (((x - grid[0]) * grid[1] + grid[2]).to(tl.int32) + u) >> 16
+    elif CODE < NATURAL:
+        return fp8_code(x * grid[0], 3 if CODE == E4M3 else 2)
+    else:
+        size = tl.abs(x)
+        if CODE == EXPONENTIAL:
+            size = tl.minimum(size * grid[0], 1.0)
+        sign = (x.to(tl.int32, bitcast=True) >> 31) & 1
+        return power_code(size, grid[1], grid[3], u, CODE) | (sign << (bits - 1))
+
+
+@triton.jit
+def value_of(code, grid, bits, CODE: tl.constexpr):
+    if CODE <= CLIPPED:
+        return (code - grid[3]).to(tl.float32) * grid[4] + grid[0]
+    elif CODE < NATURAL:
+        return fp8_value(code, 3 if CODE == E4M3 else 2) * grid[2]
+    else:
+        return power_value(code, grid[3], bits) * grid[2]
