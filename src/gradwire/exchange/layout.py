@@ -14,7 +14,7 @@ from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.specs import Identity, innermost
+from gradwire.core.specs import innermost
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of
 from gradwire.kernels import Segment, Segments, tensor_key
@@ -257,12 +257,12 @@ class _Runs:
 
 
 def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, all_reduce: bool) -> None:
-    if not isinstance(bucket.spec_of(bucket.tensors[0]), Identity) and not kernels_take(first.dtype):
+    if bucket.spec_of(bucket.tensors[0]).encodes and not kernels_take(first.dtype):
         raise PlanError(
             f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "
             "float32, bfloat16 and float16: add a rule with gw.Identity() for this tensor."
         )
-    own, plain = str(first.dtype).removeprefix("torch."), isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
+    own, plain = str(first.dtype).removeprefix("torch."), not bucket.spec_of(bucket.tensors[0]).encodes
     if all_reduce or (plain and own == "float64"):
         possible, why = [own], "all-reduce adds in the tensor's own dtype, and exact sums keep float64"
     else:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradwire.core.plan import CODEC_TASKS, LINK_TASKS
+from gradwire.core.collectives import CODEC_TASKS, LINKS, is_link_word
 from gradwire.sim.events import COMPUTE, RESOURCES
 from gradwire.sim.intervals import Interval, minus, total, union
 from gradwire.sim.timeline import Event, Resource, Timeline
@@ -77,7 +77,7 @@ def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: Sent) -
     links, coding, computing = (
         union(_ns(event) for event in events if kind(event.what))
         for kind in (
-            LINK_TASKS.__contains__,
+            is_link_word,
             CODEC_TASKS.__contains__,
             ("optimizer", "forward", "backward").__contains__,
         )
@@ -132,7 +132,7 @@ def _computation(moments: Moments) -> Iterator[Event]:
 def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:
     """Encodes before the first send, the exchange, and the decodes among and after its arrivals."""
     option = task.option
-    places = [index for index, each in enumerate(option) if each.partition(":")[0] in LINK_TASKS]
+    places = [index for index, each in enumerate(option) if each.partition(":")[2] in LINKS]
     place = places[min(task.phase, len(places) - 1)]
     word, _, where = option[place].partition(":")
     codec = list(task.codec)

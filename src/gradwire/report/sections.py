@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Iterator
 
-from gradwire.core.specs import Identity
 from gradwire.record.run import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
@@ -161,7 +160,7 @@ def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
     """What one encode loses of each tensor."""
-    compressed = {name for b in run.plan.buckets for name in b.tensors if not isinstance(b.spec_of(name), Identity)}
+    compressed = {name for b in run.plan.buckets for name in b.tensors if b.spec_of(name).encodes}
     if not compressed:
         yield _left_out("Nothing is compressed, so nothing is lost.")
         return

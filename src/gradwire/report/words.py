@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Sequence
 
-from gradwire.core.specs import Identity
 from gradwire.record.run import Run
 from gradwire.report.html import milliseconds, short, size
 
@@ -81,7 +80,7 @@ def decided(run: Run) -> list[str]:
     """What the plan does, a line for each spec and option, the most bytes first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for index, bucket in enumerate(run.plan.buckets):
-        specs = sorted({repr(spec) for spec in bucket.specs if not isinstance(spec, Identity)})
+        specs = sorted({repr(spec) for spec in bucket.specs if spec.encodes})
         way = " then ".join(dict.fromkeys(bucket.link_tasks))
         groups.setdefault((" and ".join(specs) or "uncompressed", way), []).append(index)
     lines = []

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 
 from gradwire.collectives import Lane, Link, TwoPhase, transfer
-from gradwire.core.specs import Identity
 from gradwire.exchange import Exchange
 
 __all__ = ["clip_coefficient", "exact_shards", "norm_over_ranks"]
@@ -17,7 +16,7 @@ def exact_shards(exchange: Exchange) -> list[torch.Tensor]:
     them: where a bucket is compressed, has no shards, or sums in another dtype than its gradients'. So on all ranks alike."""
     shards = []
     for buffers in exchange.buckets:
-        plain = isinstance(buffers.bucket.spec_of(buffers.bucket.tensors[0]), Identity)
+        plain = not buffers.bucket.spec_of(buffers.bucket.tensors[0]).encodes
         for chunk in buffers.chunks:
             if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
                 return []
