@@ -16,12 +16,12 @@ from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
 from gradwire.core.files import write_whole
 from gradwire.core.specs import Run, example_specs
-from gradwire.planner.added import collective_rows, compressor_rows
+from gradwire.planner.added import collective_rows, compressor_rows, schedule_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, OPTIONS = DOCS / "compressors.md", DOCS / "options.md"
+PAGE, OPTIONS, SCHEDULES = DOCS / "compressors.md", DOCS / "options.md", DOCS / "schedules.md"
 BEGIN, END = "<!-- made by `python -m benchmarks page` -->\n", "<!-- until here -->\n"
-"""Around the table of collectives."""
+"""Around the tables of collectives and of schedules."""
 JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
@@ -50,9 +50,10 @@ COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *
 def run(arguments: list[str]) -> int:
     """Write the page and the table."""
     write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
-    before, _, rest = OPTIONS.read_text().partition(BEGIN)
-    write_whole(OPTIONS, before + BEGIN + collectives_table() + END + rest.partition(END)[2])
-    print(f"written to {PAGE} and {OPTIONS}")
+    for path, made in ((OPTIONS, collectives_table()), (SCHEDULES, schedules_table())):
+        before, _, rest = path.read_text().partition(BEGIN)
+        write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
+    print(f"written to {PAGE}, {OPTIONS} and {SCHEDULES}")
     return 0
 
 
@@ -64,6 +65,13 @@ def collectives_table() -> str:
     ]
     lines = table(("`scheme=`", "tasks", "phases", "what it does", "package"), rows)
     return "\n".join(lines) + "\n"
+
+
+def schedules_table() -> str:
+    """One row for each schedule."""
+    columns = ("exchange runs", "costs accuracy", "needs the optimizer", "about", "package")
+    rows = [(f"`{row['kind']}`", *(row[column] for column in columns)) for row in schedule_rows()]
+    return "\n".join(table(("`schedule=`", *columns), rows)) + "\n"
 
 
 def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A compressor and a collective of other packages, one file each: planned, simulated, run on ranks and listed."""
+"""A compressor, a collective and a schedule of other packages, one file each: planned, simulated, run on ranks and listed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SRC = Path(gw.__file__).parents[1]
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
-    for example in ("own_compressor", "own_collective"):
+    for example in ("own_compressor", "own_collective", "own_schedule"):
         install(example, folder)
     return folder
 
@@ -70,6 +70,37 @@ def test_both_run_on_ranks_and_the_collective_gives_the_bits_of_all_gather(packa
     assert all(relayed == gathered for relayed, gathered in ranks[0])
 
 
+def scheduled(folder: str) -> list[str]:
+    """What the weights are after six steps with the toy schedule, and with `backward`; a rank leaves a gradient out."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    found = []
+    for schedule in ("atend", "backward"):
+        policy = gw.Policy(default=gw.QSGD(bits=4), schedule=schedule, bucket_bytes=900, chunk_bytes=500)
+        torch.manual_seed(0)
+        model = Given([200, 77, 40])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = gw.parallelize(model, optimizer, plan=policy)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(model.random_gradients(dist.get_rank(), step)).backward()
+            optimizer.step()
+        state = handle.state_dict()
+        handle.load_state_dict(state)
+        assert handle.plan.schedule.word == schedule and gw.Plan.from_json(handle.plan.to_json()) == handle.plan
+        handle.detach()
+        found.append(digest(model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_schedule_runs_on_ranks_and_gives_the_bits_of_backward(packages: Path, world_size: int) -> None:
+    with World(world_size) as world:
+        ranks = world.run(scheduled, str(packages))
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0][0] == ranks[0][1]
+
+
 PLANNED = """
 import sys
 import gradwire as gw
@@ -97,6 +128,15 @@ for schedule in ("backward", "pipelined", gw.Delayed(k=3)):
             check_known(bucket.option)
     relay, gather = (simulate(plan, profile, cluster, times, Rules(device="cpu", routing="ring")) for plan in plans)
     assert relay.step_us == gather.step_us > 4e3, (relay.step_us, gather.step_us)
+tensors[0] = TensorProfile(name="a", shape=(1000, 9), dtype="float32", backward_us=1e3, forward_us=1e3)
+late, early = (
+    simulate(
+        gw.Policy(default=spec, schedule=schedule, bucket_bytes=40_000).plan(profile.tensor_infos("cpu")), profile, cluster,
+        times, Rules(device="cpu", routing="ring"),
+    )
+    for schedule in ("atend", "backward")
+)
+assert late.step_us > early.step_us > 6e3, (late.step_us, early.step_us)
 print("planned")
 """
 
@@ -116,13 +156,14 @@ LISTED = f"""
 import sys
 sys.path.insert(0, {str(SRC.parent)!r})
 from typer.testing import CliRunner
-from benchmarks.page import collectives_table, page
+from benchmarks.page import collectives_table, page, schedules_table
 from gradwire.cli import app
 
 for words in (["options", "--collectives", "--json"], ["compressors", "--json"]):
     print(CliRunner().invoke(app, words, catch_exceptions=False).stdout.replace("\\n", " "))
 print(CliRunner().invoke(app, ["options", "--collectives"]).stdout)
-print(collectives_table(), page({{}}, {{}}))
+print(CliRunner().invoke(app, ["schedules"]).stdout)
+print(collectives_table(), schedules_table(), page({{}}, {{}}))
 """
 
 
@@ -140,6 +181,7 @@ def test_both_are_listed_with_their_package_by_the_command_line_and_in_the_docs(
     text, table, pages = rest.partition("| `scheme=` |")
     assert "gradwire-relay 0.1" in text and table
     assert "| `relay` | `comp relay:inter decomp` |" in pages and "| `MuLaw()` | contractive |" in pages
+    assert "gradwire-atend 0.1" in text and "| `atend` | after backward | no | no | All gradients when" in pages
     assert pages.count("gradwire-relay 0.1") == pages.count("gradwire-mulaw 0.1") == 1
 
 

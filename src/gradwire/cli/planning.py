@@ -9,7 +9,7 @@ from gradwire.cli.app import app
 from gradwire.cli.sweeping import Inter, Nodes, Picture, bar, points_of, refuse_with_sweep, show_sweep
 from gradwire.errors import FormatError
 
-__all__ = ["compressors", "import_profile", "options", "plan", "report", "simulate"]
+__all__ = ["compressors", "import_profile", "options", "plan", "report", "schedules", "simulate"]
 
 
 @app.command()
@@ -86,6 +86,16 @@ def compressors(
     from gradwire.planner.added import compressor_rows
 
     _print_rows(compressor_rows(), json)
+
+
+@app.command()
+def schedules(
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
+) -> None:
+    """List the schedules, those of other packages too: when each exchanges gradients, and what it costs."""
+    from gradwire.planner.added import schedule_rows
+
+    _print_rows(schedule_rows(), json)
 
 
 def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:

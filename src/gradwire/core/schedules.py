@@ -16,7 +16,7 @@ from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError
 
-__all__ = ["Backward", "Delayed", "Pipelined", "Schedule", "as_schedule", "schedule_kinds"]
+__all__ = ["Backward", "Delayed", "Pipelined", "Schedule", "as_schedule", "schedule_class", "schedule_kinds"]
 
 if TYPE_CHECKING:
     OptionalSpec = Spec | None
@@ -224,7 +224,8 @@ def schedule_kinds() -> tuple[str, ...]:
     return (*_BY_WORD, *(name for name in entry_points.names(SCHEDULES) if name not in _BY_WORD))
 
 
-def _class_of(kind: str) -> type[Schedule]:
+def schedule_class(kind: str) -> type[Schedule]:
+    """The class of a bare word. Raises FormatError, which names the package, where it cannot be loaded."""
     if kind not in _BY_WORD:
         _BY_WORD[kind] = entry_points.load(SCHEDULES, kind, lambda made: _usable(made, kind), FormatError)
     return _BY_WORD[kind]
@@ -252,6 +253,6 @@ def as_schedule(value: object) -> Schedule:
             f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
         )
     if isinstance(value, str):
-        return _class_of(kind)()
+        return schedule_class(kind)()
     with under("schedule"):
-        return convert(value, _class_of(kind))
+        return convert(value, schedule_class(kind))

@@ -1,4 +1,4 @@
-"""All collectives and compressors, gradwire's own and those of other packages, as rows for the command line and the docs."""
+"""All collectives, compressors and schedules, gradwire's own and others', as rows for the command line and the docs."""
 
 import json
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from typing import Any
 
 from gradwire.core import entry_points
 from gradwire.core.collectives import installed_collectives
+from gradwire.core.schedules import Schedule, schedule_class, schedule_kinds
 from gradwire.core.specs import example_specs, installed_specs
 
-__all__ = ["collective_rows", "compressor_rows", "rows_as_json", "rows_as_text"]
+__all__ = ["collective_rows", "compressor_rows", "rows_as_json", "rows_as_text", "schedule_rows"]
 
 Row = dict[str, Any]
 
@@ -52,6 +53,37 @@ def compressor_rows() -> list[Row]:
         }
         for name, cls in sorted(installed_specs().items())
     ]
+
+
+def schedule_rows() -> list[Row]:
+    """One row for each schedule.
+
+    >>> [row["kind"] for row in schedule_rows()][:3]
+    ['backward', 'pipelined', 'delayed']
+    """
+    rows: list[Row] = []
+    for kind in schedule_kinds():
+        cls = schedule_class(kind)
+        usual = cls()
+        rows.append(
+            {
+                "kind": kind,
+                "exchange runs": _when(usual),
+                "costs accuracy": "yes" if usual.costs_accuracy else "no",
+                "needs the optimizer": "yes" if usual.needs_optimizer else "no",
+                "about": (cls.__doc__ or "").strip().partition("\n")[0],
+                "package": entry_points.origin(entry_points.SCHEDULES, kind, cls.__module__),
+            }
+        )
+    return rows
+
+
+def _when(schedule: Schedule) -> str:
+    if schedule.hides_exchange:
+        return "beside the next step"
+    if schedule.sends_at_end:
+        return "after backward"
+    return "in backward and in the next forward" if schedule.gathers_in_forward else "in backward"
 
 
 def rows_as_text(rows: Sequence[Row]) -> str:
