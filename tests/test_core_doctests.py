@@ -17,7 +17,8 @@ MODULES = [
     for package in (gradwire.core, gradwire.costs, gradwire.planner, gradwire.report, gradwire.sim)
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
 ]
-MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded"]
+MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded", "benchmarks.papers.strawmen"]
+MODULES += [f"benchmarks.campaigns.{name}" for name in ("matrix_cells", "parts", "schemes_runner")]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -11,9 +11,9 @@ from rich.console import Console
 from worlds import Worlds
 
 import gradwire as gw
-from gradwire.bench.left_out import exchange_alone, keep_only
+from benchmarks.campaigns.left_out import exchange_alone, keep_only
+from benchmarks.campaigns.phases import phases_methods, phases_tables
 from gradwire.bench.names import WRONG_PREFIX, check_method, parse_policy
-from gradwire.bench.phases import phases_methods, phases_tables
 from gradwire.bench.progress import Silent
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench

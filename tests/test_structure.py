@@ -133,6 +133,11 @@ def test_nothing_imports_the_doctor_but_the_cli() -> None:
     assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli.jobs"}
 
 
+def test_nothing_imports_what_a_wheel_does_not_have() -> None:
+    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
+    assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
+
+
 def test_nothing_imports_auto_but_auto() -> None:
     """What decides is loaded where it is asked for, and by nothing that executes."""
     importers = {name for name in MODULES if any(within(each, ("gradwire.auto",)) for each in direct(name))}
