@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, write, write_between
+from benchmarks.papers.closed_forms import cd_sgd_mean_us
 from gradwire.bench.names import WRONG_PREFIX
-from gradwire.sim.closed_forms import cd_sgd_mean_us
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
 BEGIN, END = "<!-- delayed: made by `python -m benchmarks delayed` -->", "<!-- end of delayed -->"

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, write
 from benchmarks.figures_page import page
+from benchmarks.papers.closed_forms import dear_us
 from benchmarks.papers.methods import hipress
 from benchmarks.testbeds import (
     ALGORITHMS,
@@ -39,7 +40,6 @@ from gradwire.planner.drafts import Job
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
 from gradwire.report.pictures import Panel, draw_bars, draw_lines
-from gradwire.sim.closed_forms import dear_us
 from gradwire.sim.events import COMPUTE
 
 BYTECOMPS = ("Rand-k", "DGC", "EF-SignSGD")

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.errors import PlanError
-from gradwire.planner.partition import FusionCosts, evaluate
-from gradwire.sim.closed_forms import (
+from benchmarks.papers.closed_forms import (
     all_gather_us,
     all_reduce_us,
     bit_sgd_us,
@@ -23,6 +21,8 @@ from gradwire.sim.closed_forms import (
     s_sgd_us,
     wfbp_us,
 )
+from gradwire.errors import PlanError
+from gradwire.planner.partition import FusionCosts, evaluate
 
 
 def walked_mean_us(

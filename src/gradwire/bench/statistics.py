@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from gradwire.bench.names import UNLIMITED, WRONG_PREFIX
 from gradwire.bench.results import Alone, Cell, Interval, MethodRecord, StepTimes, WorkerRecord
-from gradwire.sim.closed_forms import max_speedup
 
 __all__ = ["alone_from", "cells_from", "max_speedup_of", "median_ratio", "step_times", "wire_us"]
 
@@ -132,7 +131,8 @@ def max_speedup_of(alone: Alone | None, world_size: int, planned_bytes: int | No
     if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
         return None
     phase_us = planned_bytes / 2 * 8 / (gbps * 1e3)
-    return max_speedup(world_size, alone.step.mean_us - alone.backward_us, alone.backward_us, phase_us, phase_us)
+    forward_us = alone.step.mean_us - alone.backward_us
+    return world_size * alone.step.mean_us / (max(forward_us, phase_us) + max(alone.backward_us, phase_us))
 
 
 def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interval | None:

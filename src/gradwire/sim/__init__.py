@@ -1,1 +1,1 @@
-"""What a plan's step will look like: who works when; and step times in closed form. Pure: no torch."""
+"""What a plan's step will look like: who works when. Pure: no torch."""
