@@ -1,24 +1,29 @@
-# The commands to remember: make demo | test | check | wheel | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | test | test-slow | check | wheel | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: demo test test-again check wheel bench soak fuzz fmt clean
+.PHONY: demo unit test test-slow check wheel bench soak fuzz fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
 # files in the order of tests/conftest.py: the longest first
-test: .venv/.dev
-	@rm -f .pytest_cache/v/cache/lastfailed
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# those that failed in the last run, one after the other
-test-again: .venv/.dev
-	@$(PY) -c "import json; failed = json.load(open('.pytest_cache/v/cache/lastfailed')); assert all('::' in name for name in failed)" \
-	2>/dev/null || { echo "the last run told of no failed test, or did not run whole: nothing to repeat"; exit 1; }
-	$(PY) -m pytest --last-failed --last-failed-no-failures none
+# a minute: nothing but functions of one process
+unit: .venv/.dev
+	$(PYTEST) -m "not slow" tests/unit
+
+# minutes: every test but the slow ones, and some cases of those with many
+test: .venv/.dev
+	$(PYTEST) -m "not slow" --durations=25
+
+# what `make test` leaves out, and more broken files
+test-slow: .venv/.dev
+	$(PYTEST) -m slow --durations=25
+	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
 check: .venv/.dev
 	$(PY) -m ruff check src tests benchmarks examples setup.py
@@ -35,10 +40,10 @@ bench: .venv/.dev
 	$(PY) -m benchmarks
 
 soak: .venv/.dev
-	cd tests && PYTHONPATH=. ../$(PY) -m soak
+	PYTHONPATH=tests:tests/support $(PY) -m soak
 
 fuzz: .venv/.dev
-	$(PY) tests/payload_fuzz.py
+	PYTHONPATH=tests/unit/compressors $(PY) tests/support/payload_fuzz.py
 
 fmt: .venv/.dev
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py

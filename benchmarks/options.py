@@ -2,8 +2,8 @@
 
     python -m benchmarks options
 
-Exact without loss, within the error of their encodes with 4 bits, the same bits on all ranks; `tests/test_options_run.py` runs a
-sample of it.
+Exact without loss, within the error of their encodes with 4 bits, the same bits on all ranks; `tests/ranks/test_options_run.py`
+runs a sample of it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS, write
 
 RANKS, RANKS_PER_NODE = 4, 2
-PROGRAM = Path(__file__).parents[1] / "tests" / "options.py"
+PROGRAM = Path(__file__).parents[1] / "tests" / "support" / "options.py"
 
 
 def run(arguments: list[str]) -> int:

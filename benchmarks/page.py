@@ -23,8 +23,9 @@ HEAD = """# Compressors
 Made by `python -m benchmarks page`; do not edit. Settings are those shown; every field is explained in its class's docstring
 (`help(gw.TopK)`). A compressor of your own: `examples/own_compressor`.
 
-- **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by `tests/test_laws.py`. *unbiased*:
-  right in the mean over the random stream; *contractive*: the error is never larger than the gradient (δ: at least that part
+- **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by
+  `tests/unit/compressors/test_laws.py`. *unbiased*: right in the mean over the random stream;
+  *contractive*: the error is never larger than the gradient (δ: at least that part
   of its squared norm is kept); *none*: only feedback or momentum makes it right. *feedback*: what is lost travels in later
   steps, nothing is lost for good.
 - **Bytes**: of the payload for an element of a large float32 tensor, which has 4. All bits are packed; scales and indices are

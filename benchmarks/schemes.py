@@ -24,7 +24,7 @@ from gradwire.core.files import write_whole
 from gradwire.core.specs import QSGD
 
 PAGE = Path(__file__).parent.parent / "docs" / "schemes.md"
-TESTS = Path(__file__).parent.parent / "tests"
+SUPPORT = Path(__file__).parent.parent / "tests" / "support"
 FULL = "200mbit"
 """The link over which the largest buckets are measured too."""
 WORLDS = (2, 4, 8)
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
 
 def reduction_errors() -> dict[str, list[float]]:
     """Relative error of the mean of normal numbers at 4 bits, blocks of 128, by scheme, for each of `WORLDS`."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(SUPPORT))
     import torch
     from options import Ranks, gradients, plan_for
 

@@ -1,16 +1,21 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and which cases `make test` leaves to `make test-slow`."""
 
 import signal
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 import triton_processes
 from worlds import Worlds
 
 # on a busy machine an example of microseconds takes a second now and then
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+torch.set_num_threads(1)  # tests run in two processes, and operations are small
 
 # a shell that put the tests in the background has SIGINT ignored, nohup has SIGHUP, and what they start would inherit that
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -23,16 +28,39 @@ LONGEST_FIRST = (
 )  # fmt: skip
 """Files that take longest, or wait most. A worker that took one of them up last would leave the others idle."""
 
+QUICK_CASES = {"ranks": 6, "kernels": 50, "compressors": 50, "costs": 50, "planner": 50}
+"""How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files for the workers of xdist, each of which takes up the next when it is done with one."""
+    """Mark slow cases, and order files for the workers of xdist, each of which takes up the next when it is done with one."""
+    cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        many = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES
+        if many and item.get_closest_marker("slow") is None:
+            cases[str(item.path), item.originalname].append(item)
+    for of_one_test in cases.values():
+        for item in set(of_one_test) - sample(of_one_test):
+            item.add_marker("slow")
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+def sample(cases: list[pytest.Function]) -> set[pytest.Function]:
+    """Cases in which every value of every parameter occurs, as far as the folder's number allows; the same in every run."""
+    kept: set[pytest.Function] = set()
+    seen: set[tuple[str, int]] = set()
+    for case in sorted(cases, key=lambda case: zlib.crc32(case.name.encode())):
+        values = {(name, id(value)) for name, value in case.callspec.params.items()}
+        if not values <= seen and len(kept) < QUICK_CASES[case.path.parent.name]:
+            kept.add(case)
+            seen |= values
+    return kept
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Ranks to run functions on; see worlds.py."""
+    """Ranks to run functions on; see support/worlds.py."""
     kept = Worlds()
     yield kept
     kept.close()

@@ -4,6 +4,7 @@ Nothing in the engine knows of this. A chunk that runs in two phases gets anothe
 out sends nothing and computes nothing. What is trained that way is wrong on purpose.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.methods import Gradwire
 from gradwire.collectives import Link, Meter, TwoPhase
 from gradwire.collectives.streams import Mark
-from gradwire.engine.executor import Executor
 from gradwire.errors import StepStateError
+from gradwire.exchange import Exchange
 
 __all__ = ["PartOfStep", "exchange_alone", "keep_only"]
 
@@ -26,7 +27,7 @@ SUMS_IN_A_ROW = 8
 class ReduceOnly(TwoPhase):
     """Every rank ends with its shard of the sum, and tells nobody: all other gradients stay each rank's own."""
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self.reduce = link.expect(tag, self.for_sum)
 
     def _gather(self, link: Link, meter: Meter) -> None:
@@ -36,7 +37,7 @@ class ReduceOnly(TwoPhase):
 class GatherOnly(TwoPhase):
     """Every rank's own shard stands for the sum, and all ranks get all shards."""
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self.gather = link.expect(tag + 1, self.sums)
 
     def _reduce(self, link: Link, meter: Meter, ready: Mark) -> None:
@@ -46,7 +47,7 @@ class GatherOnly(TwoPhase):
 class ComputeOnly(TwoPhase):
     """Neither phase."""
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         pass
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -60,12 +61,12 @@ KEPT: dict[str, type[TwoPhase]] = {
 }
 
 
-def keep_only(part: str, executor: Executor) -> None:
+def keep_only(part: str, exchange: Exchange) -> None:
     """From the next step on these buckets do only this part of their exchange. On all ranks, between steps.
 
     Raises StepStateError for a bucket without two phases, naming it.
     """
-    for buffers in executor.buckets:
+    for buffers in exchange.buckets:
         for chunk in buffers.chunks:
             if not isinstance(chunk, TwoPhase):
                 raise StepStateError(
@@ -75,19 +76,19 @@ def keep_only(part: str, executor: Executor) -> None:
             chunk.__class__ = KEPT[part]
 
 
-def exchange_alone(executor: Executor, number: int) -> None:
+def exchange_alone(exchange: Exchange, number: int) -> None:
     """Exchange all buckets beside nothing else, and wait for it. On all ranks, between steps.
 
     Exchange `number` of a row, from 0, sends what the one before has left in the buckets, or new random numbers.
     """
     if number % SUMS_IN_A_ROW == 0:
         generator = torch.Generator().manual_seed(number)
-        for buffers in executor.buckets:
+        for buffers in exchange.buckets:
             buffers.flat.normal_(generator=generator)
-    executor.start()
-    for bucket in range(len(executor.buckets)):
-        executor.ready(bucket)
-    executor.finish()
+    exchange.executor.start()
+    for bucket in range(len(exchange.buckets)):
+        exchange.executor.ready(bucket)
+    exchange.executor.finish()
 
 
 class PartOfStep(Gradwire):
@@ -100,17 +101,18 @@ class PartOfStep(Gradwire):
 
     def step(self, batch: Batch) -> float:
         """A step without the rest. Of exchange-only the first is a whole one, and the others compute nothing at all."""
-        executor = self.handle._steps.executor  # of the last step: a policy's plan may have been made anew since
+        # of the last step: a policy's plan may have been made anew since
+        exchange = self.handle.session.reducer.running
         self._steps_done += 1
         if self.part != EXCHANGE_ONLY:
-            keep_only(self.part, executor)
+            keep_only(self.part, exchange)
             return super().step(batch)
         if self._steps_done == 1:
             return super().step(batch)
         if self._steps_done == 2:
             self.settle()
             self.forward_us = self.backward_us = 0.0
-        exchange_alone(executor, self._steps_done - 2)
+        exchange_alone(exchange, self._steps_done - 2)
         return 0.0
 
     @property
@@ -122,7 +124,7 @@ class PartOfStep(Gradwire):
 
     def _usual_exchange(self) -> bool:
         """Whether all of a usual step's exchange ran, and no correction."""
-        return self.part == EXCHANGE_ONLY and self.handle._steps.executor is self.handle._executor
+        return self.part == EXCHANGE_ONLY and self.handle.session.reducer.running is self.handle.session.exchange
 
     def record(self, folder: Path) -> None:
         """Nothing that is wrong on purpose becomes the record of a training run."""

@@ -1,7 +1,7 @@
 """Names of methods of the bench that do only a part of each step, wrong on purpose. No torch."""
 
 from gradwire.bench.names import WRONG_PREFIX, arguments_of
-from gradwire.core import Delayed
+from gradwire.core.schedules import as_schedule
 from gradwire.errors import FormatError
 from gradwire.planner.policy import Policy
 
@@ -34,7 +34,7 @@ def check_part(name: str) -> None:
         raise FormatError(
             f"{part} of {policy[:300]!r}: its buckets are not known beforehand. Write a policy, such as qsgd4@pipelined."
         )
-    if part != EXCHANGE_ONLY and isinstance(plan.schedule, Delayed) and plan.schedule.k is not None:
+    if part != EXCHANGE_ONLY and as_schedule(plan.schedule).corrects:
         raise FormatError(
             f"{part} of {policy[:300]!r}: what is left out would only be left out of steps that correct nothing. Write "
             "@delayednone."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire._version import __version__
+    from gradwire.api import Handle, parallelize
     from gradwire.core import (
         DGC,
         FP8,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
         Truncate,
         TwoBit,
     )
-    from gradwire.engine import Handle, Stats, parallelize
     from gradwire.errors import (
         CommunicationError,
         DisagreementError,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         TestbedError,
         WriteError,
     )
+    from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
     from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
 
 _HOMES = {
@@ -64,7 +65,8 @@ _HOMES = {
         "Profile", "RandomK", "SignSGD", "Signum", "Spec", "TensorInfo", "TernGrad", "Threshold", "TopK", "Truncate",
         "TwoBit",
     ),
-    "gradwire.engine": ("Handle", "Stats", "parallelize"),
+    "gradwire.api": ("Handle", "parallelize"),
+    "gradwire.exchange": ("Exchange", "ExchangeStats", "Stats", "TensorMeta"),
     "gradwire.errors": (
         "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError",
         "SpecError", "StepStateError", "TestbedError", "WriteError",
@@ -89,6 +91,8 @@ __all__ = [
     "DisagreementError",
     "EFSignSGD",
     "ErrorFeedback",
+    "Exchange",
+    "ExchangeStats",
     "FormatError",
     "GradwireError",
     "Handle",
@@ -112,6 +116,7 @@ __all__ = [
     "Stats",
     "StepStateError",
     "TensorInfo",
+    "TensorMeta",
     "TernGrad",
     "TestbedError",
     "Threshold",

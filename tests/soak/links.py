@@ -15,7 +15,7 @@ from soak.training import Progress, job_of
 from soak.trials import ALLOWANCE_S, KINDS, Failed, expect
 
 STEPS = 60
-TESTS = str(Path(__file__).resolve().parents[1])
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def link_lost(chance: random.Random, seed: int, folder: str) -> None:
@@ -71,10 +71,11 @@ class Run:
         self.ends: dict[int, tuple[str, str, str, float]] = {}
         self._lines: list[str] = []
         self._job, self._size = job_of(seed, folder), cluster.nodes
-        script = [str(Path(TESTS) / "soak" / "rank.py"), folder, str(seed), str(timeout_s), str(steps)]
+        script = [str(TESTS / "soak" / "rank.py"), folder, str(seed), str(timeout_s), str(steps)]
         if elastic:
-            script = [str(Path(TESTS) / "soak" / "elastic.py"), str(cluster.nodes), *script, "suicidal"]
-        environment = {"PYTHONPATH": os.pathsep.join([TESTS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+            script = [str(TESTS / "soak" / "elastic.py"), str(cluster.nodes), *script, "suicidal"]
+        paths = [str(TESTS), str(TESTS / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
         self._thread = threading.Thread(
             target=cluster.supervise, args=([sys.executable, "-u", *script],), daemon=True,
             kwargs={"env": environment, "on_line": self._line, "timeout": 180.0},

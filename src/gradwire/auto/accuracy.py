@@ -17,9 +17,7 @@ __all__ = [
     "all_specs",
     "check_accuracy",
     "check_schedules",
-    "cycle_of",
     "first_policy",
-    "kind_of",
     "policy_of",
     "schedules_of",
     "specs_of",
@@ -69,20 +67,6 @@ def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
     if "delayed" in words and accuracy != "exact":
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
     return tuple(found)
-
-
-def kind_of(schedule: Schedule) -> str:
-    """Its bare word.
-
-    >>> kind_of(Delayed(k=2))
-    'delayed'
-    """
-    return str(schedule.__struct_config__.tag)
-
-
-def cycle_of(schedule: Schedule) -> int:
-    """After so many steps it does the same again: those from one correction to the next."""
-    return (schedule.k or 1) if isinstance(schedule, Delayed) else 1
 
 
 def specs_of(accuracy: str, tensors: Sequence[TensorInfo]) -> tuple[Spec, ...]:

@@ -21,8 +21,8 @@ from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Plan
 from gradwire.core.specs import QSGD, Run
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.handle import Handle
-from gradwire.engine.hooks import GradientHooks
+from gradwire.engine.seams.hooks import GradientHooks
+from gradwire.engine.session import Session
 from gradwire.errors import PlanError
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.planner.adaptive import AdaptiveBits
@@ -186,7 +186,7 @@ class Bits:
         """Why a saved plan is not the policy's with other bits; '' if it is."""
         return unlike(plan, own, ways_of(self.adaptive))
 
-    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
         """Nothing is kept between steps but the plan."""
         self._stop()
 
@@ -194,9 +194,9 @@ class Bits:
         """No gradient is measured any more."""
         self._stop()
 
-    def finished(self, handle: Handle) -> None:
+    def finished(self, session: Session) -> None:
         """One step more."""
-        live = Live(handle)
+        live = Live(session)
         if self._errors is not None:
             self._choose(live, self._errors)
         first = min(_FIRST, self.adaptive.period - 1)

@@ -31,9 +31,7 @@ from gradwire.auto.accuracy import (
     all_specs,
     check_accuracy,
     check_schedules,
-    cycle_of,
     first_policy,
-    kind_of,
     schedules_of,
     specs_of,
 )
@@ -49,10 +47,10 @@ from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward, Delayed
+from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.handle import Handle
+from gradwire.engine.session import Session
 from gradwire.errors import FormatError, GradwireError, PlanError
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.profiler.clock import Clock
@@ -125,7 +123,7 @@ class Auto:
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Why a saved plan is not allowed: by its schedule, or by what it encodes; '' if it is."""
-        kind = kind_of(plan.schedule)
+        kind = plan.schedule.word
         if kind not in self.schedules:
             return f"schedules is {self.schedules!r}, and it is in {kind!r}. Allow that one."
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
@@ -138,10 +136,10 @@ class Auto:
             )
         return ""
 
-    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
         """Go on under the plan of the state. Other ranks than those that saved decide anew, beginning with it; what was only
         being tried is one candidate among others."""
-        live = Live(handle)
+        live = Live(session)
         self._begin(live)
         self._current = None if searching else live.plan
         if same_ranks and not searching:
@@ -151,9 +149,9 @@ class Auto:
         """The script does something else now: what passes until the next step's forward is no part of that step."""
         self._pace.pause()
 
-    def finished(self, handle: Handle) -> None:
+    def finished(self, session: Session) -> None:
         """One step more."""
-        live = Live(handle)
+        live = Live(session)
         if live.infos is not self._infos:  # the model is another one
             self._begin(live)
         if live.device.type != "cpu":
@@ -251,10 +249,10 @@ class Auto:
         """What rank 0 offers, and the best by prediction of the schedules that are not allowed."""
         assert self._profile is not None
         specs = specs_of(self.accuracy, live.infos)
-        allowed = [s for s in schedules_of(self.accuracy, self.schedules) if kind_of(s) not in self._refused]
+        allowed = [s for s in schedules_of(self.accuracy, self.schedules) if s.word not in self._refused]
         others = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules])
         if self._costs is None:
-            corrections = {s.correction for s in [*allowed, *others] if isinstance(s, Delayed) and s.correction}
+            corrections = {s.correction for s in [*allowed, *others] if s.correction}
             self._costs = codecs_of(live, [*specs, *(corrections if specs else ())], seconds)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed)
@@ -263,7 +261,7 @@ class Auto:
     def _kept(self) -> Plan | None:
         """The chosen plan, if its schedule can still run."""
         current = self._current
-        return None if current is None or kind_of(current.schedule) in self._refused else current
+        return None if current is None or current.schedule.word in self._refused else current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
         """The kinds of schedule that are allowed and cannot run here, with the reason of the first rank that has one."""
@@ -271,7 +269,7 @@ class Auto:
         if self._stepped is not None:
             self._stepped.remove()
             for schedule in schedules_of(self.accuracy, self.schedules):
-                own.setdefault(kind_of(schedule), self._stepped.problem or live.why_not(schedule))
+                own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
         refused: dict[str, str] = {}
         for told in live.from_all(msgspec.json.encode(own).decode()):
             for kind, why in msgspec.json.decode(told, type=dict[str, str]).items():
@@ -353,7 +351,7 @@ class Auto:
     def _watch_from_now(self, live: Live, plan: Plan, step_us: float) -> None:
         self._current = plan
         self._watch.chosen(live.step, plan.digest(), step_us)
-        self._cycle: deque[tuple[float, float]] = deque(maxlen=cycle_of(plan.schedule))
+        self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.period)
         """Times of the last steps, of which the mean counts: a correction takes longer than other steps."""
         self._window: list[tuple[float, float]] = []
         self._waiting, self._phase = None, self._watching

@@ -1,4 +1,4 @@
-"""What a driver uses of a handle, in one place: its ranks, its steps, and its plan."""
+"""What a driver uses of a session, in one place: its ranks, its steps, and its plan."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from gradwire.collectives import Grid, Group, Link, LinkError
 from gradwire.core.plan import Plan
 from gradwire.core.schedules import Schedule
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.agreement import gather_bytes
-from gradwire.engine.handle import Handle
-from gradwire.engine.step import Steps
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.session import Session
+from gradwire.exchange.agreement import gather_bytes
 from gradwire.planner.policy import Policy
 
 __all__ = ["Live"]
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 class Live:
-    """A handle between two steps. Everything that talks is collective."""
+    """A session between two steps. Everything that talks is collective."""
 
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
     @property
-    def steps(self) -> Steps:
-        return self.handle._steps
+    def steps(self) -> Reducer:
+        return self.session.reducer
 
     @property
     def group(self) -> Group:
-        return self.handle._group
+        return self.session.group
 
     @property
     def grid(self) -> Grid:
@@ -47,24 +47,24 @@ class Live:
 
     @property
     def device(self) -> torch.device:
-        return self.handle._flats()[0].device
+        return self.session.device
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return self.handle._parameters
+        return self.session.parameters
 
     @property
     def infos(self) -> list[TensorInfo]:
         """The trainable tensors, in registration order. Another list when the model changed."""
-        return self.handle._tensors
+        return self.session.tensors
 
     @property
     def plan(self) -> Plan:
-        return self.handle.plan
+        return self.session.plan
 
     def plan_of(self, policy: Policy) -> Plan:
         """What a policy makes of the tensors in the order in which their gradients become ready: the same on all ranks."""
-        return self.handle._plan_of(policy, self.handle._order)
+        return self.session.plan_of(policy)
 
     @property
     def everybody(self) -> bool:
@@ -76,41 +76,43 @@ class Live:
         """When the first training forward since the step before began, or where none was seen when the first gradient came
         (time.perf_counter). None: neither was."""
         first_s = self.steps.first_gradient_s
-        return self.handle._began_s or (first_s if first_s > 0 else None)
+        return self.session.began_s or (first_s if first_s > 0 else None)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return self.handle._living()
+        return self.session.optimizers
 
     @property
     def link_us(self) -> float:
         """Time that this rank's lanes spent on links in the last step, and waiting for other ranks."""
-        reports = self.handle._reports
+        reports = self.session.reports
         return 1e6 * reports[-1].link_s if reports else 0.0
 
     @property
     def exposed_us(self) -> float:
         """How long the end of the last backward waited for exchanges."""
-        reports = self.handle._reports
+        reports = self.session.reports
         return 1e6 * reports[-1].exposed_s if reports else 0.0
 
     def hold(self, on: bool) -> None:
         """Whether in the next steps nothing is sent before the last gradient is there."""
-        self.steps.executor.hold = on
+        self.session.lanes.hold = on
 
     def why_not(self, schedule: Schedule) -> str:
         """Why this rank's script cannot run a schedule, or gains nothing with it; '' if nothing speaks against it."""
-        return self.handle._why_not(msgspec.structs.replace(self.plan, schedule=schedule))
+        return self.session.why_not(msgspec.structs.replace(self.plan, schedule=schedule))
 
     def change_to(self, plan: Plan) -> None:
         """Run this plan from the next step on, or where a step is in hand from the one after it. Raises PlanError, on all ranks
         alike, if the engine cannot."""
         if plan is not self.plan and plan.digest() != self.plan.digest():
-            self.handle._change_to(plan)
+            self.session.change_to(plan)
 
     def exchange(self, numbers: Sequence[float]) -> "Callable[[], list[list[float]]]":
         """Send numbers to all ranks; what is returned waits, and gives those of every rank, which may be different many."""
-        future = self.handle._control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
+        future = self.session.lanes.control.submit(
+            partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers))
+        )
 
         def wait() -> list[list[float]]:
             return [
@@ -125,12 +127,12 @@ class Live:
 
     def from_all(self, text: str) -> list[str]:
         """What each rank has, on all ranks."""
-        future = self.handle._control.submit(partial(gather_bytes, text=text.encode() or b" "))
+        future = self.session.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
         return [raw.decode().strip() for raw in self._told("what ranks tell of a decision", future.result)]
 
     def on_lane(self, job: Callable[[Link], T]) -> T:
         """Do something on the first lane, whose link carries gradients."""
-        return self._told("the exchanges that measure links", self.handle._lanes[0].submit(job).result)
+        return self._told("the exchanges that measure links", self.session.lanes.data[0].submit(job).result)
 
     def _told(self, what: str, result: Callable[[], T]) -> T:
         try:

@@ -18,7 +18,7 @@ from gradwire.core.costs import Costs
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.hooks import GradientHooks
+from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.profiler.clock import Clock
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links

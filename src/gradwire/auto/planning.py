@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.auto.accuracy import cycle_of, kind_of, policy_of, steps_for_one
+from gradwire.auto.accuracy import policy_of, steps_for_one
 from gradwire.auto.trial import Candidate
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward, Delayed, Schedule
+from gradwire.core.schedules import Backward, Schedule
 from gradwire.core.specs import Identity, Spec
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Job
@@ -77,9 +77,9 @@ def offers(
     others = [plan for digest, plan in found.plans.items() if digest not in known]
     most_us = _WORTH * found.least_us(list(found.plans.values()))
     worth = found.best_first([plan for plan in others if found.us(plan) <= most_us])
-    of_each = [next(plan for plan in worth if kind_of(plan.schedule) == kind) for kind in _kinds(worth)]
+    of_each = [next(plan for plan in worth if plan.schedule.word == kind) for kind in _kinds(worth)]
     rest = [plan for plan in worth if plan not in of_each]
-    most = MOST_TRIED - 1 + len({kind_of(schedule) for schedule in (Backward(), *schedules)})
+    most = MOST_TRIED - 1 + len({schedule.word for schedule in (Backward(), *schedules)})
     tried = found.best_first([*of_each, *rest[: max(0, most - len(of_each))]])
     offered = {plan.digest(): plan for plan in (*([current] if current else []), *tried, plain)}
     return [Offer(found.candidate(plan, digest == plain.digest()), plan) for digest, plan in offered.items()]
@@ -93,7 +93,7 @@ def foreseen(
     found.add_scheduled([])
     plans = found.best_first(list(found.plans.values()))
     return [
-        found.candidate(next(plan for plan in plans if kind_of(plan.schedule) == kind), False) for kind in _kinds(plans)
+        found.candidate(next(plan for plan in plans if plan.schedule.word == kind), False) for kind in _kinds(plans)
     ]
 
 
@@ -156,14 +156,14 @@ class _Plans:
     def loss(self, plan: Plan) -> int:
         """The place of the plan's most lossy spec; a schedule that costs accuracy comes after all specs without one."""
         places = {spec: place for place, spec in enumerate(self._specs, 1)}
-        delayed = [schedule for schedule in self._schedules if isinstance(schedule, Delayed)]
+        delayed = [schedule for schedule in self._schedules if schedule.costs_accuracy]
         later = 1 + delayed.index(plan.schedule) if plan.schedule in delayed else 0
         of_specs = max(places.get(spec, 0) for bucket in plan.buckets for spec in bucket.specs)
         return of_specs + later * (1 + len(self._specs))
 
     def candidate(self, plan: Plan, plain: bool) -> Candidate:
         step_us = self._us[plan.digest()]
-        return Candidate(words_of(plan), step_us, plain, self.loss(plan), cycle_of(plan.schedule), _steps_for_one(plan))
+        return Candidate(words_of(plan), step_us, plain, self.loss(plan), plan.schedule.period, _steps_for_one(plan))
 
 
 def _steps_for_one(plan: Plan) -> float:
@@ -172,7 +172,7 @@ def _steps_for_one(plan: Plan) -> float:
 
 def _kinds(plans: Sequence[Plan]) -> list[str]:
     """Of their schedules."""
-    return list(dict.fromkeys(kind_of(plan.schedule) for plan in plans))
+    return list(dict.fromkeys(plan.schedule.word for plan in plans))
 
 
 def _device(profile: Profile) -> str:
@@ -200,6 +200,7 @@ def words_of(plan: Plan) -> str:
         what = " and ".join(sorted(encoding)) or "uncompressed"
     count = len(plan.buckets)
     words = f"{what} in {count} bucket{'s' if count > 1 else ''}"
-    if isinstance(plan.schedule, Backward):
+    schedule = plan.schedule
+    if schedule == Backward():
         return words
-    return f"{words}, {repr(plan.schedule) if isinstance(plan.schedule, Delayed) else 'pipelined'}"
+    return f"{words}, {repr(schedule) if schedule.costs_accuracy else schedule.word}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gradwire.engine.hooks import ModelHook
+from gradwire.engine.seams.hooks import ModelHook
 
 __all__ = ["Stepped"]
 

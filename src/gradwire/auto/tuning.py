@@ -20,7 +20,7 @@ from gradwire.auto.resuming import unlike
 from gradwire.auto.sizes import SizeSearch, check_library
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.handle import Handle
+from gradwire.engine.session import Session
 from gradwire.planner.policy import Policy
 from gradwire.planner.tuned import Tuned
 from gradwire.record.run import Decision
@@ -118,17 +118,17 @@ class Tuning:
         """Why a saved plan is not the policy's in buckets of some size; '' if it is."""
         return unlike(plan, own)
 
-    def resumed(self, handle: Handle, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
         """Go on under the size that was found; search anew where it was not found yet, or by other ranks."""
         settled = same_ranks and not searching
-        self._infos, self.searching = (Live(handle).infos, False) if settled else (None, True)
+        self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
 
     def detached(self) -> None:
         """Nothing is kept on the model."""
 
-    def finished(self, handle: Handle) -> None:
+    def finished(self, session: Session) -> None:
         """One step more."""
-        live = Live(handle)
+        live = Live(session)
         if live.group.world_size == 1:
             self.searching = False
         elif live.infos is not self._infos:  # the first step, or the model is another one

@@ -249,8 +249,8 @@ class Gradwire(Method):
 
     def settle(self) -> None:
         self.handle.flush()
-        if isinstance(self.handle.driver, Auto):  # others' turns would look like slow steps
-            self.handle.driver.pause()
+        if isinstance(self.handle.session.driver, Auto):  # others' turns would look like slow steps
+            self.handle.session.driver.pause()
 
     def close(self) -> None:
         self._recording.close()

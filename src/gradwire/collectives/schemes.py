@@ -15,7 +15,7 @@ from gradwire.collectives.link import Exchange, Link, transfer
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
-from gradwire.collectives.streams import Mark
+from gradwire.collectives.streams import Mark, Streams
 
 __all__ = ["AllGather", "AllReduce", "OneEncode", "Scheme", "Summing", "TwoPhase", "around_ring"]
 
@@ -42,8 +42,9 @@ class Scheme(Protocol):
         """What encodes remember, by name, also on ranks that encode nothing."""
         ...
 
-    def post(self, link: Link, tag: int) -> None:
-        """At the start of a step: announce the exchanges, with tags from `tag` up."""
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        """At the start of a step: announce the exchanges of these phases, with tags from `tag` up. All phases, but for a step of
+        the reduce or the gather phase alone, which only flat schemes of two phases run."""
         ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -96,7 +97,7 @@ class AllReduce:
         self.aliases = [flat]
         self.bytes_to = around_ring(flat.numel() * flat.element_size(), rank, world_size)
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         pass
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -129,7 +130,7 @@ class AllGather(OneEncode):
         self.aliases = [piece.flat]
         self.bytes_to = [0 if to == rank else self.sent.numel() for to in range(world_size)]
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self.exchange = link.expect(tag, self.payloads)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
@@ -180,10 +181,20 @@ class TwoPhase:
         self.aliases = [piece.flat, *self.parts]
         self.bytes_to = [0 if to == rank else sizes[to] + sum_sizes[rank] for to in range(world_size)]
         self.summed: Mark = None
+        self.start = bounds[rank]
+        """The first element of the own shard, from the piece's start."""
 
-    def post(self, link: Link, tag: int) -> None:
-        self.reduce: Exchange = link.expect(tag, self.for_sum)
-        self.gather: Exchange = link.expect(tag + 1, self.sums)
+    def take_shard(self, streams: Streams) -> None:
+        """Before a gather phase alone: the own shard of the flat buffer is what is gathered."""
+        if not self.in_place:
+            self.total.copy_(self.parts[self.rank])
+        self.summed = streams.mark()
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        if 0 in phases:
+            self.reduce: Exchange = link.expect(tag, self.for_sum)
+        if 1 in phases:
+            self.gather: Exchange = link.expect(tag + 1, self.sums)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0:
@@ -259,7 +270,7 @@ class Summing(OneEncode):
         self.bytes_to = around_ring(4 * numel, rank, world_size)
         self.summed: Mark = None
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         pass
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:

@@ -1,5 +1,6 @@
 """A sum of which every rank keeps its shard, and puts something else in its place before shards are gathered."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -8,7 +9,7 @@ from gradwire.collectives.link import Exchange, Link
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece
-from gradwire.collectives.streams import Mark
+from gradwire.collectives.streams import Mark, Streams
 
 __all__ = ["ShardedSum"]
 
@@ -42,9 +43,14 @@ class ShardedSum:
         numels = [0 if to == rank else self.parts[to].numel() + own.numel() for to in range(world_size)]
         self.bytes_to = [numel * flat.element_size() for numel in numels]
 
-    def post(self, link: Link, tag: int) -> None:
-        self.reduce: Exchange = link.expect(tag, self._arriving)
-        self.gather: Exchange = link.expect(tag + 1, self._sent)
+    def take_shard(self, streams: Streams) -> None:
+        """Before a gather phase alone: the own shard of the flat buffer is what is gathered."""
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        if 0 in phases:
+            self.reduce: Exchange = link.expect(tag, self._arriving)
+        if 1 in phases:
+            self.gather: Exchange = link.expect(tag + 1, self._sent)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0:

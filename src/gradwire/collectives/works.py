@@ -112,7 +112,7 @@ class Transfers:
         self._done: Mark = None
         self._posted: list[list[Exchange]] = []
 
-    def post(self, link: Link, tag: int) -> None:
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self._posted = []
         for phase in self.phases:
             self._posted.append([link.expect(tag + number, each.received) for number, each in enumerate(phase)])

@@ -178,10 +178,10 @@ class Plan(Document, frozen=True, kw_only=True):
 
     @property
     def gate(self) -> int:
-        """The position in `launch` from which on tasks run beside the next forward: in the pipelined schedule its longest
-        end of gather phases alone, in the others nothing."""
+        """The position in `launch` from which on tasks run beside the next forward: the longest end of gather phases alone, where
+        the schedule gathers in forward, and else nothing."""
         position = len(self.launch)
-        if not isinstance(self.schedule, Pipelined):
+        if not self.schedule.gathers_in_forward:
             return position
         left = [bucket.gathers for bucket in self.buckets]
         while position and left[self.launch[position - 1][0]]:
@@ -192,7 +192,7 @@ class Plan(Document, frozen=True, kw_only=True):
     @property
     def shards_optimizer(self) -> bool:
         """Whether each rank steps only its shard of every bucket, and parameters are gathered in place of gradients."""
-        return isinstance(self.schedule, Pipelined) and self.schedule.shard_optimizer
+        return self.schedule.shards_optimizer
 
     def digest(self) -> str:
         """64 hex digits, equal for plans that do the same: SHA-256 of the canonical JSON without `prediction`.

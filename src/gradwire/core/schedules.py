@@ -1,16 +1,22 @@
-"""Schedules: when the phases of a bucket run. Frozen data; the engine executes them."""
+"""Schedules: when the phases of a bucket run. Frozen data, which planner, simulator and engine read; the engine executes them.
+
+Another package adds a schedule with one class: a frozen subclass of `Schedule` with a `kind` of its own, registered as entry
+point of the group `gradwire.schedules`, whose `engine` names the class that runs it.
+"""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from gradwire.core import entry_points
 from gradwire.core.checks import near, number, show, under, whole
+from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError
 
-__all__ = ["Backward", "Delayed", "Pipelined", "Schedule", "as_schedule"]
+__all__ = ["Backward", "Delayed", "Pipelined", "Schedule", "as_schedule", "schedule_kinds"]
 
 if TYPE_CHECKING:
     OptionalSpec = Spec | None
@@ -18,18 +24,74 @@ else:
     OptionalSpec = Any
 
 
-class Backward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="backward"):
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """What planner and simulator need to know of a schedule. The properties are those of wait-free backpropagation."""
+
+    @property
+    def engine(self) -> str:
+        """The class that runs it, as "module:Class". See `gradwire.engine.schedules.base`."""
+        raise NotImplementedError(f"{type(self).__name__} must say which class runs it: define `engine`.")
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether gather phases run beside the next forward, the layers that come first in forward first."""
+        return False
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank steps only its shard of every bucket, and gather phases bring parameters."""
+        return False
+
+    @property
+    def hides_exchange(self) -> bool:
+        """Whether whole exchanges run beside the next step."""
+        return False
+
+    @property
+    def sends_at_end(self) -> bool:
+        """Whether nothing is sent before the backward's end."""
+        return False
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Whether it decides when parameters are stepped."""
+        return False
+
+    @property
+    def costs_accuracy(self) -> bool:
+        """Whether it trains another model than plain DDP, whatever the specs are."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """After so many steps the schedule does the same again."""
+        return 1
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the first step of each period sends gradients with `correction` in place of the plan's specs."""
+        return False
+
+    @property
+    def correction(self) -> Spec | None:
+        """The spec of a correcting step; None is the uncompressed gradient."""
+        return None
+
+    @property
+    def word(self) -> str:
+        """Its bare word, such as "pipelined"."""
+        return str(self.__struct_config__.tag)
+
+
+class Backward(Schedule, frozen=True, tag="backward"):
     """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
 
+    @property
+    def engine(self) -> str:
+        return "gradwire.engine.schedules.backward:BackwardSchedule"
 
-class Pipelined(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="kind",
-    tag="pipelined",
-    repr_omit_defaults=True,
-):
+
+class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True):
     """The reduce phase in backward, the gather phase in the next forward (DeAR).
 
     >>> Pipelined(), Pipelined(shard_optimizer=True)
@@ -46,15 +108,26 @@ class Pipelined(
     def __post_init__(self) -> None:
         _true_or_false(self, "shard_optimizer")
 
+    @property
+    def engine(self) -> str:
+        if self.shard_optimizer:
+            return "gradwire.engine.schedules.sharded:ShardedSchedule"
+        return "gradwire.engine.schedules.pipelined:PipelinedSchedule"
 
-class Delayed(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="kind",
-    tag="delayed",
-    repr_omit_defaults=True,
-):
+    @property
+    def gathers_in_forward(self) -> bool:
+        return True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.shard_optimizer
+
+    @property
+    def needs_optimizer(self) -> bool:
+        return True
+
+
+class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     """A local update now, the global update one step later (OD-SGD, CD-SGD; Yu et al., sections 2.2 and 3.2).
 
     With W(i) the global weights, which hold the updates through step i-1, and L(i) a rank's own, on which step i computes its
@@ -109,15 +182,58 @@ class Delayed(
                 "local_lr out."
             )
 
+    @property
+    def engine(self) -> str:
+        return "gradwire.engine.schedules.delayed:DelayedSchedule"
+
+    @property
+    def hides_exchange(self) -> bool:
+        return self.local_update
+
+    @property
+    def sends_at_end(self) -> bool:
+        return not self.local_update
+
+    @property
+    def needs_optimizer(self) -> bool:
+        return True
+
+    @property
+    def costs_accuracy(self) -> bool:
+        return True
+
+    @property
+    def period(self) -> int:
+        return self.k or 1
+
+    @property
+    def corrects(self) -> bool:
+        return self.k is not None
+
 
 def _true_or_false(schedule: msgspec.Struct, field: str) -> None:
     if not isinstance(getattr(schedule, field), bool):
         raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")
 
 
-Schedule: TypeAlias = Backward | Pipelined | Delayed
+_BY_WORD: dict[str, type[Schedule]] = {"backward": Backward, "pipelined": Pipelined, "delayed": Delayed}
 
-_BY_WORD: dict[str, Schedule] = {"backward": Backward(), "pipelined": Pipelined(), "delayed": Delayed()}
+
+def schedule_kinds() -> tuple[str, ...]:
+    """The bare words of all schedules, those of other packages too."""
+    return (*_BY_WORD, *(name for name in entry_points.names(SCHEDULES) if name not in _BY_WORD))
+
+
+def _class_of(kind: str) -> type[Schedule]:
+    if kind not in _BY_WORD:
+        _BY_WORD[kind] = entry_points.load(SCHEDULES, kind, lambda made: _usable(made, kind), FormatError)
+    return _BY_WORD[kind]
+
+
+def _usable(made: Any, kind: str) -> type[Schedule]:
+    if not (isinstance(made, type) and issubclass(made, Schedule) and made.__struct_config__.tag == kind):
+        raise FormatError(f"{show(made)} is not a subclass of gradwire.core.schedules.Schedule with tag={kind!r}.")
+    return made
 
 
 def as_schedule(value: object) -> Schedule:
@@ -126,15 +242,16 @@ def as_schedule(value: object) -> Schedule:
     >>> as_schedule("backward"), as_schedule({"kind": "delayed", "k": 2})
     (Backward(), Delayed(k=2))
     """
-    if isinstance(value, (Backward, Pipelined, Delayed)):
+    if isinstance(value, Schedule):
         return value
     kind = value.get("kind") if isinstance(value, Mapping) else value
-    if not isinstance(kind, str) or kind not in _BY_WORD:
+    kinds = schedule_kinds()
+    if not isinstance(kind, str) or kind not in kinds:
         raise FormatError(
             f"schedule is {show(value)}: it must be Backward(), Pipelined() or Delayed(...), one of the words "
-            f'{", ".join(_BY_WORD)}{near(kind, _BY_WORD)}, or in JSON an object such as {{"kind": "backward"}}.'
+            f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
         )
     if isinstance(value, str):
-        return _BY_WORD[kind]
+        return _class_of(kind)()
     with under("schedule"):
-        return convert(value, type(_BY_WORD[kind]))
+        return convert(value, _class_of(kind))

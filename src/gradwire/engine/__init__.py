@@ -1,7 +1,1 @@
-"""The engine: executes plans and decides nothing."""
-
-from gradwire.engine.handle import Handle
-from gradwire.engine.parallelize import parallelize
-from gradwire.engine.stats import BucketStats, Stats
-
-__all__ = ["BucketStats", "Handle", "Stats", "parallelize"]
+"""The engine: executes plans for models and decides nothing."""

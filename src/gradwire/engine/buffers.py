@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from gradwire.collectives import Link, transfer
-from gradwire.engine.agreement import bytes_of, copy_from
+from gradwire.exchange.agreement import bytes_of, copy_from
 
 __all__ = ["BufferCopy", "ModelBuffers"]
 

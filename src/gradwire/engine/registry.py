@@ -20,11 +20,11 @@ class Registry:
         for parameter in parameters:
             self._owned[parameter] = True
 
-    def forget(self, model: torch.nn.Module | None, parameters: Iterable[torch.nn.Parameter]) -> None:
-        if model is not None:
-            self._handles.pop(model, None)
+    def forget(self, model: torch.nn.Module | None, parameters: Iterable[torch.nn.Parameter]) -> object:
+        """Returns the model's handle."""
         for parameter in parameters:
             self._owned.pop(parameter, None)
+        return self._handles.pop(model, None) if model is not None else None
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a handle synchronises this parameter."""

@@ -16,7 +16,7 @@ import msgspec
 
 from gradwire.core.checks import changed, freeze, unique, whole, word
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.schedules import Backward, Pipelined, Schedule, as_schedule
+from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
@@ -161,7 +161,7 @@ class Policy(Document, frozen=True, kw_only=True):
         first = members[0]
         plain = isinstance(own[first.name], Identity)
         possible = own[first.name].schemes
-        divisible = isinstance(self.schedule, Pipelined) and "alltoall" in possible
+        divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in possible
         scheme = self.scheme or ("alltoall" if divisible else possible[0])
         if scheme in SCHEMES and scheme not in possible:
             raise PlanError(
@@ -187,7 +187,7 @@ class Policy(Document, frozen=True, kw_only=True):
 
 def launch_of(buckets: Sequence[Bucket], schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """The launch order of buckets that become ready in this order; see `Policy.plan`."""
-    if not isinstance(schedule, Pipelined):
+    if not schedule.gathers_in_forward:
         return tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
     reduces: list[tuple[int, str]] = []
     gathers: list[tuple[int, str]] = []

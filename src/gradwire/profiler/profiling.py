@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 import torch
 
-from gradwire.collectives import Group, Link, LinkError, transfer
+from gradwire.collectives import Link, LinkError, transfer
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -18,11 +18,10 @@ from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
-from gradwire.core.tensors import TensorInfo
 from gradwire.costs.fit import Fit
-from gradwire.engine.backward import Backward
-from gradwire.engine.step import Steps
+from gradwire.engine.session import Session
 from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.plans import info_of
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
@@ -60,31 +59,23 @@ class Profiling:
     fits: dict[str, Fit]
     """Of each link measured: intra, inter, allreduce."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        running: Callable[[], Steps],
-        group: Group,
-        folder: str | os.PathLike[str],
-        steps: int,
-        specs: Sequence[Spec],
-    ) -> None:
-        backward = running()
+    def __init__(self, session: Session, folder: str | os.PathLike[str], steps: int, specs: Sequence[Spec]) -> None:
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
-        if not isinstance(backward, Backward):
+        schedule, model = session.plan.schedule, session.model
+        assert model is not None
+        if not session.schedule.traits.sends_in_backward or schedule.gathers_in_forward:
             raise PlanError(
-                f"this handle runs the schedule {backward.executor.plan.schedule!r}, in which steps overlap. Profile with the "
+                f"this handle runs the schedule {schedule!r}, in which steps overlap. Profile with the "
                 "backward schedule; what is measured serves all."
             )
-        if group.world_size < 2:
+        if session.group.world_size < 2:
             raise PlanError("this rank is alone: there is no link to measure. Profile with 2 ranks or more.")
-        self._model, self._parameters, self._backward, self._group = model, parameters, backward, group
+        self._session, self._schedule, self._group = session, session.schedule, session.group
+        self._model, self._parameters = model, session.parameters
         self._folder, self._steps, self._specs = Path(folder), steps, specs
-        self._running = running
 
     def __enter__(self) -> Self:
-        self._recorder = Recorder(self._model, self._parameters, self._backward, self._steps)
+        self._recorder = Recorder(self._session, self._steps)
         return self
 
     def __exit__(
@@ -94,7 +85,7 @@ class Profiling:
         recorder.remove()
         if error is not None:
             return
-        if self._running() is not self._backward or recorder.plan not in (None, self._backward.executor.plan):
+        if self._session.schedule is not self._schedule or recorder.plan not in (None, self._session.plan):
             raise StepStateError(
                 f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with "
                 "a plan of your own."
@@ -119,23 +110,18 @@ class Profiling:
     def _measure(self, recorder: Recorder) -> None:
         quiet, loaded = (slowest(self._of_all_ranks(recorder.rows(quiet))) for quiet in (True, False))
         device, grid = recorder.clock.device, self._group.grid
-        lane = self._backward.executor.lanes[0]
+        lane = self._session.lanes.data[0]
         try:
             times = lane.submit(lambda link: measure_links(link, grid, device)).result()
         except LinkError as error:
-            raise self._backward.broken("the exchanges that measure links", error) from error
+            raise self._session.reducer.broken("the exchanges that measure links", error) from error
         self.cluster, self.fits, problems = measured_links(times, grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=3)
-        plan = self._backward.executor.plan
+        plan = self._session.plan
         of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
         self.costs = measure_codecs([*of_plan, *self._specs], device)
-        infos = [
-            TensorInfo(
-                name, tuple(p.shape), str(p.dtype).removeprefix("torch."), "cpu" if device.type == "cpu" else "gpu"
-            )
-            for name, p in self._parameters.items()
-        ]
+        infos = [info_of(name, parameter) for name, parameter in self._parameters.items()]
         found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
         if device.type == "cpu":
             launch_us = launch_time_us(plan, found.tensors, self.cluster, self.costs, found.exchange_cpu_us)
@@ -161,6 +147,6 @@ class Profiling:
             return received.reshape(link.world_size, *rows.shape)
 
         try:
-            return self._backward.control.submit(gather).result()
+            return self._session.lanes.control.submit(gather).result()
         except LinkError as error:
-            raise self._backward.broken("the times that ranks recorded", error) from error
+            raise self._session.reducer.broken("the times that ranks recorded", error) from error

@@ -7,7 +7,7 @@ end with the same sums, so that training goes on as without a profiler.
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from gradwire.core.plan import Plan
-from gradwire.engine.backward import Backward
-from gradwire.engine.hooks import GradientHooks, tensors_in
 from gradwire.engine.overlap import compiled
+from gradwire.engine.reducer import Observer
+from gradwire.engine.seams.hooks import GradientHooks, tensors_in
+from gradwire.engine.session import Session
 from gradwire.profiler.clock import Clock
 
 __all__ = ["WARMUP_STEPS", "Recorder"]
@@ -44,28 +45,23 @@ class _Step:
     """CPU time of the process, all threads: when the last gradient came, then from there to the end of the exchange."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Watches the steps of a parallelized model, from its making until `remove` or until it has seen enough.
 
-    names: the trainable parameters in the order of `parameters`.
+    names: the trainable parameters in the order of registration.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        backward: Backward,
-        steps: int,
-    ) -> None:
+    def __init__(self, session: Session, steps: int) -> None:
+        model, parameters = session.model, session.parameters
+        assert model is not None
         self.names = list(parameters)
         self.wanted = WARMUP_STEPS + 2 * steps
         self.batch = 1
         self.plan: Plan | None = None
         """That of the first step that is measured."""
         self.clock = Clock(next(iter(parameters.values())).device)
-        self._backward, self._model = backward, weakref.ref(model)
+        self._session, self._model = session, weakref.ref(model)
         self._steps: list[_Step] = []
-        self._on_finished = backward.on_finished
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
         """Of each module that has parameters of its own: their numbers. None of a model that is compiled, as a whole or in parts:
@@ -81,7 +77,7 @@ class Recorder:
                 self._hooks.append(module.register_forward_pre_hook(enter))
                 self.modules.append(own)
         self._gradients = GradientHooks(self, None, Recorder._ready, parameters.values())
-        backward.on_finished = self._finished
+        session.reducer.observe(self)
 
     @property
     def seen(self) -> int:
@@ -105,10 +101,8 @@ class Recorder:
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        # else somebody else listens by now, and calls this one, which hands on
-        if self._backward.on_finished == self._finished:
-            self._backward.on_finished = self._on_finished
-        self._backward.executor.hold = False
+        self._session.reducer.unobserve(self)
+        self._session.lanes.hold = False
 
     def rows(self, quiet: bool) -> torch.Tensor:
         """What the steps after the warm-up measured, quiet or loaded ones: a row each, float64, microseconds.
@@ -145,11 +139,11 @@ class Recorder:
             self.remove()
             return
         if len(self._steps) == WARMUP_STEPS:
-            self.plan = self._backward.executor.plan
+            self.plan = self._session.plan
         shapes = [tensor.shape for tensor in tensors_in((inputs, named))]
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
-        self._backward.executor.hold = quiet
+        self._session.lanes.hold = quiet
         self._steps.append(_Step(quiet, self.clock.mark()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
@@ -177,13 +171,12 @@ class Recorder:
             step.ready[index] = self.clock.mark()
             step.cpu_s = time.process_time()
 
-    def _finished(self, exposed_s: float) -> None:
+    def finished(self, exposed_s: float) -> None:
         step = self._running()
         if step is not None:
             step.finished = self.clock.mark()
             step.cpu_s = time.process_time() - step.cpu_s
-            self._backward.executor.hold = False
-        self._on_finished(exposed_s)
+            self._session.lanes.hold = False
 
     def _running(self) -> _Step | None:
         """The step that has begun and is not finished."""

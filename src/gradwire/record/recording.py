@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import torch
 
-from gradwire.collectives import Group
 from gradwire.core.checks import show, whole
 from gradwire.core.files import make_folder
 from gradwire.core.made import Made
-from gradwire.engine.executor import Executor, TaskTimes
-from gradwire.engine.hooks import GradientHooks, tensors_in
-from gradwire.engine.stats import Stats, StepReport
-from gradwire.engine.step import Steps
+from gradwire.engine.reducer import Observer
+from gradwire.engine.seams.hooks import GradientHooks, tensors_in
+from gradwire.engine.session import Session
 from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.executor import TaskTimes
+from gradwire.exchange.stats import Stats, StepReport
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, Sent, measured_timeline
@@ -38,7 +38,7 @@ TIMELINE_STEPS = 20
 SAVE_EVERY_S = 60.0
 
 
-class Recording:
+class Recording(Observer):
     """Records the training loop inside it; rank 0 writes `run.json` into the folder, from which `gradwire report` makes a page.
 
     Made by `handle.record(folder)`. Other ranks may enter it too and record nothing. Training goes on inside as without it:
@@ -58,11 +58,7 @@ class Recording:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        steps: Callable[[], Steps],
-        group: Group,
-        executor: Callable[[], Executor],
+        session: Session,
         stats: Callable[[], Stats],
         folder: str | os.PathLike[str],
         error_steps: int,
@@ -71,17 +67,20 @@ class Recording:
         whole(
             "error_steps", error_steps, "steps from one measurement of errors to the next, 0 for none", error=PlanError
         )
-        self._model, self._name, self._parameters = weakref.ref(model), type(model).__name__, parameters
-        self._steps_now, self._group, self._executor, self._stats = steps, group, executor, stats
+        model = session.model
+        assert model is not None
+        self._model, self._name = weakref.ref(model), type(model).__name__
+        self._session, self._reducer, self._lanes = session, session.reducer, session.lanes
+        self._group, self._stats = session.group, stats
         self._path, self._error_steps, self._decision = Path(folder) / FILE, error_steps, decision
-        self._device = next(iter(parameters.values())).device
-        self._names = list(parameters)
+        self._device = session.device
+        self._names = list(session.parameters)
         self._steps: list[StepRecord] = []
         self._losses: dict[int, Any] = {}
         self._seen, self._every = 0, 1
         self._number = self._newest = 0
         """The step of the last forward; the engine's count when the last step was kept."""
-        self._tensors = Tensors(group)
+        self._tensors = Tensors(session.group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
         """What lanes do for the step in hand; they may go on with it in the next one."""
@@ -96,14 +95,10 @@ class Recording:
         self._ready: list[tuple[str, float]] = []
         self._ended: float | None = None
         """When the last exchange, and what was measured after it, was over."""
+        self._finished_s = 0.0
         self._aside_s = 0.0
         """What was spent on measuring in the last step."""
         self._hooks: list[Any] = []
-
-    @property
-    def _engine(self) -> Steps:
-        """What runs the steps now: with plan="auto" that may change."""
-        return self._steps_now()
 
     # ---- what the user calls
 
@@ -111,10 +106,9 @@ class Recording:
         model = self._model()
         if self._group.rank == 0 and model is not None:
             make_folder(self._path.parent)
-            self._on_finished = self._engine.on_finished
-            self._on_measured = self._engine.on_measured
-            self._engine.on_finished, self._engine.on_measured = self._finished, self._measured
-            self._gradients = GradientHooks(self, Recording._coming, Recording._became_ready, self._parameters.values())
+            self._reducer.observe(self)
+            parameters = self._session.parameters.values()
+            self._gradients = GradientHooks(self, Recording._coming, Recording._became_ready, parameters)
             self._hooks = [
                 model.register_forward_pre_hook(self._before_forward),
                 model.register_forward_hook(self._after_forward),
@@ -130,8 +124,8 @@ class Recording:
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        self._engine.on_finished, self._engine.on_measured = self._on_finished, self._on_measured
-        self._engine.executor.times = self._executor().times = None
+        self._reducer.unobserve(self)
+        self._lanes.times = None
         if self._forward is None and error is None:
             warnings.warn(
                 f"nothing was recorded in {self._path.parent}: a step begins with a call of the model itself, not of its parts, "
@@ -184,16 +178,16 @@ class Recording:
         chosen = sorted(watched, key=lambda each: each.finished - each.ended)[(len(watched) - 1) // 2]
         stats = self._stats()
         sent = Sent(stats.wire_bytes, stats.intra_bytes, stats.inter_bytes)
-        schedule = str(self._executor().plan.schedule.__struct_config__.tag)
+        schedule = self._session.plan.schedule.word
         return measured_timeline(chosen.moments(), schedule, self._group.grid.nodes, sent)
 
     def run(self) -> Run:
         """Everything so far. Raises StepStateError on ranks other than 0, which record nothing."""
         if self._group.rank != 0:
             raise StepStateError(f"rank {self._group.rank} records nothing: ask on rank 0.")
-        executor, stats = self._executor(), self._stats()
+        exchange, stats = self._session.exchange, self._stats()
         self._go_back()
-        self._tensors.use(executor, self._engine.step)
+        self._tensors.use(exchange, self._reducer.step)
         losses = {step: float(loss) for step, loss in self._losses.items()}
         not_finite = [step for step, loss in losses.items() if not math.isfinite(loss)]
         return Run(
@@ -203,7 +197,7 @@ class Recording:
             world_size=self._group.world_size,
             nodes=self._group.grid.nodes,
             decision=self._decision() if callable(self._decision) else self._decision,
-            plan=executor.plan,
+            plan=exchange.plan,
             steps=tuple(
                 msgspec.structs.replace(step, loss=losses[step.step])
                 if math.isfinite(losses.get(step.step, math.nan))
@@ -235,16 +229,16 @@ class Recording:
         inside = torch._C._current_graph_task_id() != -1  # recomputed in backward
         if module is not self._model() or not torch.is_grad_enabled() or inside:
             return
-        undone, self._number = self._go_back(), self._engine.next_step
+        undone, self._number = self._go_back(), self._reducer.next_step
         if self._open:
             return
         now = time.perf_counter()
-        if not undone and self._forward is not None and self._steps and self._steps[-1].step == self._engine.step - 1:
+        if not undone and self._forward is not None and self._steps and self._steps[-1].step == self._reducer.step - 1:
             length_us = (now - self._forward - self._aside_s) * 1e6
             self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
         self._save_meanwhile(now)
-        self._engine.executor.times = [] if self._device.type == "cpu" else None
-        self._tensors.use(self._executor(), self._engine.step)
+        self._lanes.times = [] if self._device.type == "cpu" else None
+        self._tensors.use(self._session.exchange, self._reducer.step)
         if self._error_steps and self._seen % self._error_steps == 0:
             self._tensors.ask()
         self._open, self._ready = True, []
@@ -266,34 +260,33 @@ class Recording:
                 tensor.register_hook(begin)
 
     def _coming(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if self._open and self._engine.synchronise:
+        if self._open and self._reducer.synchronise:
             self._tensors.gradient(self._names[index], parameter.grad)
 
     def _became_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if self._open and self._engine.synchronise:
+        if self._open and self._reducer.synchronise:
             self._ready.append((self._names[index], time.perf_counter()))
 
-    def _measured(self, report: StepReport) -> None:
-        """Where steps overlap, this comes when the next one has begun."""
+    def measured(self, report: StepReport) -> None:
         self._codec_us.append(report.codec_s * 1e6)
-        self._on_measured(report)
 
-    def _finished(self, exposed_s: float) -> None:
-        now = time.perf_counter()
+    def finished(self, exposed_s: float) -> None:
+        self._finished_s = now = time.perf_counter()
         if self._open and self._forward is not None:
             self._keep(exposed_s, now)
-        self._on_finished(exposed_s)
+
+    def idle(self) -> None:
         self._open = False
         self._ended = time.perf_counter()
-        self._aside_s = self._ended - now
+        self._aside_s = self._ended - self._finished_s
 
     def _keep(self, exposed_s: float, now: float) -> None:
         assert self._forward is not None
-        step = self._engine.step - 1
+        step = self._reducer.step - 1
         self._tensors.measure(step)
-        if self._engine.executor.times is not None:
+        if self._lanes.times is not None:
             ended = self._forward if self._ended is None else self._ended
-            before, self._times = self._times, self._engine.executor.times
+            before, self._times = self._times, self._lanes.times
             self._watched.append(
                 Watched(ended, self._aside_s, self._forward, self._in_backward, self._ready, before, self._times, now)
             )
@@ -309,7 +302,7 @@ class Recording:
                 )
             )
             self._codec_us = []
-        self._seen, self._newest = self._seen + 1, self._engine.step
+        self._seen, self._newest = self._seen + 1, self._reducer.step
         if len(self._steps) > MOST_STEPS:
             del self._steps[1::2]
             self._every *= 2
@@ -325,7 +318,7 @@ class Recording:
 
     def _go_back(self) -> bool:
         """Forget steps that the script undid by loading a state of before. Whether it did."""
-        step = self._engine.step
+        step = self._reducer.step
         if step >= self._newest:
             return False
         self._steps = [each for each in self._steps if each.step < step]

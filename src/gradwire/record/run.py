@@ -12,6 +12,7 @@ import msgspec
 
 from gradwire.core.checks import freeze, freeze_pairs, number, only_version, show, text, unique, whole
 from gradwire.core.made import Made
+from gradwire.core.memory import MemoryRecord
 from gradwire.core.plan import Plan
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
@@ -140,21 +141,6 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             for index, (before, after) in enumerate(pairwise(points)):
                 if before[0] >= after[0]:
                     raise FormatError(f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps ascend.")
-
-
-class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory of one rank that gradwire holds from step to step."""
-
-    gradient_bytes: int
-    """Flat buffers, in which the gradients lie: what training takes anyway."""
-    residual_bytes: int
-    """What compressors remember: residuals, momentum, factors."""
-    payload_bytes: int
-    """Payloads and partial sums."""
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            whole(field, getattr(self, field), "a number of bytes")
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

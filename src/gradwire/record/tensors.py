@@ -10,7 +10,7 @@ from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import Run as Elements
 from gradwire.core.specs import Spec
-from gradwire.engine.executor import Executor
+from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
 
@@ -30,17 +30,17 @@ class Tensors:
         self._numels: dict[str, int] = {}
         self._bits: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._errors: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        self._executor: Executor | None = None
+        self._exchange: Exchange | None = None
         self._next = 0
         self._wanted: set[str] = set()
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def use(self, executor: Executor, step: int) -> None:
+    def use(self, exchange: Exchange, step: int) -> None:
         """From this step on tensors travel so."""
-        if executor is self._executor:
+        if exchange is self._exchange:
             return
-        self._executor = executor
-        for buffers in executor.buckets:
+        self._exchange = exchange
+        for buffers in exchange.buckets:
             itemsize = buffers.flat.element_size()
             for slot in buffers.slots:
                 numel, shape = slot.view.numel(), tuple(slot.view.shape)
@@ -57,7 +57,7 @@ class Tensors:
                 if points and points[-1][0] >= step:
                     found[name] = [point for point in points if point[0] < step]
                     if found is self._bits:
-                        self._executor = None  # bits are noted again
+                        self._exchange = None  # bits are noted again
 
     def ask(self) -> None:
         """Take the gradients of this step: `gradient` gets them, `measure` tells what an encode of them loses."""
@@ -79,8 +79,8 @@ class Tensors:
     @torch.no_grad()
     def measure(self, step: int) -> None:
         """Encode and decode what was taken in this step. Sends nothing and changes nothing of the run."""
-        assert self._executor is not None
-        for buffers in self._executor.buckets:
+        assert self._exchange is not None
+        for buffers in self._exchange.buckets:
             for name in buffers.bucket.tensors:
                 if (gradient := self._gradients.pop(name, None)) is not None:
                     error = self._error(buffers.bucket, name, gradient, step)

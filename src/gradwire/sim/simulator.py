@@ -5,14 +5,15 @@ do, and runs the event loop until the steps' rhythm repeats.
 """
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
+from gradwire.core.launch import launch_tasks
 from gradwire.core.plan import LINK_TASKS, Bucket
 from gradwire.core.profile import Profile
-from gradwire.core.schedules import Delayed, Pipelined, Schedule
+from gradwire.core.schedules import Schedule
 from gradwire.costs import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
@@ -32,7 +33,7 @@ from gradwire.sim.events import (
 )
 from gradwire.sim.rules import Rules
 
-__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "fs_of", "launch_order"]
+__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "fs_of"]
 
 LONGEST_US = 1e13
 """No task of a step takes so long, in microseconds."""
@@ -131,8 +132,8 @@ class Simulator:
         """Simulate so many steps that their rhythm repeats; `record` keeps what every resource did."""
         layouts = self._layouts(plan)
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
-        overlaps = isinstance(plan.schedule, Pipelined) or _is_hidden(plan.schedule)
-        lag = 2 if _is_hidden(plan.schedule) else 1
+        overlaps = plan.schedule.gathers_in_forward or plan.schedule.hides_exchange
+        lag = 2 if plan.schedule.hides_exchange else 1
         cycles = _FEWEST_CYCLES if overlaps else 1
         while True:
             steps = cycle * cycles
@@ -152,17 +153,17 @@ class Simulator:
 
     def _layouts(self, plan: Planned) -> list[Layout]:
         schedule = plan.schedule
-        if isinstance(schedule, Pipelined):
+        if schedule.gathers_in_forward:
             self._check_forward()
         priced = [self.prices.of(bucket) for bucket in plan.buckets]
         usual = self._layout(plan, priced)
-        if not isinstance(schedule, Delayed) or schedule.k is None:
+        if not schedule.corrects:
             return [usual]
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
             corrected = [self.prices.with_spec(bucket, schedule.correction) for bucket in plan.buckets]
-        return [self._layout(plan, corrected), *[usual] * (schedule.k - 1)]
+        return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
 
     def _check_forward(self) -> None:
         missing = [tensor.name for tensor in self.profile.tensors if tensor.forward_us is None]
@@ -179,13 +180,12 @@ class Simulator:
         releases: list[list[int]] = [[] for _ in range(2 * count)]
         for index, bucket in enumerate(plan.buckets):
             positions = [self._position[name] for name in bucket.tensors]
-            # without local update nothing is sent before the optimizer's step
-            at_end = isinstance(plan.schedule, Delayed) and not plan.schedule.local_update
+            at_end = plan.schedule.sends_at_end
             releases[2 * count - 1 if at_end else count + max(positions)].append(index)
-            if isinstance(plan.schedule, Pipelined):
+            if plan.schedule.gathers_in_forward:
                 for position in positions:
                     waits[count - 1 - position] = index
-        if not isinstance(plan.schedule, Pipelined):
+        if not plan.schedule.gathers_in_forward:
             waits[0] = WHOLE_STEP
         rows, labels = self._rows(plan, priced)
         work = Work(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
@@ -194,7 +194,7 @@ class Simulator:
     def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[Task]], list[list[Label]]]:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
-        order = launch_order(plan.launch, [bucket.pieces for bucket in priced], skew=not lanes)
+        order = launch_tasks(plan.launch, [bucket.pieces for bucket in priced], skew=not lanes)
         places = {entry: place for place, entry in enumerate(order)}
         row_of: dict[tuple[int, int], int] = {}
         rows: list[list[Task]] = []
@@ -245,11 +245,6 @@ def fs_of(us: float) -> int:
     return round(us * FS_PER_US)
 
 
-def _is_hidden(schedule: Schedule) -> bool:
-    """Whether whole exchanges run beside the next step."""
-    return isinstance(schedule, Delayed) and schedule.local_update
-
-
 def _segments(tasks: Sequence[Price]) -> list[list[int]]:
     """Indices of a bucket's tasks, cut after each link task and the decode that follows it: what a lane does at once."""
     segments: list[list[int]] = [[]]
@@ -262,26 +257,3 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
         segments[-1].append(index)
         sent = sent or what in LINK_TASKS
     return segments
-
-
-def launch_order(launch: Sequence[tuple[int, str]], pieces: Sequence[int], skew: bool) -> list[tuple[int, int, int]]:
-    """All link tasks of a step as (bucket, chunk, phase), as the engine runs them.
-
-    Launches of one bucket that follow each other run piece by piece; with skew the later phases of a piece come after the
-    first phase of the bucket's next one, so that the codec of one runs while the other is on the wire.
-
-    >>> launch_order([(0, "alltoall"), (0, "allgather")], pieces=[2], skew=True)
-    [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
-    """
-    done = [0] * len(pieces)
-    order: list[tuple[int, int, int]] = []
-    for bucket, entries in groupby(launch, key=lambda entry: entry[0]):
-        phases = range(done[bucket], done[bucket] + len(list(entries)))
-        done[bucket] = phases.stop
-        order += [(bucket, chunk, phase) for chunk in range(pieces[bucket]) for phase in phases]
-    if skew:
-        for at in range(len(order) - 1):
-            (bucket, _, phase), (following, _, following_phase) = order[at], order[at + 1]
-            if phase > 0 and following_phase == 0 and bucket == following:
-                order[at], order[at + 1] = order[at + 1], order[at]
-    return order

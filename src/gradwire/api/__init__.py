@@ -1,0 +1,6 @@
+"""What training scripts call: `parallelize` and the handle that it returns."""
+
+from gradwire.api.handle import Handle
+from gradwire.api.parallelize import parallelize
+
+__all__ = ["Handle", "parallelize"]

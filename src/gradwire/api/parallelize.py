@@ -1,0 +1,116 @@
+"""`parallelize`: from a model and a plan to a handle."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.api.handle import Handle
+from gradwire.auto.bits import Bits
+from gradwire.auto.driver import Auto
+from gradwire.auto.tuning import Tuning
+from gradwire.core.checks import show, whole
+from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
+from gradwire.engine.driver import FirstDriver
+from gradwire.engine.prepare import facts, prepare
+from gradwire.engine.registry import REGISTRY
+from gradwire.engine.schedules.factory import check_optimizers
+from gradwire.engine.session import Session
+from gradwire.errors import PlanError
+from gradwire.exchange import Lanes
+from gradwire.planner.adaptive import AdaptiveBits
+from gradwire.planner.policy import Policy
+from gradwire.planner.tuned import Tuned
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    plan: Plan | Policy | Spec | AdaptiveBits | Tuned | str | os.PathLike[str] = "auto",
+    process_group: dist.ProcessGroup | None = None,
+    drift_check_steps: int = 1000,
+    accuracy: str = "safe",
+    schedules: Sequence[str] = ("backward",),
+) -> Handle:
+    """Synchronise the gradients of `model` over the ranks of `process_group` (default: all), in place.
+
+    Nothing is wrapped and no state_dict key changes. All ranks get rank 0's parameters and buffers. From then on
+    `grad` holds the mean gradient when `backward()` returns, whatever optimizer uses it. Collective: every rank of the
+    group calls it at the same point.
+
+    plan: "auto" measures the job, the links and the codecs in the first steps, tries the most promising plans beside plain
+    all-reduce, keeps what was fastest, and looks again when times change; what it decided it logs in one line and keeps in
+    `handle.decision`. Otherwise a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan`, the path of a plan's
+    JSON file, `gw.AdaptiveBits()`, or `gw.Tuned(policy)`, which finds the best size of buckets.
+    optimizer: the optimizer, or several, that will step the model. The `backward` schedule only checks it; the others need
+    it, since they decide when parameters are stepped.
+    drift_check_steps: every so many steps ranks compare checksums of their weights, and all raise DisagreementError with
+    the first tensor that differs; 0 never.
+    accuracy: what "auto" may choose from. "exact": uncompressed exchange; "safe": also what ends within 3 % of plain DDP's
+    loss in docs/compressors.md; "aggressive": PowerSGD, EF-SignSGD and Top-k 1 % too.
+    schedules: those that "auto" may choose from: "backward", and where the script allows what docs/schedules.md says
+    "pipelined" (which costs no accuracy) and "delayed" (not in the class "exact"). What they would gain is said in any case.
+
+    Raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ in model, plan or
+    version, StepStateError if the model is parallelized already or torch.distributed is not initialised.
+
+    Example, in a script started by torchrun::
+
+        torch.distributed.init_process_group("gloo")
+        handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=4))
+    """
+    lanes = Lanes(process_group)
+    driver: FirstDriver | None = None
+    try:
+        what = "steps from one comparison of weights to the next, 0 for never"
+        whole("drift_check_steps", drift_check_steps, what, error=PlanError)
+        driver = driver_of(plan, accuracy, schedules)
+        ranks = lanes.group.world_size
+        prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks), None
+        optimizers = check_optimizers(optimizer, prepared)
+        if driver is not None and prepared.plan.shards_optimizer:
+            raise PlanError(
+                f"plan is {show(plan)}, which changes buckets while training, and the schedule has shard_optimizer: shards of "
+                "the optimizer's state would have to move between ranks. Pass the policy or a plan itself."
+            )
+    except Exception as error:
+        prepared, problem, optimizers = None, error, []
+    told = facts(prepared, problem) | {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+    try:
+        lanes.open(told, next(iter(prepared.parameters.values())).device if prepared is not None else None)
+        if problem is not None:
+            raise problem
+        assert prepared is not None
+        session = Session(model, prepared, optimizers, lanes, drift_check_steps)
+    except BaseException as error:
+        lanes.stop()
+        raise (problem if problem is not None else error) from None
+    handle = Handle(session)
+    session.driver = driver
+    REGISTRY.add(model, prepared.parameters.values(), handle)
+    _forget_compiled_code()
+    return handle
+
+
+def driver_of(plan: Any, accuracy: str, schedules: Sequence[str]) -> FirstDriver | None:
+    """Who decides what is run; None where the user did. Raises PlanError for wrong words."""
+    if isinstance(plan, str) and plan == "auto":
+        return Auto(accuracy, tuple(schedules))
+    if isinstance(plan, AdaptiveBits):
+        return Bits(plan)
+    if isinstance(plan, Tuned):
+        return Tuning(plan)
+    return None
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made before does not notice hooks made since: it would run without them."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
+        dynamo.reset()

@@ -1,0 +1,109 @@
+"""The gradients that scripts get: tensors over the memory of buckets.
+
+A script that keeps a view of a gradient (`p.grad.view(-1)`), sets `p.grad` to None and goes on expects the view to stay as it is,
+as under DDP, where new gradients are in new memory. So before anything is written the uses of the memory are counted, and where
+the script has one left the bucket moves elsewhere.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradwire.exchange import Exchange
+from gradwire.exchange.layout import Slot
+
+__all__ = ["Gradient", "gradients_of"]
+
+
+class BucketMemory:
+    """The flat buffer of a bucket and all tensors of gradwire's own that lie in its memory."""
+
+    def __init__(self, ours: Sequence[torch.Tensor]) -> None:
+        """The flat buffer first. No more of them may be made."""
+        self._ours = list({id(tensor): tensor for tensor in ours}.values())
+        self.flat = self._ours[0]
+        self._handed: dict[int, torch.Tensor] = {}
+        """What the script got and has not taken leave of, by id."""
+        self._storage = self.flat.untyped_storage()
+        self._uses = self._count()
+
+    def hand_out(self, view: torch.Tensor) -> torch.Tensor:
+        """A tensor of its own, and no view, over a part of the memory."""
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        self._handed[id(alias)] = alias
+        return alias
+
+    def take_back(self, alias: torch.Tensor) -> None:
+        """The script has another gradient now, and this part is about to be written."""
+        self._handed.pop(id(alias), None)
+
+    def leave_to_script(self) -> None:
+        """Move, if the script has a use of the memory that is none of the tensors handed out."""
+        if self._count() > self._uses + len(self._handed):
+            self._move()
+
+    def _count(self) -> int:
+        uses: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return uses
+
+    def _move(self) -> None:
+        elsewhere = self.flat.clone()
+        for tensor in [*self._ours, *self._handed.values()]:
+            if tensor.untyped_storage().data_ptr() == self._storage.data_ptr():
+                tensor.data = elsewhere.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._storage = self.flat.untyped_storage()
+
+
+class Gradient:
+    """The gradient of one parameter, where it lies."""
+
+    def __init__(self, slot: Slot, memory: BucketMemory) -> None:
+        self.slot, self._memory = slot, memory
+        self.handed: torch.Tensor | None = None
+        """The `grad` of the last step, whose memory is the slot's."""
+        self.stand_in: torch.Tensor | None = None
+        """What scripts get as `grad` where no rank holds the whole sum."""
+
+    def hand_out(self) -> torch.Tensor:
+        """What becomes the parameter's `grad`: the stand-in, or else a tensor in the slot. That is a tensor of its own and no
+        view: scripts may give it other memory, or detach it."""
+        if self.stand_in is not None:
+            return self.stand_in
+        if self.handed is None or self.handed.data_ptr() != self.slot.view.data_ptr():
+            if self.handed is not None:
+                self._memory.take_back(self.handed)
+            self.handed = self._memory.hand_out(self.slot.view)
+        return self.handed
+
+    def take_over(self, grad: torch.Tensor | None) -> None:
+        """Before the slot is written, with the parameter's present `grad`. A script that kept the last one and began
+        another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
+        if self.handed is None or self.handed is grad:
+            return
+        self._memory.take_back(self.handed)
+        if _references(self) > _ALONE:
+            self.handed.data = self.handed.clone()
+        self.handed = None
+        self._memory.leave_to_script()
+
+
+def gradients_of(exchange: Exchange, names: Sequence[str]) -> list[Gradient]:
+    """Those of these parameters."""
+    memories = [BucketMemory(buffers.aliases) for buffers in exchange.buckets]
+    return [Gradient(slot, memories[slot.bucket]) for slot in (exchange.slots[name] for name in names)]
+
+
+def _references(holder: Any) -> int:
+    return sys.getrefcount(holder.handed)
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.handed = object()
+
+
+_ALONE = _references(_Holder())
+"""What is counted when nobody else refers to it; versions of Python differ."""

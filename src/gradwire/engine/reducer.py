@@ -1,0 +1,550 @@
+"""The reducer: one step of one model at a time, from gradient-ready events to what its schedule makes of the means.
+
+The states of a step, `StepState`:
+1. IDLE. The first gradient-ready event of a synchronised backward, or a schedule that launches steps by itself, begins a step:
+   `begin` starts the lanes of one exchange, and a callback is queued for the end of this backward.
+2. RUNNING. After each event and the script's own hooks the gradient is copied, times 1/world_size, into its slot, which becomes
+   the parameter's grad. A bucket's last gradient hands the bucket to the lanes.
+3. CLOSING, from the callback on. Gradients that never came are filled in (zeros, or what earlier backwards without
+   synchronisation left). One small exchange tells how each rank's backward went and which parameters it used. What else is
+   awaited is the schedule's. Parameters no rank used keep the grad they had, as under DDP. Then IDLE.
+4. VOID. A backward that was left in the middle (an exception that the script caught) is ended in order: what is missing travels
+   as zeros and the control exchange says so. So all ranks raise in the same step, and `reset` makes all of them IDLE again.
+5. BROKEN, after a collective failed. It stays so.
+
+A rank without batches takes part in steps with zeros and without a backward (`run_out`).
+Reentrant checkpointing runs backwards inside the backward, each with its own end. When the graph shows that beforehand,
+gradients are only collected, and everything is sent when the outermost backward ends: right, without overlap.
+"""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from functools import partial, reduce
+from operator import or_
+
+import torch
+from torch.autograd import Variable
+
+from gradwire.collectives import LinkError
+from gradwire.engine.control import Report, State, exchange_reports, why_void
+from gradwire.engine.drift import DriftWatch
+from gradwire.engine.gradients import Gradient, gradients_of
+from gradwire.engine.schedules.base import Closed, Launches, Missing, Schedule, SeesBackward
+from gradwire.engine.seams import reentrant
+from gradwire.engine.seams.hooks import GradientHooks
+from gradwire.errors import DisagreementError, GradwireError, StepStateError
+from gradwire.exchange import Exchange, Lanes, StepReport
+from gradwire.exchange.layout import Slot
+
+__all__ = ["Observer", "Reducer", "StepState"]
+
+
+class StepState(Enum):
+    """Where a reducer is in its step."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    CLOSING = "closing"
+    VOID = "void"
+    """All ranks raised; `reset` goes on."""
+    BROKEN = "broken"
+    """Nothing goes on."""
+
+
+class Observer:
+    """What is told of a reducer's steps. Register it with `Reducer.observe`, which does not keep it alive."""
+
+    def begins(self) -> None:
+        """The first gradient of a step came; nothing is sent yet."""
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is told
+        first."""
+
+    def idle(self) -> None:
+        """All observers were told that the step is finished."""
+
+    def measured(self, report: StepReport) -> None:
+        """The lanes are done with a step: where steps overlap, when the next one has begun."""
+
+
+class Reducer:
+    """The steps of one model. Made once for a model; its exchange, its schedule and its parameters may change between steps."""
+
+    def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
+        self.lanes, self.group = lanes, lanes.group
+        self.drift = DriftWatch(drift_check_steps)
+        self.step = 0
+        """Steps so far: the number of the next one, or of the one that runs."""
+        self.synchronise = True
+        """False: backwards only accumulate."""
+        self.joining = False
+        """Whether the rank is inside `handle.join()`."""
+        self.stepped = True
+        """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
+        self.active: list[int] = []
+        """Ranks of the group that had a batch in the last step."""
+        self.ready_order: list[int] = []
+        """Indices in the order in which the gradients of the last step came."""
+        self.first_gradient_s = -1.0
+        """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
+        self.filled: dict[int, None] = {}
+        """Parameters whose gradients of this step are in their slots, in the order in which they came."""
+        self.gradients: list[Gradient] = []
+        """What scripts get, in the order of the parameters."""
+        self.watched = 0
+        """How often it was given parameters."""
+        self._observers: list[weakref.ref[Observer]] = []
+        self._schedule: weakref.ref[Schedule] | None = None
+        self._state = StepState.IDLE
+        self._deferred = False
+        """Whether gradients are only collected, since backwards run inside the backward."""
+        self._seen = False
+        """Whether a backward was finished: what its graph is like is known then."""
+        self._used = 0
+        self._outer_task = -1
+        self._release: weakref.finalize[..., Schedule] | None = None
+        self._hooks = GradientHooks(self, Reducer.gradient_coming, Reducer.gradient_ready)
+
+    # ---- what it runs
+
+    @property
+    def schedule(self) -> Schedule:
+        """The one that runs its steps. Whoever owns the reducer keeps it alive."""
+        schedule = self._schedule() if self._schedule is not None else None
+        assert schedule is not None, "the schedule is gone before the reducer"
+        return schedule
+
+    def use(self, schedule: Schedule) -> None:
+        """Run steps by this schedule, of which the caller has detached the one before. `watch` and `attach` must follow."""
+        self._schedule, self._deferred = weakref.ref(schedule), False
+
+    def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
+        self._hooks.remove()
+        self.names = list(parameters)
+        self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self._used, self._seen = 0, False
+        self.watched += 1
+        traits = self.schedule.traits
+        before = Reducer._before_gradient if traits.acts_before_gradients else None
+        coming, ready = (Reducer.gradient_coming, Reducer.gradient_ready) if traits.sends_in_backward else (None, None)
+        hooked = parameters.values() if traits.sends_in_backward or before else ()
+        self._hooks = GradientHooks(self, coming, ready, hooked, before)
+
+    def attach(self, exchange: Exchange) -> None:
+        """Run this exchange from the next step on."""
+        others = vars(self).get("exchange") is not exchange
+        self.exchange = self.running = exchange
+        self._plan_word = int(exchange.plan.digest()[:16], 16)
+        self.slots: list[Slot] = [exchange.slots[name] for name in self.names]
+        """Of the parameters, in the exchange of the step that runs, or ran last."""
+        if others:
+            self.gradients = gradients_of(exchange, self.names) if self.schedule.traits.sends_in_backward else []
+        self.schedule.attach()
+        if self._release is not None:
+            self._release.detach()
+        # a step that was left in the middle keeps lanes waiting for gradients: when nobody can bring them, they go
+        self._release = weakref.finalize(self.schedule, self.schedule.let_go())
+
+    def detach(self) -> None:
+        """Remove the hooks and let the lanes go."""
+        self._hooks.remove()
+        self.schedule.detach()
+        if self._release is not None:
+            self._release()
+
+    def living(self) -> list[torch.nn.Parameter | None]:
+        """The parameters that are still there."""
+        return [reference() for reference in self.parameters]
+
+    # ---- who looks
+
+    def observe(self, observer: Observer) -> None:
+        """Tell this observer of steps, before all others."""
+        self._observers.insert(0, weakref.ref(observer))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it no more."""
+        self._observers = [reference for reference in self._observers if reference() not in (observer, None)]
+
+    def measured(self, report: StepReport) -> None:
+        """Schedules call it when the lanes are done with a step."""
+        for observer in self._observing():
+            observer.measured(report)
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, and its backward returns."""
+        observers = list(self._observing())
+        for observer in observers:
+            observer.finished(exposed_s)
+        for observer in observers:
+            observer.idle()
+
+    def _observing(self) -> Iterator[Observer]:
+        for reference in list(self._observers):
+            if (observer := reference()) is not None:
+                yield observer
+
+    # ---- states
+
+    @property
+    def state(self) -> StepState:
+        """Where it is in its step."""
+        if self.lanes.failure is not None:
+            return StepState.VOID if self.lanes.mendable else StepState.BROKEN
+        return self._state
+
+    @property
+    def _in_hand(self) -> bool:
+        """Whether a backward began a step that is not over, or was left before its end."""
+        return self._state is StepState.RUNNING or (self._state is StepState.CLOSING and bool(self.gradients))
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step whose forward begins next."""
+        return self.step + (self._state is StepState.CLOSING)
+
+    def broken(self, what: str, cause: Exception) -> GradwireError:
+        """The error to raise when an exchange beside the gradients' failed; from then on every step raises it."""
+        return self.lanes.broken(what, cause, self.step)
+
+    # ---- events of a backward
+
+    def expect_graph(self, outputs: list[torch.Tensor]) -> None:
+        """A forward returned these, and its backward will synchronise."""
+        schedule = self.schedule
+        if schedule.traits.sends_in_backward:
+            if not self._seen and not self._deferred:
+                self._deferred = reentrant.in_graph(outputs)
+            if self._deferred:
+                for output in outputs:
+                    output.register_hook(self._outermost)
+        if isinstance(schedule, SeesBackward):
+            schedule.after_forward(outputs)
+
+    def _outermost(self, gradient: torch.Tensor) -> None:
+        if self.synchronise and not self._in_hand:
+            self._begin_in_backward()
+
+    def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        self.schedule.before_gradient(index, parameter)
+
+    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
+        self._used |= 1 << index
+        if not self.synchronise:
+            return
+        self.lanes.check()
+        if not self._in_hand:
+            if reentrant.inside():
+                raise StepStateError(
+                    f"the first gradient of the step, {self.names[index]!r}, came from a backward inside the backward "
+                    "(reentrant checkpointing), and gradwire cannot see where the outer one ends. Nothing was sent. Call "
+                    "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
+                )
+            self._begin_in_backward()
+        elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred:
+            self._refuse_second_backward(index)
+        self.running.check_lanes()
+        self._came[index] = None
+
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """parameter.grad is as it is to be sent."""
+        if not self.synchronise or self._deferred:
+            return
+        if index in self.filled:
+            raise self.leave(
+                f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
+                "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False)."
+            )
+        self._fill(index, parameter)
+
+    def _begin_in_backward(self) -> None:
+        self.lanes.check()
+        if torch._C._current_graph_task_id() == -1:
+            raise StepStateError(
+                "this backward runs as compiled autograd, whose end gradwire cannot see. Switch it off."
+            )
+        self._outer_task = torch._C._current_graph_task_id()
+        for observer in self._observing():
+            observer.begins()
+        self.schedule.on_begin()
+        Variable._execution_engine.queue_callback(self._close)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Begin a step with the buckets of this exchange. Schedules call it, in `on_begin`."""
+        self._came: dict[int, None] = {}
+        self.filled = {}
+        if exchange is not self.running:
+            self.running = exchange
+            self.slots = [exchange.slots[name] for name in self.names]
+        self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
+        exchange.begin_step(self.step)
+        self._state = StepState.RUNNING
+
+    def may_send(self) -> bool:
+        """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
+
+        Raises if the last backward failed or was left.
+        """
+        self.lanes.check()
+        inside = torch._C._current_graph_task_id() != -1
+        if self._in_hand and not inside:
+            raise self._was_left("a new forward begins")
+        return not inside
+
+    def _refuse_second_backward(self, index: int) -> None:
+        if reentrant.inside():
+            return  # inside the backward we know; each parameter's gradient is still counted once
+        raise self._was_left(f"gradient {self.names[index]!r} belongs to a new backward")
+
+    def _was_left(self, what_now: str) -> GradwireError:
+        return self.leave(
+            f"{what_now}, but step {self.step} of the last backward is not finished: {len(self.filled)} of "
+            f"{len(self.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
+            "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart."
+        )
+
+    @torch.no_grad()
+    def leave(self, words: str) -> GradwireError:
+        """End the step in order, with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
+        for index, gradient in enumerate(self.gradients):
+            if index not in self.filled:
+                gradient.take_over(None)
+                gradient.slot.view.zero_()
+                self.running.count(gradient.slot)
+        mendable = False
+        with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
+            self.running.executor.finish(self.tell(State.LEFT))
+            mendable = True
+        self._give_back()
+        return self.lanes.fail(StepStateError(words), mendable)
+
+    def _give_back(self) -> None:
+        """No rank uses what was summed: residuals take it back."""
+        for slot in self.slots:
+            self.running.take_back(slot)
+
+    # ---- gradients
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `count` must follow."""
+        if gradient is None:
+            self.slots[index].view.zero_()
+        else:
+            self.filled[index] = None
+            self._scale_into(self.slots[index], gradient)
+
+    def count(self, index: int) -> None:
+        """The slot of a parameter is as it is to be sent."""
+        self.running.count(self.slots[index])
+
+    def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
+        gradient, grad = self.gradients[index], parameter.grad
+        if grad is None:
+            raise self.leave(
+                f"the gradient of {self.names[index]!r} was gone when it was to be sent: a hook used it and set it to None (an "
+                "optimizer in backward?). gradwire averages after all hooks; step the optimizer after backward."
+            )
+        self.filled[index] = None
+        gradient.take_over(grad)
+        self._scale_into(gradient.slot, grad)
+        parameter.grad = gradient.hand_out()
+        self.running.count(gradient.slot)
+
+    def _scale_into(self, slot: Slot, grad: torch.Tensor) -> None:
+        """The slot takes this rank's share of the mean; its memory may be the gradient's."""
+        if grad.is_sparse:
+            self.filled.pop(self.names.index(slot.name), None)
+            raise self.leave(
+                f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+            )
+        torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
+
+    def _fill_late(self) -> None:
+        """Gradients that came without becoming ready: the parameter's memory was replaced, and its node with it."""
+        late = [index for index in self._came if index not in self.filled]
+        for index in late:
+            if (parameter := self.parameters[index]()) is not None:
+                self._fill(index, parameter)
+        if late:
+            self._hooks.renew()
+
+    def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
+        """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""
+        if parameter is not None and self.schedule.traits.acts_before_gradients:
+            self.schedule.before_gradient(index, parameter)
+        gradient = self.gradients[index]
+        grad = parameter.grad if parameter is not None else None
+        own = grad.clone() if grad is not None and grad is gradient.handed else grad
+        gradient.take_over(grad)
+        if own is None:
+            gradient.slot.view.zero_()
+        else:
+            self._scale_into(gradient.slot, own)
+        self.running.count(gradient.slot)
+        return own
+
+    def settle_missing(self, missing: Missing) -> None:
+        """Give a parameter without a gradient in this backward the mean, or where no rank used it what it had."""
+        parameter, gradient = self.parameters[missing.index](), self.gradients[missing.index]
+        if not missing.used_anywhere:
+            self.running.take_back(gradient.slot)
+        if parameter is None:
+            return
+        if missing.used_anywhere:
+            parameter.grad = gradient.hand_out()
+        elif missing.own is not None and parameter.grad is gradient.handed:
+            gradient.slot.view.copy_(missing.own)
+
+    # ---- closing
+
+    def tell(self, state: State, used: int | None = None) -> "Future[list[Report]]":
+        """Tell all ranks how this rank's backward went, and hear the same of them. `used`: bit i for parameter i, where the
+        reducer did not see the gradients come."""
+        if used is not None:
+            self._used = used
+        self._state = StepState.CLOSING
+        weights = self.drift.digest(self.parameters) if self.drift.due(self.step) else 0
+        came = len(self.filled)
+        own = Report(self.step, state, self._plan_word, came, self.joining, weights, self.stepped, self._used)
+        told = self.lanes.control.submit(partial(exchange_reports, own, len(self.names)))
+        self.stepped = True  # a step that was left out is told once
+        return told
+
+    @torch.no_grad()
+    def _close(self) -> None:
+        self._end(State.DONE)
+
+    @torch.no_grad()
+    def run_out(self) -> None:
+        """One step of a rank without a batch: zeros for all gradients, no backward."""
+        self.lanes.check()
+        schedule = self.schedule
+        if isinstance(schedule, Launches):
+            schedule.send_nothing(State.OUT)
+            return
+        schedule.on_begin()
+        self._end(State.OUT)
+
+    def _end(self, state: State) -> None:
+        kept: dict[int, torch.Tensor | None] = {}
+        if self._deferred:
+            self.ready_order = list(range(len(self.names)))
+        else:
+            self._fill_late()
+            self.ready_order = list(self.filled)
+        for index, reference in enumerate(self.parameters):
+            if index not in self.filled:
+                kept[index] = self._fill_missing(index, None if state is State.OUT else reference())
+        start = time.perf_counter()
+        reports = self.hear(self.tell(state), self.schedule.on_end)
+        exposed_s = time.perf_counter() - start
+        self.check_drift(reports)
+        used = reduce(or_, (report.used for report in reports))
+        for index, slot in enumerate(self.slots):
+            slot.owed = None if used >> index & 1 else slot.owed
+        missing = [Missing(index, own, bool(used >> index & 1)) for index, own in kept.items()]
+        self._seen = self._seen or state is State.DONE
+        self.counted(reports)
+        self.schedule.on_closed(Closed(exposed_s, missing, reports))
+        self.finished(exposed_s)
+
+    def counted(self, reports: Sequence[Report]) -> None:
+        """The step counts: the next one is another."""
+        self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
+        self._used, self._state = 0, StepState.IDLE
+        self.step += 1
+
+    def check_drift(self, reports: Sequence[Report]) -> None:
+        """Raises if ranks told different checksums of their weights. Collective then."""
+        if not self.drift.found(reports):
+            return
+        try:
+            control, ranks = self.lanes.control, self.group.global_ranks
+            words = self.drift.difference(control, reports, ranks, self.names, self.step)
+        except LinkError as error:
+            raise self.broken("checksums of all weights", error) from error
+        raise self.lanes.fail(DisagreementError(words))
+
+    def hear(
+        self,
+        told: "Future[list[Report]]",
+        wait: "Callable[[Future[list[Report]]], None]",
+        leaving_is_void: bool = True,
+    ) -> list[Report]:
+        """`wait` for what all ranks tell of the step, and for what else the schedule awaits. Raises on all of them when the step
+        is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""
+        wait(told)
+        reports = told.result()
+        judged = reports
+        if not leaving_is_void:
+            judged = [each._replace(state=State.DONE) if each.state is State.LEFT else each for each in reports]
+        if problem := why_void(judged, self.group.global_ranks, len(self.names)):
+            self.running.finish()
+            self._give_back()
+            mendable = len({report.plan for report in reports}) == 1
+            raise self.lanes.fail(StepStateError(problem), mendable)
+        return reports
+
+    # ---- when all ranks do something else
+
+    @torch.no_grad()
+    def announce_change(self) -> None:
+        """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
+        a step instead, which is void."""
+        self.lanes.check()
+        for index, gradient in enumerate(self.gradients):
+            parameter = self.parameters[index]()
+            if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
+                parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
+            gradient.take_over(None)
+        self.schedule.on_begin()
+        for flat in self.running.flats:
+            flat.zero_()
+        for slot in self.slots:
+            self.running.count(slot)
+        self.hear(self.tell(State.CHANGED), self.schedule.on_end)
+        self.running.finish()
+        self._give_back()
+        self._state = StepState.IDLE
+
+    def converted(self) -> str | None:
+        """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
+        for name, slot, reference in zip(self.names, self.slots, self.parameters, strict=True):
+            if (parameter := reference()) is not None and not slot.fits(parameter):
+                return repr(name)
+        return None
+
+    def reset(self) -> None:
+        """Begin anew after a void step. Collective."""
+        schedule = self.schedule
+        if isinstance(schedule, Launches):
+            schedule.before_reset()
+        if self.lanes.failure is None and self._in_hand:
+            self._was_left("reset() was called")
+        if (failure := self.lanes.failure) is not None:
+            self._mend(failure)
+        if isinstance(schedule, Launches):
+            schedule.after_reset()
+
+    def _mend(self, failure: GradwireError) -> None:
+        if not self.lanes.mendable:
+            raise type(failure)(f"reset() cannot mend this: {failure}")
+        self.lanes.mendable = False
+        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, self.stepped, 0)
+        try:
+            reports = self.lanes.control.submit(partial(exchange_reports, own, len(self.names))).result()
+        except LinkError as error:
+            raise self.broken("all ranks to call reset()", error) from error
+        self.step = 1 + max(report.step for report in reports)
+        self.lanes.mend()
+        self._state, self._used = StepState.IDLE, 0
+        for reference in self.parameters:
+            if (parameter := reference()) is not None:
+                parameter.grad = None

@@ -1,0 +1,54 @@
+"""The `backward` schedule: both phases at once, and averaged gradients when backward returns."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from gradwire.collectives import Meter
+from gradwire.core.schedules import Backward
+from gradwire.engine.control import Report
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.exchange import StepReport
+
+__all__ = ["BackwardSchedule"]
+
+
+class BackwardSchedule:
+    """Wait-free backpropagation: a bucket is exchanged while backward computes the gradients of the next one."""
+
+    traits = Traits()
+
+    def __init__(self, reducer: Reducer, schedule: Backward, job: Job) -> None:
+        self._reducer = reducer
+        self._meters: list[Meter] = []
+
+    def attach(self) -> None:
+        """Nothing depends on the buckets."""
+
+    def on_forward(self, module: torch.nn.Module) -> None:
+        """Nothing is under way."""
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Nothing is under way."""
+
+    def on_begin(self) -> None:
+        self._reducer.begin(self._reducer.exchange)
+
+    def on_end(self, told: "Future[list[Report]]") -> None:
+        self._meters = self._reducer.running.finish(told)
+
+    def on_closed(self, closed: Closed) -> None:
+        for missing in closed.missing:
+            self._reducer.settle_missing(missing)
+        self._reducer.measured(StepReport(self._meters, closed.exposed_s))
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def let_go(self) -> Callable[[], None]:
+        return self._reducer.exchange.executor.give_up
+
+    def detach(self) -> None:
+        """Nothing was changed."""

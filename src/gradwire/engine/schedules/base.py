@@ -1,0 +1,222 @@
+"""What a schedule is to the reducer that runs it: events, and properties that callers depend on.
+
+A schedule decides when a step begins, what must be over when backward ends, and what becomes of the means. It is an object of
+its own with the methods of `Schedule`; it holds the reducer, and inherits from nothing. What more it can do it says by having
+the methods of one of the other protocols here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from gradwire.engine.control import Report, State
+from gradwire.exchange import Exchange
+from gradwire.exchange.layout import BucketBuffers
+from gradwire.exchange.states import Saved
+
+__all__ = [
+    "ClipsGradients",
+    "Closed",
+    "Corrects",
+    "Job",
+    "KeepsState",
+    "Launches",
+    "Missing",
+    "PutsOff",
+    "Schedule",
+    "SeesBackward",
+    "ShardsOptimizer",
+    "Traits",
+]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The properties of a schedule that its callers depend on. The defaults are those of `backward`."""
+
+    sends_in_backward: bool = True
+    """Whether gradients are sent as they become ready, and scripts find the means in `grad`."""
+    lanes_busy_between_steps: bool = False
+    """Whether lanes may work while the next forward runs: the same on all ranks, whatever scripts do."""
+    acts_before_gradients: bool = False
+    """Whether `before_gradient` does anything."""
+    sends_buffers: bool = False
+    """Whether its exchange brings all ranks rank 0's buffers; else they are sent before a forward."""
+    learns_order: bool = True
+    """Whether the order in which gradients come matters to it."""
+    keeps_parameters: bool = False
+    """Whether the model's trainable parameters must stay as they are, and only its buffers may change."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a schedule may need of the script."""
+
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    """Empty where the schedule leaves optimizers alone and none was passed."""
+    compiled_before: int
+    """What `compiled_frames` returned before the model was parallelized."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A parameter that got no gradient in this rank's backward."""
+
+    index: int
+    own: torch.Tensor | None
+    """What its `grad` was."""
+    used_anywhere: bool
+    """Whether it got one on another rank."""
+
+
+class Closed(NamedTuple):
+    """A step that counts, at the end of its backward."""
+
+    exposed_s: float
+    """The seconds that were waited there."""
+    missing: list[Missing]
+    reports: Sequence[Report]
+
+
+class Schedule(Protocol):
+    """When a step begins, and what becomes of it. All methods but `on_forward` and `settle` are called on all ranks alike."""
+
+    traits: Traits
+
+    def attach(self) -> None:
+        """The reducer's parameters or its exchange are others than before."""
+        ...
+
+    def on_forward(self, module: torch.nn.Module) -> None:
+        """The model's forward begins."""
+        ...
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient is about to be accumulated into parameter.grad, or at the end of backward none was."""
+        ...
+
+    def on_begin(self) -> None:
+        """A step is to begin: call `reducer.begin(exchange)` when it may."""
+        ...
+
+    def on_end(self, told: "Future[list[Report]]") -> None:
+        """Backward is over and all gradients were handed to the lanes: wait for `told`, what ranks tell of the step, and for as
+        much of the exchange as must be over before backward returns."""
+        ...
+
+    def on_closed(self, closed: Closed) -> None:
+        """The step counts: give parameters their gradients."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""
+        ...
+
+    def let_go(self) -> Callable[[], None]:
+        """What is done when the model is gone. It must not refer to the schedule."""
+        ...
+
+    def detach(self) -> None:
+        """Leave the model and the optimizers as they were."""
+        ...
+
+
+@runtime_checkable
+class SeesBackward(Protocol):
+    """A schedule that acts when a backward begins."""
+
+    def after_forward(self, outputs: list[torch.Tensor]) -> None:
+        """A backward from these will follow, and will synchronise."""
+        ...
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A schedule that leaves something for the next step."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Fields as in `gradwire.exchange.states`."""
+        ...
+
+    def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError unless `state` is what `load` takes."""
+        ...
+
+    def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what `state` returned, when `check` finds nothing wrong with it."""
+        ...
+
+
+@runtime_checkable
+class ClipsGradients(Protocol):
+    """A schedule that can clip gradients before they are gathered."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """See `Handle.clip_grad_norm_`. None: torch's way is to be taken."""
+        ...
+
+
+@runtime_checkable
+class ShardsOptimizer(Protocol):
+    """A schedule that cuts the optimizer's state into shards."""
+
+    def optimizer_state_dict(self, rank: int | None) -> dict[str, Any]:
+        """See `Handle.optimizer_state_dict`."""
+        ...
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Handle.load_optimizer_state_dict`."""
+        ...
+
+    def check_exchange(self, exchange: Exchange) -> None:
+        """Raises StepStateError where this exchange cannot stand in for the present one."""
+        ...
+
+    def check_parameters(self, model: torch.nn.Module) -> None:
+        """Raises StepStateError where the model's trainable parameters changed and must not."""
+        ...
+
+    def check_join(self) -> None:
+        """Raises StepStateError where ranks cannot have different numbers of batches."""
+        ...
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """A schedule that launches steps by itself, when the optimizer steps."""
+
+    def send_nothing(self, state: State) -> None:
+        """Take part in one step with zeros, and no update."""
+        ...
+
+    def before_reset(self) -> None:
+        """The script calls `reset()`."""
+        ...
+
+    def after_reset(self) -> None:
+        """All ranks go on."""
+        ...
+
+
+@runtime_checkable
+class PutsOff(Protocol):
+    """A schedule with a step in hand while others look at the last one."""
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Do something between steps: at once, or where a step is in hand when that is over. Collective, as steps are."""
+        ...
+
+
+@runtime_checkable
+class Corrects(Protocol):
+    """A schedule some of whose steps run other buckets than the plan's."""
+
+    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+        """The buckets that some steps run instead of the plan's, and the part of all steps that these are."""
+        ...

@@ -1,0 +1,407 @@
+"""The `delayed` schedule (OD-SGD, CD-SGD, BIT-SGD): the exchange of a step runs while the next step computes.
+
+W(i) are the global weights that hold all updates through step i-1, L(i) a rank's own, on which step i computes (see
+docs/papers/cd-sgd.md):
+
+1. A training forward computes on L(i), and backward leaves this rank's own gradient g(i) in `grad`. Nothing is sent.
+2. `optimizer.step()` lands step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
+   its groups had when the script stepped it. It also launches step i: g(i) is copied to the flat buffers and the lanes begin.
+   If it had to wait, both go bucket by bucket, where the optimizer allows: a wire that is behind does not wait for all of the
+   optimizer's work. Last L(i+1) = W(i) - local_lr * g(i).
+3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
+   changes nothing: L(i+1) is put back by the next training forward.
+
+Warm-up steps, and all steps without local update, land at once. Corrections run on buckets of their own, with the correction's
+spec (none in the warm-up) in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only
+step 2 writes there.
+
+Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
+gradients, which the script's own and the flat buffers no longer share.
+"""
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial, reduce
+from operator import or_
+
+import torch
+
+from gradwire.collectives import Link, Meter
+from gradwire.collectives.streams import Mark
+from gradwire.core.checks import printable
+from gradwire.core.schedules import Delayed
+from gradwire.engine.buffers import BufferCopy, ModelBuffers
+from gradwire.engine.control import Report, State
+from gradwire.engine.drift import checksums
+from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.engine.schedules.corrections import Corrections
+from gradwire.engine.schedules.launched import Launched, Update, by_bucket, check_gradients, finish_quietly
+from gradwire.engine.schedules.weights import (
+    TwoWeights,
+    check_local,
+    check_local_updates,
+    has_local_update,
+    local_moves,
+)
+from gradwire.engine.seams.hooks import ModelHook
+from gradwire.engine.seams.settling import SettleFirst
+from gradwire.engine.seams.splitting import why_at_once
+from gradwire.engine.seams.stepping import Stepping, Whole, snapshot, step_later
+from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.exchange import StepReport
+from gradwire.exchange.layout import BucketBuffers
+from gradwire.exchange.memory import added_up
+from gradwire.exchange.states import CORRECTION, LOCAL, Saved, divided
+
+__all__ = ["DelayedSchedule"]
+
+_BEHIND_S = 0.001
+"""Whoever waits longer for an exchange computes faster than the wire sends."""
+
+
+class DelayedSchedule:
+    """Local updates now, global updates one step later."""
+
+    traits = Traits(sends_in_backward=False, sends_buffers=True, learns_order=False)
+
+    def __init__(self, reducer: Reducer, schedule: Delayed, job: Job) -> None:
+        self._reducer, self._data = reducer, schedule
+        self._model, self._optimizer = weakref.ref(job.model), weakref.ref(job.optimizers[0])
+        self._computing = False
+        """From the training forward of a step to its `optimizer.step()`."""
+        self._under_way: list[Launched] = []
+        """At most one."""
+        self._due: dict[int, torch.Tensor | None] = {}
+        """Means that arrived, by parameter, and of which the optimizer has not made W yet."""
+        self._update: Update | None = None
+        """What makes W of them."""
+        self._waited_s = 0.0
+        """For the exchange of the last step."""
+        self._sent_buffers: BufferCopy | None = None
+        self._sending: list[Future[Mark]] = []
+        self._meters: list[Meter] = []
+        self._landed: tuple[list[Report], float] | None = None
+        """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
+        self._between = False
+        """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
+        self._last_act: Callable[[], None] | None = None
+        """What `when_idle` was given meanwhile."""
+        self._by_name: dict[str, torch.nn.Parameter] = {}
+        self._watched = -1
+        """Which of the reducer's parameters these are."""
+        self._corrections: Corrections | None = None
+        self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
+        self._stepping = Stepping(job.optimizers[:1], self._step)
+
+    @staticmethod
+    def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `ScheduleClass`."""
+        schedule = prepared.plan.schedule
+        assert isinstance(schedule, Delayed)
+        check_one_optimizer(
+            optimizers,
+            prepared,
+            many="the delayed schedule updates all weights at once, a step later",
+            others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
+        )
+        owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
+        if owners and (schedule.k is not None or schedule.warmup_steps):
+            raise PlanError(
+                f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
+                "gw.Delayed(k=None), or a spec without momentum."
+            )
+        if schedule.local_update and schedule.local_lr != 0:
+            check_local_updates(optimizers)
+
+    def attach(self) -> None:
+        reducer = self._reducer
+        if self._watched != reducer.watched:
+            self._watched = reducer.watched
+            self._watch({name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None})
+        self._corrections = Corrections(self._data, reducer.exchange, self._by_name, reducer.step, self._corrections)
+
+    def _watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self._by_name, self._computing = parameters, False
+        self._weights = TwoWeights(parameters)
+        self._guard.remove()  # the model may have other modules now
+        model, optimizer = self._model(), self._optimizer()
+        acts = ModelHook(self, DelayedSchedule.settle), ModelHook(self, DelayedSchedule._walk)
+        self._guard = SettleFirst(model, [optimizer] if optimizer is not None else [], *acts)
+        if model is not None:
+            with self._guard.passing():
+                self._buffers = ModelBuffers(model, next(iter(parameters.values())).device)
+
+    def let_go(self) -> Callable[[], None]:
+        # other ranks need what this one still sends, also when its script has ended
+        return partial(finish_quietly, self._under_way)
+
+    def detach(self) -> None:
+        self._stepping.remove()
+        self._guard.remove()
+
+    # ---- what a script sees
+
+    def settle(self) -> None:
+        """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
+        once: then they hold those of the last one that did not."""
+        with self._guard.passing():
+            self._weights.show_global()
+            self._land()
+
+    def _walk(self) -> None:
+        """While a step computes, its own weights are right for what it computes of parameters, such as a penalty."""
+        if not self._computing:
+            self.settle()
+
+    def on_forward(self, module: torch.nn.Module) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # activations are computed again inside a backward
+        if not (module.training and torch.is_grad_enabled()):
+            if not module.training or not self._computing:
+                self.settle()
+        elif self._reducer.converted() is None:
+            self._reducer.lanes.check()
+            self._weights.show_local()
+            self._computing = True
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Gradients are this rank's own."""
+
+    # ---- a step
+
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
+        """What the script's `optimizer.step()` does."""
+        self._reducer.lanes.check()
+        check_gradients(self._by_name, optimizer)
+        parameters = list(self._by_name.values())
+        lend = has_local_update(optimizer) and not why_at_once(optimizer)
+        with self._guard.passing(), self._weights.shown(lend):
+            self._arrive_first()
+            update = partial(step_later, optimizer, whole, snapshot(optimizer))
+            self._launch([parameter.grad for parameter in parameters], State.DONE, update)
+            data = self._data
+            if self._last_act or not data.local_update or self._reducer.step < data.warmup_steps:
+                self._land()
+            else:
+                self._weights.local_update(local_moves(optimizer, parameters, data.local_lr))
+        self._change_now()
+
+    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+        """See `Corrects`."""
+        return self._of_corrections.correcting
+
+    @property
+    def _of_corrections(self) -> Corrections:
+        assert self._corrections is not None
+        return self._corrections
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """See `PutsOff`."""
+        if self._between:
+            self._last_act = act
+        else:
+            act()
+
+    def _change_now(self) -> None:
+        """What `when_idle` put off, if anything: nothing is under way then."""
+        if self._last_act is not None and self._landed is not None:
+            act, self._last_act = self._last_act, None
+            self._reducer.check_drift(self._landed[0])
+            act()
+
+    def send_nothing(self, state: State) -> None:
+        """See `Launches`."""
+        with self._guard.passing(), self._weights.shown(lend=False):
+            self._arrive_first()
+            self._launch([None] * len(self._by_name), state, None)
+            self._land()
+        self._change_now()
+
+    def before_reset(self) -> None:
+        """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
+        with suppress(StepStateError):
+            self.settle()  # this rank may not have heard yet that a step is void
+            if self._computing and self._reducer.lanes.failure is None:  # else all ranks have heard of it already
+                self.send_nothing(State.LEFT)
+                for parameter in self._by_name.values():
+                    parameter.grad = None
+
+    def after_reset(self) -> None:
+        """See `Launches`."""
+        self._weights.show_global(keep_local=False)
+        self._computing = False
+
+    # ---- launching
+
+    def on_begin(self) -> None:
+        step = self._reducer.step
+        self._corrections = self._of_corrections.at_step(step, keep=True)
+        self._reducer.begin(self._corrections.exchange_of(step))
+        self._send_buffers()
+
+    @torch.no_grad()
+    def _launch(self, gradients: Sequence[torch.Tensor | None], state: State, update: Update | None) -> None:
+        """Begin the exchange of these gradients, after what is due of W. Raises what the optimizer does, when it has begun."""
+        self.on_begin()
+        reducer, used = self._reducer, sum(1 << index for index, own in enumerate(gradients) if own is not None)
+        problem: BaseException | None = None
+        for portion in self._portions():
+            try:
+                self._land_due(portion)
+            except BaseException as error:  # other ranks wait for the gradients
+                problem = error
+                self._due.clear()
+            for index in portion:
+                reducer.put(index, gradients[index])
+            filled = [reducer.names[index] for index in reducer.filled]
+            self._of_corrections.add_residuals(reducer.running, filled)
+            for index in portion:
+                reducer.count(index)
+        told = reducer.tell(state, used)
+        self._under_way.append(Launched(reducer.running, state, told, self._sending, update))
+        if problem is not None:
+            raise problem
+
+    def _portions(self) -> list[list[int]]:
+        """The parameters that are landed and launched together: of a bucket, which takes more of the core but lets a wire that is
+        behind begin at once, or all of them."""
+        optimizer, behind = self._optimizer(), self._waited_s > _BEHIND_S
+        if optimizer is None or not behind or self._data.flush or why_at_once(optimizer):
+            return [list(range(len(self._reducer.slots)))]
+        return by_bucket(self._reducer.running.plan, self._reducer.slots)
+
+    def _send_buffers(self) -> None:
+        """After the step's own exchanges on the first lane: rank 0's buffers as they are now."""
+        model, lane = self._model(), self._reducer.lanes.data[0]
+        copy = self._buffers.copy(None if model is None or self._buffers.changed(model) else model)
+        self._sent_buffers, self._sending = copy, []
+        if copy is None:
+            return
+        ready = lane.link.streams.mark()
+
+        def run(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                copy.broadcast(link)
+                return link.streams.mark()
+
+        self._sending = [lane.submit(run)]
+
+    # ---- landing
+
+    def on_end(self, told: "Future[list[Report]]") -> None:
+        self._meters = self._reducer.running.finish(told, *self._sending)
+        for sent in self._sending:
+            self._reducer.lanes.data[0].link.streams.wait(sent.result())
+
+    def on_closed(self, closed: Closed) -> None:
+        """Steps of this schedule end when they land."""
+
+    def _land(self) -> None:
+        """Wait for the step under way, if there is one, and make W of its mean."""
+        self._arrive()
+        self._land_due(list(self._due))
+
+    def _land_due(self, indices: Sequence[int]) -> None:
+        """Apply the optimizer to the global weights W of these parameters, with the means that have arrived."""
+        due = {index: self._due.pop(index) for index in indices if index in self._due}
+        if due and self._update is not None:
+            self._weights.update(due, self._update)
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the step under way, if there is one. Its mean is due then."""
+        if not self._under_way:
+            return
+        launched, start = self._under_way[0], time.perf_counter()
+        try:
+            # all hear of a step that some left only when the next one is computed, and go on
+            reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
+        except GradwireError:
+            self._under_way.clear()
+            self._of_corrections.landed(counts=False)
+            raise
+        self._under_way.clear()
+        self._waited_s = exposed = time.perf_counter() - start
+        self._take(launched, reports)
+        model = self._model()
+        if self._sent_buffers is not None and model is not None and self._reducer.group.rank != 0:
+            self._sent_buffers.put_into(model)
+        self._landed = (reports, exposed)
+        self._reducer.counted(reports)
+        self._reducer.measured(StepReport(self._meters, exposed))
+
+    def _take(self, launched: Launched, reports: Sequence[Report]) -> None:
+        """The mean is due, but of parameters that no rank used."""
+        used = reduce(or_, (report.used for report in reports))
+        left = [
+            self._reducer.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is State.LEFT
+        ]
+        self._due, self._update = {}, None if left else launched.update
+        for index, slot in enumerate(self._reducer.slots):
+            self._due[index] = slot.view if used >> index & 1 and not left else None
+            if self._due[index] is None:
+                self._reducer.running.take_back(slot)
+            else:
+                slot.owed = None
+        if left:
+            warnings.warn(
+                f"step {self._reducer.step} is void on all ranks: rank {left[0]} left it and called reset(). Nobody uses its "
+                "gradients; training goes on with the next one.",
+                stacklevel=2,
+            )
+        self._of_corrections.landed(counts=not left, taken_back=True)
+
+    def _arrive_first(self) -> None:
+        """Before a step is launched, on all ranks alike: wait for the one before it, and do what ranks do together then."""
+        self._computing = False
+        self._arrive()
+        if self._landed is not None:
+            (reports, exposed), self._landed = self._landed, None
+            self._reducer.check_drift(reports)
+            self._between = True
+            self._reducer.finished(exposed)
+            self._between = False
+
+    # ---- saving
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self.settle()
+        memory = self._of_corrections.at_step(self._reducer.step, keep=True).memory
+        local = zip(self._reducer.names, self._weights.local_weights, strict=True)
+        sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self._weights.global_weights)]
+        return {
+            "weights": torch.tensor(sums),
+            **{f"{LOCAL}0/{name}": weight.detach().reshape(-1).clone() for name, weight in local},
+            **{CORRECTION + key: value for key, value in (memory.state() if memory is not None else {}).items()},
+        }
+
+    def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        corrections, local = divided(state)
+        if (memory := self._of_corrections.at_step(saved.step).memory) is not None:
+            memory.check(corrections)
+        elif corrections:
+            raise ValueError(
+                f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none."
+            )
+        check_local(local, len(saved.weights), self._by_name)
+
+    def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        corrections, local = divided(state)
+        self._weights.show_global(keep_local=False)
+        self._computing, self._landed = False, None
+        self._corrections = self._of_corrections.at_step(self._reducer.step)
+        if (memory := self._corrections.memory) is not None:
+            if saved.own:
+                memory.load(corrections)
+            else:
+                memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
+        if local:
+            values = [local[name].reshape(parameter.shape) for name, parameter in self._by_name.items()]
+            self._weights.take_local(values, saved.weights)

@@ -1,0 +1,62 @@
+"""A step of the `delayed` schedule whose exchange is under way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.collectives.streams import Mark
+from gradwire.core.plan import Plan
+from gradwire.engine.control import Report, State
+from gradwire.errors import StepStateError
+from gradwire.exchange import Exchange
+from gradwire.exchange.layout import Slot
+
+__all__ = ["Launched", "Update", "by_bucket", "check_gradients", "finish_quietly"]
+
+Update = Callable[[Sequence[torch.nn.Parameter]], None]
+"""Makes the global weights of these parameters, with the gradients that they hold."""
+
+
+@dataclass
+class Launched:
+    """What is known of it until it lands."""
+
+    exchange: Exchange
+    state: State
+    told: "Future[list[Report]]"
+    sending: "list[Future[Mark]]"
+    """Of the broadcast of buffers, if there are any."""
+    update: Update | None
+    """Steps them in the optimizer, with the values that its groups had when the script did."""
+
+
+def by_bucket(plan: Plan, slots: Sequence[Slot]) -> list[list[int]]:
+    """Places of slots, together those of a bucket, in the order in which buckets are launched."""
+    buckets: dict[int, list[int]] = {bucket: [] for bucket, _ in plan.launch}
+    for index, slot in enumerate(slots):
+        buckets[slot.bucket].append(index)
+    return list(buckets.values())
+
+
+def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raises StepStateError for gradients that cannot be launched as they are."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise StepStateError(
+                f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+            )
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise StepStateError(
+            f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
+            "sends them before. Make the optimizer with fused=False."
+        )
+
+
+def finish_quietly(under_way: list[Launched]) -> None:
+    """Other ranks need what this one still sends, also when its script has ended."""
+    for launched in under_way:
+        with suppress(Exception):
+            launched.exchange.executor.finish(launched.told, *launched.sending)

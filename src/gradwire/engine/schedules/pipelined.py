@@ -1,0 +1,258 @@
+"""The `pipelined` schedule (DeAR): reduce phases in backward, gather phases beside the next forward.
+
+A step in this schedule:
+1. backward. Lanes run the reduce phases as buckets become ready. At its end the gate opens, and the lanes run the gather
+   phases by themselves, in forward order, whatever the script does next.
+2. `optimizer.step()` steps what need not wait, keeps the values of its groups for the rest, and returns.
+3. Whoever first uses a gradient or a parameter of a bucket that is under way waits for this bucket; then its parameters are
+   stepped. Usually that is the module that owns it, in the next forward.
+4. `flush` waits for all buckets. The next backward does so before it begins, so at most one step is under way.
+
+Nothing here launches an exchange: what is waited for comes, whichever rank waits.
+"""
+
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.collectives import LinkError
+from gradwire.core.schedules import Pipelined
+from gradwire.engine.control import Report
+from gradwire.engine.gradients import Gradient
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.base import Closed, Job, Missing, Traits
+from gradwire.engine.schedules.gathers import Gathers
+from gradwire.engine.schedules.shard_norm import clip_coefficient, exact_shards, norm_over_ranks
+from gradwire.engine.seams.hooks import ModelHook
+from gradwire.engine.seams.later import is_later, looking, make_current, use_later
+from gradwire.engine.seams.settling import SettleFirst
+from gradwire.engine.seams.splitting import why_whole
+from gradwire.engine.seams.stepping import Groups, Stepping, outermost, snapshot, step_only
+
+__all__ = ["PipelinedSchedule", "warn_once"]
+
+
+@dataclass
+class _LaterStep:
+    """A step that the script asked for."""
+
+    optimizer: torch.optim.Optimizer
+    whole: Callable[[], Any]
+    groups: Groups
+    parameters: dict[int, list[torch.nn.Parameter]]
+    """Those still to be stepped, by bucket."""
+
+
+class PipelinedSchedule:
+    """Reduce phases in backward, gather phases beside the next forward."""
+
+    traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True)
+
+    def __init__(self, reducer: Reducer, schedule: Pipelined, job: Job) -> None:
+        self._reducer, self._gathers = reducer, Gathers(reducer, self._arrived)
+        self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
+        self._not_used: dict[int, list[Missing]] = defaultdict(list)
+        """By bucket, parameters that no rank used."""
+        self._later_steps: list[_LaterStep] = []
+        self._said: set[str] = set()
+        self._scale: float | None = None
+        """What gradients that are under way are multiplied with when they are there; None: as they are, and not clipped yet."""
+        self._all_used = False
+        """Whether in the last step every parameter was used on some rank."""
+        self._stepping = Stepping(job.optimizers, self._step_asked_for)
+        self._guard = SettleFirst(None, job.optimizers, ModelHook(self, PipelinedSchedule.settle))
+
+    @staticmethod
+    def why_not(job: Job) -> str:
+        """See `ScheduleClass`."""
+        return next(filter(None, (why_whole(each, job.model, job.compiled_before) for each in job.optimizers)), "")
+
+    def attach(self) -> None:
+        self._gathers.attach()
+        self._of_bucket: dict[int, list[Gradient]] = defaultdict(list)
+        for gradient in self._reducer.gradients:
+            self._of_bucket[gradient.slot.bucket].append(gradient)
+
+    def let_go(self) -> Callable[[], None]:
+        return self._gathers.let_go()
+
+    def detach(self) -> None:
+        self._stepping.remove()
+        self._guard.remove()
+        self._gathers.forget()
+        self._later_steps = []
+        self._not_used.clear()
+        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
+            for tensor in (gradient.handed, parameter):
+                if tensor is not None:
+                    make_current(tensor)
+
+    def on_forward(self, module: torch.nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            self.settle()
+
+    def after_forward(self, outputs: list[torch.Tensor]) -> None:
+        """See `SeesBackward`."""
+        for output in outputs:
+            output.register_hook(ModelHook(self, PipelinedSchedule._backward_begins))
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        # before saved tensors are used: a parameter stepped since then is refused by torch, as it should be
+        self.settle()
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """What is accumulated into must be there. Usually it is: forward waited for it, or there is no gradient."""
+        self.settle()
+
+    def on_begin(self) -> None:
+        self.settle()
+        self._reducer.begin(self._reducer.exchange)
+
+    # ---- the end of backward
+
+    def on_end(self, told: "Future[list[Report]]") -> None:
+        self._reducer.running.open_gate()
+        self._reducer.running.await_result(told)
+
+    def on_closed(self, closed: Closed) -> None:
+        for missing in closed.missing:
+            gradient, parameter = self._reducer.gradients[missing.index], self._reducer.parameters[missing.index]()
+            if missing.used_anywhere and parameter is not None:
+                parameter.grad = gradient.hand_out()
+            if not missing.used_anywhere:
+                self._not_used[gradient.slot.bucket].append(missing)
+        self._gathers.exposed_s, self._scale, self._all_used = closed.exposed_s, None, not self._not_used
+        self._gathers.begin()
+        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
+            if parameter is not None and gradient.handed is not None and parameter.grad is gradient.handed:
+                use_later(gradient.handed, partial(self._gathers.settle_bucket, gradient.slot.bucket))
+
+    # ---- stepping
+
+    def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
+        with self._gathers.lock:
+            if not self._gathers.under_way:
+                return whole()
+            stepped_already = any(is_later(p) for group in optimizer.param_groups for p in group["params"])
+            if stepped_already or self._say_why_whole(optimizer):
+                self.settle()
+                return whole()
+            groups = snapshot(optimizer)
+            ours, others = self._shared_out(groups)
+            with looking():
+                due = [parameter for parameter in others if parameter.grad is not None]
+            if due or not ours:
+                step_only(optimizer, whole, groups, others)
+            self._later_steps.append(_LaterStep(optimizer, whole, groups, ours))
+            for bucket, parameters in ours.items():
+                for parameter in parameters:
+                    use_later(parameter, partial(self._gathers.settle_bucket, bucket))
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers look at it
+        return None
+
+    def _shared_out(self, groups: Groups) -> tuple[dict[int, list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
+        """The parameters whose gradient is under way, by bucket, and the others."""
+        waiting = {
+            id(gradient.handed): gradient.slot.bucket
+            for gradient in self._reducer.gradients
+            if gradient.handed is not None and gradient.slot.bucket in self._gathers.under_way
+        }
+        ours: dict[int, list[torch.nn.Parameter]] = defaultdict(list)
+        others: list[torch.nn.Parameter] = []
+        with looking():
+            for parameter in (parameter for group in groups for parameter in group["params"]):
+                bucket = waiting.get(id(parameter.grad)) if parameter.grad is not None else None
+                (others if bucket is None else ours[bucket]).append(parameter)
+        return ours, others
+
+    def _say_why_whole(self, optimizer: torch.optim.Optimizer) -> bool:
+        return warn_once(self._said, why_whole(optimizer, self._model(), self._compiled_before), optimizer)
+
+    # ---- clipping
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """See `ClipsGradients`."""
+        return self._clip_by_shards(max_norm) if norm_type == 2.0 else None
+
+    @torch.no_grad()
+    def _clip_by_shards(self, max_norm: float) -> torch.Tensor | None:
+        """By the norm of the shards of all ranks, as soon as all reduce phases are done. Collective where buckets are not
+        compressed and all parameters were used: what all ranks know alike. Where on any rank a script has seen gradients of
+        this step, and may have changed them, nothing is done."""
+        reducer, gathers = self._reducer, self._gathers
+        with gathers.lock:
+            reducer.lanes.check()
+            shards = exact_shards(reducer.exchange)
+            if not shards or not self._all_used or len(reducer.active) < reducer.group.world_size:
+                return None
+            all_under_way = len(gathers.under_way) == len(reducer.exchange.buckets)
+            untouched = all_under_way and self._scale is None and self._all_ours()
+            if untouched:
+                gathers.await_sums()
+            try:
+                norm = norm_over_ranks(reducer.lanes.control, shards if untouched else None, 2.0)
+            except LinkError as error:
+                raise reducer.broken("the norm of all gradients", error) from error
+            if norm is None:
+                return None
+            self._scale = clip_coefficient(norm, max_norm)
+            return torch.tensor(norm, dtype=shards[0].dtype, device=shards[0].device)
+
+    def _all_ours(self) -> bool:
+        """Whether every parameter's gradient is the one under way."""
+        with looking():
+            pairs = zip(self._reducer.gradients, self._reducer.living(), strict=True)
+            return all(parameter is not None and parameter.grad is gradient.handed for gradient, parameter in pairs)
+
+    # ---- waiting
+
+    def settle(self) -> None:
+        with self._gathers.lock:
+            if self._gathers.flush():
+                self._later_steps = []
+
+    def _arrived(self, bucket: int) -> None:
+        """All tasks of a bucket are done: step its parameters where that was asked for."""
+        if self._scale is not None:
+            self._reducer.exchange.buckets[bucket].flat.mul_(self._scale)
+        for gradient in self._of_bucket[bucket]:
+            if gradient.handed is not None:
+                make_current(gradient.handed)
+        for missing in self._not_used.pop(bucket, []):
+            self._reducer.settle_missing(missing)
+        for step in self._later_steps:
+            if parameters := step.parameters.pop(bucket, None):
+                self._step_now(step, parameters)
+
+    def _step_now(self, step: _LaterStep, parameters: list[torch.nn.Parameter]) -> None:
+        of_parameter = dict(zip(map(id, self._reducer.living()), self._reducer.gradients, strict=True))
+        kept = []
+        for parameter in parameters:
+            make_current(parameter)
+            kept.append(parameter.grad)
+            parameter.grad = of_parameter[id(parameter)].handed
+        with outermost(parameters[0].device):
+            step_only(step.optimizer, step.whole, step.groups, parameters)
+        for parameter, grad in zip(parameters, kept, strict=True):
+            parameter.grad = grad
+
+
+def warn_once(said: set[str], why: str, optimizer: torch.optim.Optimizer) -> bool:
+    """Warn, once for a reason, that the schedule hides nothing. Returns whether there is a reason."""
+    if why and why not in said:
+        said.add(why)
+        warnings.warn(
+            f"the pipelined schedule waits for all gathers in {type(optimizer).__name__}.step and hides none of them: "
+            f"{why}. The result is the same; use schedule='backward', or change that.",
+            stacklevel=6,
+        )
+    return bool(why)

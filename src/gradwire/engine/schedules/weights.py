@@ -1,0 +1,339 @@
+"""Two sets of weights: the global ones, W, the same on all ranks, and a rank's own, L, on which its next step computes.
+
+The model's parameters hold one of the two. They hold L from the training forward of a step to its `optimizer.step()`, and W
+whenever a script may look. While they hold L a copy of W is kept; while they hold W a copy of L is, until the next training
+forward takes it. In `optimizer.step()` they have the memory of that copy of W for a while. So the `delayed` schedule needs one
+more copy of the weights, and two while a script looks.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.core.checks import printable
+from gradwire.engine.drift import checksums
+from gradwire.engine.seams.stepping import outermost
+from gradwire.errors import PlanError
+from gradwire.exchange.states import LOCAL
+from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
+
+__all__ = ["Move", "TwoWeights", "check_local", "check_local_updates", "has_local_update", "local_move", "local_moves"]
+
+Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
+"""A local update for a rate of 1, and the squares and the mean that it takes."""
+
+
+class TwoWeights:
+    """The weights of some parameters, which hold W at first, and L = W.
+
+    All methods that write do so in place, under `torch.no_grad()`: parameters stay the same objects, in the same memory but
+    while they are lent some, and autograd tells of a graph that needs what was written over.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """By name."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._versions: list[int] = []
+        """Of the parameters when they came to hold L."""
+        self._warned = False
+        self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
+        self._home: list[torch.Tensor] | None = None
+        """The parameters' own memory while they are lent some."""
+        self._local: list[torch.Tensor] | None = None
+        self._global_sums: list[int] | None = None
+        """Of L that was loaded: checksums of the W that it belongs to."""
+        self._show_global = True
+
+    @property
+    def global_weights(self) -> list[torch.Tensor]:
+        """W as it is after the last update that landed. Not to be written."""
+        return [p.detach() for p in self._parameters] if self._show_global else self._global
+
+    @property
+    def local_weights(self) -> list[torch.Tensor]:
+        """L, on which the next step computes. Not to be written."""
+        if self._show_global:
+            self._forget_stale()
+            if self._local is not None:
+                return self._local
+        return [parameter.detach() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def show_global(self, keep_local: bool = True) -> None:
+        """The parameters hold W from now on. Without `keep_local` L is forgotten: the next step computes on W."""
+        if not keep_local:
+            self._local = self._global_sums = None
+        if not self._show_global:
+            self._warn_of_writes()
+            if keep_local:
+                self._local = [parameter.detach().clone() for parameter in self._parameters]
+            _copy(self._global, self._parameters)
+            self._show_global = True
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """The parameters hold L from now on.
+
+        What a script did to W in the meantime counts. Then L is not of this W any more, and the next step computes on W.
+        """
+        if not self._show_global:
+            return
+        self._forget_stale()
+        _copy(self._parameters, self._global)
+        if self._local is not None:
+            _copy(self._local, self._parameters)
+            self._local = None
+        self._hold_local()
+
+    def _hold_local(self) -> None:
+        self._show_global = False
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def _warn_of_writes(self) -> None:
+        """What is written into L is lost with it. This rank alone may do so, and others would wait for it if it raised."""
+        changed = [
+            name
+            for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
+            if parameter._version != version
+        ]
+        if changed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{changed[0]!r} was changed between a training forward and optimizer.step(), as by Embedding(max_norm=...) or "
+                "weight decay by hand. In the delayed schedule the parameters hold this rank's own weights there, which go with "
+                "the step, so the change is lost. Do it after optimizer.step(), or use another schedule.",
+                stacklevel=2,
+            )
+
+    def _forget_stale(self) -> None:
+        """Forget L if the parameters, which hold W, do not hold the W that it belongs to."""
+        if self._local is None:
+            return
+        if self._global_sums is not None:
+            same = checksums(self._parameters) == self._global_sums
+        else:
+            same = all(torch.equal(p, kept) for p, kept in zip(self._parameters, self._global, strict=True))
+        if not same:
+            self._local = None
+        elif self._global_sums is not None:
+            _copy(self._parameters, self._global)
+        self._global_sums = None
+
+    @torch.no_grad()
+    def update(
+        self, gradients: Mapping[int, torch.Tensor | None], step: Callable[[Sequence[torch.nn.Parameter]], None]
+    ) -> None:
+        """W of these parameters becomes what `step`, which is given them, makes of it with these gradients in `grad`. They hold W
+        afterwards, and their own gradients again."""
+        self.show_global()
+        chosen = [self._parameters[index] for index in gradients]
+        own = [parameter.grad for parameter in chosen]
+        for parameter, gradient in zip(chosen, gradients.values(), strict=True):
+            parameter.grad = gradient
+        try:
+            with outermost(self._parameters[0].device):
+                step(chosen)
+        finally:
+            for parameter, gradient in zip(chosen, own, strict=True):
+                parameter.grad = gradient
+            if self._local is not None:
+                _copy(self._parameters, self._global)  # what a script does to W from now on is seen by the difference
+
+    @contextmanager
+    def shown(self, lend: bool) -> Iterator[None]:
+        """Inside, the parameters hold W, and L is forgotten. Afterwards they hold the L of a `local_update` inside, or W.
+
+        With `lend` parameters that held L have the memory of the other copy inside, and no weight is copied for a step. That is
+        for optimizers that keep no other tensors over the parameters' memory.
+        """
+        if not lend:
+            self.show_global(keep_local=False)
+        self._local = self._global_sums = None
+        if not self._show_global:
+            self._warn_of_writes()
+            self._home = [parameter.data for parameter in self._parameters]
+            self._move_to(self._global)
+            self._show_global = True
+        try:
+            yield
+        finally:
+            if self._home is not None:
+                self._go_home()
+                with torch.no_grad():
+                    _copy(self._global, self._parameters)
+
+    def _go_home(self) -> None:
+        assert self._home is not None
+        self._move_to(self._home)
+        self._home = None
+
+    def _move_to(self, memory: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, memory, strict=True):
+            parameter.data = tensor
+
+    @torch.no_grad()
+    def local_update(self, moves: "Iterable[Move | None]") -> None:
+        """L = W moved, which the parameters then hold. None is no move."""
+        moves = list(moves)  # all or nothing
+        if self._home is not None:
+            self._go_home()
+        else:
+            _copy(self._parameters, self._global)
+        for parameter, weight, move in zip(self._parameters, self._global, moves, strict=True):
+            if move is None:
+                parameter.copy_(weight)
+            else:
+                move.apply(weight, parameter.detach())
+                torch.autograd.graph.increment_version(parameter)
+        self._hold_local()
+
+    @torch.no_grad()
+    def take_local(self, values: Sequence[torch.Tensor], global_sums: list[int]) -> None:
+        """Take L as it was saved, and the checksums of the W that it belongs to. It counts if the parameters hold that W when
+        the next step begins, whether they are loaded before or after this."""
+        self.show_global(keep_local=False)
+        self._local, self._global_sums = [value.clone() for value in values], global_sums
+
+
+def _same_memory(parameter: torch.nn.Parameter) -> torch.Tensor:
+    size, stride = parameter.size(), parameter.stride()
+    return torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device)
+
+
+def _copy(sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor]) -> None:
+    for source, destination in zip(sources, destinations, strict=True):
+        destination.copy_(source)
+
+
+# ---- the local update
+
+
+class Move(NamedTuple):
+    """A rank's own step of one parameter, without weight decay: what its optimizer's next step would be, were this gradient the
+    mean. Of SGD with its momentum; of the moments where the optimizer is Adam or one of its like."""
+
+    gradient: torch.Tensor
+    by: LocalUpdate
+    squares: torch.Tensor | None = None
+    """The second-moment estimate of each element so far; None of SGD."""
+    mean: torch.Tensor | None = None
+    """The first-moment estimate so far, of SGD the momentum; None where the optimizer has none."""
+
+    def apply(self, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` becomes the weight moved, in one pass over memory where all lie in it alike."""
+        tensors = [each for each in (weight, self.gradient, self.squares, self.mean, out) if each is not None]
+        alike = all(each.dtype is weight.dtype and each.stride() == weight.stride() for each in tensors)
+        dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+        if not (alike and dense and is_float(weight.dtype)):
+            reference.local_update(weight, self.gradient, self.squares, self.mean, self.by, out)
+            return
+        kernels = kernels_for(weight.device.type)
+        kernels.local_update(*(_in_memory(each) for each in (weight, *self[:1], *self[2:])), self.by, _in_memory(out))
+
+
+def local_moves(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], local_lr: float | None
+) -> Iterator[Move | None]:
+    """The local update of each parameter by its own gradient. None is no move."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        group, gradient = groups.get(id(parameter)), parameter.grad
+        if group is None or gradient is None:
+            yield None
+            continue
+        rate = float(group["lr"]) if local_lr is None else local_lr
+        yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
+
+
+def local_move(
+    optimizer: torch.optim.Optimizer,
+    param_group: dict[str, Any],
+    parameter: torch.nn.Parameter,
+    gradient: torch.Tensor,
+    rate: float,
+) -> Move | None:
+    """The local update of one parameter. None where the optimizer has no estimate yet that the step would be scaled by."""
+    rate = -rate if param_group.get("maximize") else rate
+    (key, moments_of), state = _MOMENTS[type(optimizer)], optimizer.state.get(parameter, {})
+    if state.get(key) is None:
+        return Move(gradient, LocalUpdate(rate)) if isinstance(optimizer, torch.optim.SGD) else None
+    by, squares, mean = moments_of(state, param_group)
+    return Move(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
+
+
+def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Its elements in the order in which they lie in memory."""
+    if tensor is None or tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def check_local(local: Mapping[str, torch.Tensor], sums: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises ValueError unless a state with this L and so many checksums of W is of these parameters."""
+    for name, parameter in parameters.items():
+        found = local.get(name)
+        if found is None or found.numel() != parameter.numel() or found.dtype != parameter.dtype:
+            kind = "nothing" if found is None else f"{found.numel()} elements of {found.dtype}"
+            raise ValueError(
+                f"the state has {kind} in {LOCAL}0/{printable(name)}, where the model's tensor has {parameter.numel()} "
+                f"elements of {parameter.dtype}. Pass what handle.state_dict() returned."
+            )
+    if local.keys() - parameters.keys() or sums != len(parameters):
+        raise ValueError(
+            f"the state has weights of {len(local)} tensors and checksums of {sums}, and the model has "
+            f"{len(parameters)} trainable ones. Pass what handle.state_dict() returned."
+        )
+
+
+def has_local_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own whose local update is known."""
+    return type(optimizer) in _MOMENTS
+
+
+def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises PlanError for an optimizer whose local update is not known."""
+    for optimizer in optimizers:
+        if not has_local_update(optimizer):
+            known = ", ".join(kind.__name__ for kind in _MOMENTS)
+            raise PlanError(
+                f"the delayed schedule steps each rank's own weights along its own gradient, and for {type(optimizer).__name__} "
+                f"such a step is not known; it is for {known}. Use one of them, or gw.Delayed(local_lr=0): then the next "
+                "step computes on the global weights, one update behind."
+            )
+
+
+def _of_sgd(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    kept, taken = param_group["momentum"], 1 - param_group["dampening"]
+    own, momentum = (1 + kept * taken, kept * kept) if param_group["nesterov"] else (taken, kept)
+    return LocalUpdate(1.0, own, momentum), None, state["momentum_buffer"]
+
+
+def _of_adam(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    first, second = param_group["betas"]
+    steps = float(state["step"]) + 1
+    of_mean, of_squares = 1 - first**steps, 1 - second**steps
+    by = LocalUpdate(1 / of_mean, 1 - first, first, second / of_squares, (1 - second) / of_squares)
+    return by, state.get("max_exp_avg_sq", state["exp_avg_sq"]), state["exp_avg"]
+
+
+def _of_rmsprop(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    return LocalUpdate(1.0, kept=param_group["alpha"], taken=1 - param_group["alpha"]), state["square_avg"], None
+
+
+def _of_adagrad(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
+    return LocalUpdate(1.0, kept=1.0, taken=1.0), state["sum"], None
+
+
+_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[dict[str, Any], dict[str, Any]], Moments]]] = {
+    torch.optim.SGD: ("momentum_buffer", _of_sgd),
+    torch.optim.Adam: ("exp_avg_sq", _of_adam),
+    torch.optim.AdamW: ("exp_avg_sq", _of_adam),
+    torch.optim.NAdam: ("exp_avg_sq", _of_adam),
+    torch.optim.RAdam: ("exp_avg_sq", _of_adam),
+    torch.optim.RMSprop: ("square_avg", _of_rmsprop),
+    torch.optim.Adagrad: ("sum", _of_adagrad),
+}
+"""Without which key an optimizer has no estimates yet, and what they count."""

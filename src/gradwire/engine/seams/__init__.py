@@ -1,0 +1,1 @@
+"""Everything that hooks or patches torch, and nothing else."""

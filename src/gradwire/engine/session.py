@@ -1,0 +1,314 @@
+"""A session: one parallelized model, what it runs, and what becomes of both."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Link, LinkError
+from gradwire.core.plan import Plan
+from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.driver import Driver
+from gradwire.engine.overlap import FirstGradient
+from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
+from gradwire.engine.reducer import Observer, Reducer
+from gradwire.engine.registry import REGISTRY
+from gradwire.engine.schedules.base import Job, PutsOff, ShardsOptimizer
+from gradwire.engine.schedules.factory import make_schedule, why_not
+from gradwire.engine.seams.hooks import ModelHook, leave_hooks_behind, tensors_in
+from gradwire.engine.seams.later import looking
+from gradwire.engine.seams.splitting import compiled_frames
+from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.exchange import Exchange, Lanes, StepReport
+from gradwire.exchange.agreement import agree, broadcast_bytes
+from gradwire.planner.policy import Policy
+
+__all__ = ["Session"]
+
+
+class Session(Observer):
+    """Keeps one model, its parameters, its plan and its reducer together.
+
+    It is what the handle, the profiler, recordings and drivers work on. Between steps everything here may be read; what changes
+    something is a method.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        prepared: Prepared,
+        optimizers: Sequence[torch.optim.Optimizer],
+        lanes: Lanes,
+        drift_check_steps: int,
+    ) -> None:
+        self.lanes, self.group = lanes, lanes.group
+        self.driver: Driver | None = None
+        """Who decides what is run; None where the user chose the plan."""
+        self.reports: deque[StepReport] = deque(maxlen=100)
+        """Of the last steps."""
+        self.first_gradient = FirstGradient()
+        self.began_s: float | None = None
+        """When the first training forward since the last step's end began (time.perf_counter)."""
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._compiled_before = compiled_frames()
+        self._model = weakref.ref(model)
+        self.reducer = Reducer(lanes, drift_check_steps)
+        self.reducer.observe(self)
+        job = Job(model, optimizers, self._compiled_before)
+        self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
+        self.reducer.use(self.schedule)
+        self._synchronise(model, prepared)
+        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
+        leave_hooks_behind(model)
+        self._module_hooks = [
+            model.register_forward_pre_hook(ModelHook(self, Session._before_forward)),
+            model.register_forward_hook(ModelHook(self, Session._after_forward)),
+        ]
+
+    # ---- what it runs
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as it lives."""
+        return self._model()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is executed."""
+        return self.exchange.plan
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that `parallelize` was given and that are still there."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def settle(self) -> None:
+        """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""
+        self.schedule.settle()
+
+    def plan_of(self, policy: Policy, order: Sequence[int] | None = None) -> Plan:
+        """What a policy makes of the tensors in an order, or in that in which their gradients become ready: the same on all
+        ranks."""
+        tensors = [self.tensors[index] for index in (self.order if order is None else order)]
+        return policy.plan(tensors, self.group.world_size)
+
+    def why_not(self, plan: Plan) -> str:
+        """Why the plan's schedule cannot run with this rank's optimizers, or gains nothing with them; '' if it can."""
+        model = self._model()
+        assert model is not None
+        prepared = Prepared(self.parameters, self.tensors, plan, None)
+        return why_not(prepared, Job(model, self.optimizers, self._compiled_before))
+
+    def change_to(self, plan: Plan) -> None:
+        """Run this plan from the next step on; nothing that is remembered is lost. Another schedule begins when no step of the
+        present one is in hand. Raises PlanError, and changes nothing, for what this version cannot run."""
+        self.settle()
+        take_up = partial(self._take_up, self.assemble(plan, self.reducer.step))
+        if plan.schedule != self.plan.schedule and isinstance(self.schedule, PutsOff):
+            self.schedule.when_idle(take_up)
+        else:
+            take_up()
+
+    def _take_up(self, exchange: Exchange) -> None:
+        carried = self.exchange.memory.carried()
+        self.use(exchange)
+        exchange.memory.take_over(carried)
+
+    def assemble(self, plan: Plan, step: int) -> Exchange:
+        """An exchange that runs a plan from this step on."""
+        return Exchange.on(self.lanes, self.parameters, plan, step)
+
+    def use(self, exchange: Exchange, others: bool = False) -> None:
+        """Run this exchange from now on. `others`: with other parameters, which the reducer does not know."""
+        if isinstance(self.schedule, ShardsOptimizer):
+            self.schedule.check_exchange(exchange)
+        before = self.plan.schedule if "exchange" in vars(self) else None
+        if before is not None and exchange.plan.schedule != before:
+            model = self._model()
+            assert model is not None
+            self.reducer.detach()
+            job = Job(model, self.optimizers, self._compiled_before)
+            self.schedule, others = make_schedule(self.reducer, exchange.plan.schedule, job), True
+            self.reducer.use(self.schedule)
+        if others:
+            self.reducer.watch(self.parameters)
+        self.exchange = exchange
+        self.reducer.attach(exchange)
+
+    def detach(self) -> None:
+        """Leave the model as it was, and end the lanes."""
+        for hook in self._module_hooks:
+            hook.remove()
+        if self.driver is not None:
+            self.driver.detached()
+        with suppress(GradwireError):  # what failed before was told then
+            self.settle()
+        self.reducer.detach()
+        self.lanes.stop()
+
+    # ---- when the model changes
+
+    def attach(self) -> None:
+        """See `Handle.attach`."""
+        model = self._model()
+        if model is None:
+            return
+        if isinstance(self.schedule, ShardsOptimizer):
+            self.schedule.check_parameters(model)
+        self.settle()
+        self._broadcast_buffers(None)  # ranks whose model did not change do so before the step that is void then
+        self.settle()
+        self.reducer.announce_change()
+        prepared, problem = None, None
+        try:
+            prepared = prepare(model, self.policy or self.plan, self.group.world_size, self.parameters.values())
+            if (device := next(iter(prepared.parameters.values())).device) != self.device:
+                raise PlanError(
+                    f"the model moved from {self.device} to {device}; a handle works on one device. Call its "
+                    "detach() and parallelize again."
+                )
+        except Exception as error:
+            problem = error
+        told = facts(None if problem else prepared, problem)
+        try:
+            self.lanes.control.submit(partial(agree, facts=told, global_ranks=self.group.global_ranks)).result()
+        except LinkError as error:
+            raise self.reducer.broken("all ranks to compare their changed models", error) from error
+        if problem is not None:
+            raise problem
+        assert prepared is not None
+        if self.schedule.traits.keeps_parameters:
+            self._buffers = ModelBuffers(model, self.device)
+        else:
+            carried, handle = self.exchange.memory.carried(), REGISTRY.forget(model, self.parameters.values())
+            self._synchronise(model, prepared)
+            REGISTRY.add(model, self.parameters.values(), handle)
+            self.exchange.memory.take_over(self.exchange.memory.fitting(carried))
+        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers after a change")
+
+    def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
+        """From now on these parameters."""
+        self.parameters, self.tensors, self.policy = prepared.parameters, prepared.tensors, prepared.policy
+        self._owned = {id(parameter) for parameter in prepared.parameters.values()}
+        # of a policy's plan: the guess that gradients come in the reverse order of registration
+        self.order = list(range(len(prepared.tensors)))[::-1]
+        self.order_known = False
+        self.use(self.assemble(prepared.plan, self.reducer.step), others=True)
+        self._buffers = ModelBuffers(model, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all gradients."""
+        return self.exchange.flats[0].device
+
+    # ---- after a step
+
+    def measured(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def finished(self, exposed_s: float) -> None:
+        self._buffers.due = True
+        self.first_gradient.ended(self.reducer.first_gradient_s, time.perf_counter() - exposed_s, self._model())
+        if self.policy is not None and not self.order_known and self.schedule.traits.learns_order:
+            self._plan_again(self.policy)
+        elif self.exchange.outdated(self.reducer.step):
+            self.change_to(self.plan)
+        if self.driver is not None:
+            self.driver.finished(self)
+        self.began_s = None
+
+    def _plan_again(self, policy: Policy) -> None:
+        """Buckets by the order in which rank 0's gradients came; what never came goes last."""
+        came = self.reducer.ready_order
+        order = torch.tensor([*came, *sorted(set(range(len(self.tensors))) - set(came))])
+        try:
+            self.lanes.control.submit(partial(broadcast_bytes, tensors=[order])).result()
+        except LinkError as error:
+            raise self.reducer.broken("the order in which rank 0's gradients came", error) from error
+        self.order, self.order_known = order.tolist(), True
+        plan = self.plan_of(policy)
+        if plan != self.plan:
+            self.change_to(plan)
+
+    # ---- what ranks do together beside gradients
+
+    def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
+        """The values of one rank of the group everywhere."""
+        self.settle()
+        self._on_lane(partial(broadcast_bytes, tensors=tensors, root=root), what)
+
+    def _on_lane(self, job: Callable[[Link], None], what: str) -> None:
+        """Do something on a lane that touches tensors of the model: the first one, or on the CPU the control lane if that
+        one may be busy."""
+        lane = self.lanes.data[0]
+        if self.device.type == "cpu" and self.schedule.traits.lanes_busy_between_steps:
+            lane = self.lanes.control
+        try:
+            self.lanes.run(lane, job)
+        except LinkError as error:
+            raise self.reducer.broken(what, error) from error
+        except Exception as error:
+            raise self.lanes.failed_here(what, error, self.reducer.step) from error
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if module is not self._model():
+            return
+        self.schedule.on_forward(module)
+        if torch.is_grad_enabled() and self.reducer.may_send():
+            self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
+            if module.training and self.began_s is None:
+                self.began_s = time.perf_counter()
+            if module.training:  # an evaluation may run on one rank only
+                self._broadcast_buffers(module)
+
+    def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
+        if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:
+            self._on_lane(job, "rank 0's buffers before forward")
+        # in join() once a step, as ranks without a batch do
+        self._buffers.due = self.reducer.synchronise and not self.reducer.joining
+
+    def begins(self) -> None:
+        """In join(), ranks without a batch send buffers before each step: where no training forward of the model did, as in a
+        loop in eval mode or one that calls parts of the model, they are sent now."""
+        if self.reducer.joining and self._buffers.due:
+            self._broadcast_buffers(self._model())
+
+    def join_the_others(self) -> None:
+        """Take part in the steps of ranks that have more batches."""
+        model, everybody = self._model(), list(range(self.group.world_size))
+        if model is None:
+            return
+        self.settle()
+        last_active = self.reducer.active
+        while self.reducer.active:
+            last_active = self.reducer.active
+            self._broadcast_buffers(model)
+            self.reducer.run_out()
+        if last_active != everybody:
+            what = "the parameters of the rank that trained last"
+            self._broadcast([*model.parameters(), *model.buffers()], what, root=last_active[-1])
+
+    def _check_parameters(self, module: torch.nn.Module) -> None:
+        with looking():
+            name = what_changed(module, self._owned, self._buffers) or self.reducer.converted()
+        if name is None:
+            return
+        if module.training:
+            self.attach()
+            return
+        raise StepStateError(
+            f"{name} was added, thawed, converted or replaced since the model was parallelized, and the model is in eval "
+            "mode, where a forward may be one rank's alone. For training call the handle's attach() on all ranks, or "
+            "model.train() first; for an evaluation use torch.no_grad()."
+        )
+
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if module is self._model() and self.reducer.synchronise and torch.is_grad_enabled():
+            leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            self.first_gradient.expect(leaves)
+            self.reducer.expect_graph(leaves)

@@ -1,0 +1,7 @@
+"""Averaging named tensors over ranks, by a plan: `gw.Exchange`. Knows no model."""
+
+from gradwire.exchange.exchange import Exchange, TensorMeta
+from gradwire.exchange.lanes import Lanes
+from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats, StepReport
+
+__all__ = ["BucketStats", "Exchange", "ExchangeStats", "Lanes", "Stats", "StepReport", "TensorMeta"]

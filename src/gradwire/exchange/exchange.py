@@ -1,0 +1,511 @@
+"""The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
+
+A step of an exchange:
+1. `begin` starts the lanes.
+2. `ready` tells that a tensor holds this rank's values. Its values times 1/world_size are copied into the tensor's place in its
+   bucket. When all tensors of a bucket are ready, the lanes may take up the bucket, in the plan's launch order.
+3. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire._version import __version__
+from gradwire.collectives import LinkError, Meter, ShardedSum, TwoPhase, share_scratch
+from gradwire.core.checks import near, printable, show
+from gradwire.core.plan import Plan
+from gradwire.core.specs import innermost
+from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskFailed, TaskTimes
+from gradwire.exchange.lanes import Lanes
+from gradwire.exchange.layout import Slot, build_buckets
+from gradwire.exchange.memory import Remembered, added_up
+from gradwire.exchange.plans import PlanLike, info_of, plan_for
+from gradwire.exchange.states import read_state, warn_of_lost, write_state
+from gradwire.exchange.stats import BucketStats, ExchangeStats
+
+__all__ = ["Exchange", "TensorMeta"]
+
+T = TypeVar("T")
+
+_LAST_STEP = 2**62
+_MOST_ENCODES = 4
+"""Of any option: before both first steps and before both second ones."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor that an exchange will get later: contiguous.
+
+    >>> TensorMeta((10, 4)).empty().numel()
+    40
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this kind that takes no memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+TensorLike: TypeAlias = torch.Tensor | TensorMeta
+
+
+class Exchange:
+    """Averages named tensors over the ranks of a process group, in place, by a plan.
+
+    tensors: names and tensors, of float32, bfloat16, float16 or float64, in the order in which they usually become ready; or
+    `TensorMeta`, where `ready` will bring the tensors. Views are fine; one device.
+    plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file.
+    process_group: the ranks; default all.
+
+    Collective: every rank of the group makes it, with the same names, shapes, dtypes and plan, and makes the same steps. Each
+    step all tensors become ready once, in any order. Means are the same on all ranks, bit for bit.
+
+    Raises PlanError if the plan does not fit the tensors, DisagreementError on all ranks if ranks differ, StepStateError where
+    torch.distributed is not initialised. Its methods raise CommunicationError where a rank died or stalled, naming it.
+
+    Example, on every rank::
+
+        exchange = gw.Exchange({"weight": weight}, plan=gw.QSGD(bits=4))
+        exchange.average_()          # begin, ready and wait for all tensors
+        exchange.close()
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorLike],
+        plan: PlanLike,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        lanes = Lanes(process_group)
+        problem, made, checked, device = None, None, {}, None
+        try:
+            checked = _checked(tensors)
+            if isinstance(plan, str) and plan == "auto":
+                raise PlanError(
+                    "plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec."
+                )
+            infos = [info_of(name, _like(tensor)) for name, tensor in checked.items()]
+            made, _ = plan_for(plan, infos, lanes.group.world_size)
+            device = _like(next(iter(checked.values()))).device
+        except Exception as error:
+            problem = error
+        try:
+            lanes.open(_facts(made, checked, problem), device)
+            if problem is not None:
+                raise problem
+            assert made is not None
+            self._build(lanes, checked, made, 0, None)
+        except BaseException as error:
+            lanes.stop()
+            raise (problem if problem is not None else error) from None
+        self._tensors.update(checked)
+        self._owns_lanes = True
+
+    @classmethod
+    def on(
+        cls,
+        lanes: Lanes,
+        tensors: Mapping[str, torch.Tensor],
+        plan: Plan,
+        step: int,
+        flats: Sequence[torch.Tensor] | None = None,
+    ) -> "Exchange":
+        """An exchange on lanes that others use too, one after another, with the specs of this step. `flats` are the flat buffers
+        of another exchange of the same tensors. Raises PlanError for what this version cannot run, naming it."""
+        made = cls.__new__(cls)
+        made._build(lanes, tensors, plan, step, flats)
+        return made
+
+    def _build(
+        self,
+        lanes: Lanes,
+        tensors: Mapping[str, TensorLike],
+        plan: Plan,
+        step: int,
+        flats: Sequence[torch.Tensor] | None,
+    ) -> None:
+        likes = {name: _like(tensor) for name, tensor in tensors.items()}
+        self._tensors: dict[str, TensorLike] = {}
+        self._owns_lanes = self._closed = False
+        self.lanes, self.group, self.plan = lanes, lanes.group, plan
+        self.step = step
+        """The number of the step that begins next, or runs."""
+        self.made_for = step
+        """The step whose specs it runs."""
+        specs = {spec for bucket in plan.buckets for spec in bucket.specs}
+        self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
+        self.random = _random(plan, lanes.group.rank, next(iter(likes.values())).device)
+        """Keys of the random streams, int64 of shape (buckets, 8, 4): seed, step, encode, rank. Encodes 0 to 3 are those of a
+        scheme, 4 to 7 are the roundings of residuals that these store narrow."""
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats)
+        self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
+        """Where each tensor lies, by name."""
+        self.executor = Executor(plan, self.buckets, lanes)
+        for tasks in self.executor.tasks:
+            pieces = [self.buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
+            share_scratch(memory for piece in pieces for memory in piece.memory)
+        self.memory = Remembered(self.buckets)
+        """What compressors remember."""
+        self._sizes = [len(buffers.slots) for buffers in self.buckets]
+        self._left: list[int] = []
+        self._phases = BOTH
+        self._sources: dict[str, torch.Tensor] = {}
+        """The tensors of the step that runs, and have not been waited for."""
+        self._meters: list[Meter] = []
+
+    # ---- for whoever averages tensors
+
+    def begin(self, phases: str = BOTH) -> None:
+        """Begin a step. phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases
+        (`scheme="alltoall"`).
+
+        After "reduce" each rank holds the mean of its own shards, `own_shards`. In "gather" each rank gives its shards as
+        they are, and gets those of all ranks. Raises StepStateError where a step runs, PlanError for a plan without two phases.
+        """
+        self._check_open()
+        if self._sources or self._left:
+            raise StepStateError(
+                f"begin() was called while step {self.step} runs. Call wait() first: it ends the step."
+            )
+        if phases not in (BOTH, REDUCE, GATHER):
+            raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
+        if phases != BOTH:
+            self._check_two_phases(phases)
+        self.begin_step(self.step, phases)
+
+    def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
+        """A tensor holds this rank's values. `tensor` stands in for the one that the exchange was made with, in this step: of the
+        same shape and dtype. It must not be changed before `wait`.
+
+        Raises StepStateError without `begin`, for a name that is ready already, and for a tensor that does not fit.
+        """
+        self._check_open()
+        source = self._source_of(name, tensor)
+        slot = self.slots[name]
+        with torch.no_grad():
+            if self._phases == GATHER:
+                slot.view.copy_(source)
+            else:
+                torch.mul(source.detach(), 1.0 / self.group.world_size, out=slot.view)
+        self._sources[name] = source
+        if self._phases == GATHER and self._left[slot.bucket] == 1:
+            for chunk in self.buckets[slot.bucket].chunks:
+                chunk.take_shard(self.lanes.data[0].link.streams)  # type: ignore[attr-defined]  # of two phases
+        self.count(slot, owes=self._phases != GATHER)
+
+    def wait(self, name: str | None = None) -> None:
+        """Wait until a tensor, or without a name every tensor, holds the mean over ranks. The wait for all ends the step.
+
+        Raises StepStateError where tensors of the step are not ready, CommunicationError where another rank failed.
+        """
+        self._check_open()
+        if not self._left:
+            if name is None:
+                return
+            raise StepStateError(f"wait({name!r}) was called and no step runs. Call begin() and ready() first.")
+        names = [self._known(name)] if name is not None else list(self.slots)
+        buckets = dict.fromkeys(self.slots[each].bucket for each in names)
+        if missing := [
+            slot.name
+            for bucket in buckets
+            for slot in self.buckets[bucket].slots
+            if self._left[bucket] and self._waits(slot)
+        ]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StepStateError(
+                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call "
+                "ready() for each tensor in every step."
+            )
+        if name is None:
+            self._meters = self.finish()
+        else:
+            self.open_gate()
+            self.await_bucket(self.slots[name].bucket)
+        for each in names:
+            if (source := self._sources.pop(each, None)) is not None:
+                self._put_back(self.slots[each], source)
+        if name is None:
+            self._left, self._sources = [], {}
+            self.step += 1
+            if self.outdated(self.step):
+                self._make_anew()
+
+    def average_(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """One whole step: replace every tensor by its mean over ranks. `tensors` stand in for those that the exchange was made
+        with, by name; all others must have been given then."""
+        given = dict(tensors or {})
+        for name in given:
+            self._known(name)
+        self.begin()
+        for slot in self.slots.values():
+            self.ready(slot.name, given.get(slot.name))
+        self.wait()
+
+    @property
+    def own_shards(self) -> dict[str, list[tuple[int, int]]]:
+        """By tensor, the runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, as
+        they lie in memory. Raises PlanError for a plan without two phases."""
+        self._check_two_phases("own_shards")
+        shards: dict[str, list[tuple[int, int]]] = {name: [] for name in self.slots}
+        for slot, low, high, _ in self._shards():
+            shards[slot.name].append((low - slot.offset, high - slot.offset))
+        return shards
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
+        self._check_idle("state_dict")
+        return write_state(self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.memory.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
+        that saved, in one dictionary. Between steps; sends nothing. Raises ValueError naming what does not fit."""
+        self._check_idle("load_state_dict")
+        saved = read_state(state, self.group)
+        if saved.own and saved.plan != self.plan.state_digest():
+            raise ValueError(
+                f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan "
+                f"{self.plan.state_digest()[:16]}: residuals lie elsewhere. Use the plan that saved it."
+            )
+        self.step = saved.step
+        if self.outdated(self.step):
+            self._make_anew()
+        if saved.own:
+            self.memory.check(saved.memory[0])
+            self.memory.load(saved.memory[0])
+            return
+        carried = added_up(saved.memory)
+        self.memory.check_carried(carried)
+        warn_of_lost(saved.missing, self.memory.names())
+        self.memory.take_over(carried)
+
+    def stats(self) -> ExchangeStats:
+        """What it did so far, on this rank."""
+        buckets = tuple(BucketStats.of(each, self.group.grid) for each in self.buckets)
+        codec_us = 1e6 * sum(meter.codec_seconds for meter in self._meters)
+        return ExchangeStats.of(self.step, buckets, self.buckets, codec_us)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[TaskTimes]]:
+        """What the lanes do inside, task by task, in the order in which the tasks end: moments of time.perf_counter."""
+        before, self.lanes.times = self.lanes.times, []
+        try:
+            yield self.lanes.times
+        finally:
+            self.lanes.times = before
+
+    def close(self) -> None:
+        """End the lanes' threads. The exchange cannot be used after."""
+        self._closed = True
+        if self._owns_lanes:
+            self.lanes.stop()
+
+    # ---- for the reducer, which knows what it does
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The flat buffer of each bucket."""
+        return [buffers.flat for buffers in self.buckets]
+
+    def outdated(self, step: int) -> bool:
+        """Whether in this step a spec is another one than in the step it was made for."""
+        return any(spec.at_step(step) != spec.at_step(self.made_for) for spec in self._changing)
+
+    def begin_step(self, step: int, phases: str = BOTH) -> None:
+        """Start the lanes for the step of this number."""
+        self.lanes.check()
+        self.step, self._left, self._phases = step, list(self._sizes), phases
+        self.random[:, :, 1] = step
+        self.executor.start(phases)
+
+    def count(self, slot: Slot, owes: bool = True) -> None:
+        """A slot holds what this rank sends. The last one of a bucket hands the bucket to the lanes."""
+        if owes:
+            slot.add_owed()
+        self._left[slot.bucket] -= 1
+        if not self._left[slot.bucket]:
+            self.executor.ready(slot.bucket)
+
+    def take_back(self, slot: Slot) -> None:
+        """No rank uses the sum of this slot: residuals take it back."""
+        self.buckets[slot.bucket].take_back(slot)
+
+    def open_gate(self) -> None:
+        """See `Executor.open_gate`."""
+        self.executor.open_gate()
+
+    def await_bucket(self, bucket: int) -> None:
+        """Wait for all tasks of a bucket."""
+        with self._told():
+            self.executor.await_bucket(bucket)
+
+    def await_gate(self) -> None:
+        """Wait for all tasks before the gate."""
+        with self._told():
+            self.executor.await_gate()
+
+    def await_result(self, other: "Future[T]") -> T:
+        """Wait for something else while lanes go on."""
+        with self._told():
+            return self.executor.await_result(other)
+
+    def finish(self, *others: "Future[Any]") -> list[Meter]:
+        """Open the gate, wait for all tasks and for other futures; what the lanes measured."""
+        with self._told():
+            return self.executor.finish(*others)
+
+    def check_lanes(self) -> None:
+        """Raises if a lane has failed in this step."""
+        if (failed := self.executor.failure()) is not None:
+            raise self._lane_failed(failed)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Around waiting for lanes: what they raise becomes an error that names what was waited for."""
+        try:
+            yield
+        except TaskFailed as error:
+            raise self._lane_failed(error) from error.cause
+        except LinkError as error:
+            last = self.plan.launch[-1][0]
+            waited_for = (
+                self.executor.waiting_for() or f"the control exchange at the end of backward, after bucket {last}"
+            )
+            raise self.lanes.broken(waited_for, error, self.step) from error
+
+    def _lane_failed(self, failed: TaskFailed) -> GradwireError:
+        what = self.executor.in_words(failed.task)
+        if isinstance(failed.cause, LinkError):
+            return self.lanes.broken(what, failed.cause, self.step)
+        return self.lanes.failed_here(what, failed.cause, self.step)
+
+    # ---- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepStateError("this exchange was closed. Make another one.")
+        self.lanes.check()
+
+    def _check_idle(self, method: str) -> None:
+        self._check_open()
+        if self._left:
+            raise StepStateError(f"{method}() was called while step {self.step} runs. Call wait() first.")
+
+    def _known(self, name: str) -> str:
+        if name not in self.slots:
+            raise StepStateError(f"the exchange has no tensor {printable(name)}{near(name, self.slots)}.")
+        return name
+
+    def _waits(self, slot: Slot) -> bool:
+        return slot.name not in self._sources
+
+    def _source_of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        slot = self.slots[self._known(name)]
+        if not self._left:
+            raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
+        if name in self._sources or not self._left[slot.bucket]:
+            raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
+        source = tensor if tensor is not None else self._tensors.get(name)
+        if not isinstance(source, torch.Tensor):
+            raise StepStateError(
+                f"ready({name!r}) needs the tensor: the exchange was made with its shape and dtype alone."
+            )
+        if source.is_sparse or source.shape != slot.view.shape or source.dtype != slot.view.dtype:
+            raise StepStateError(
+                f"tensor {name!r} has shape {tuple(source.shape)} and dtype {source.dtype}, and the exchange was made for "
+                f"{tuple(slot.view.shape)} and {slot.view.dtype}, dense. Make another exchange for it."
+            )
+        if source.device != slot.view.device:
+            raise StepStateError(
+                f"tensor {name!r} is on {source.device}, and the exchange works on {slot.view.device}."
+            )
+        return source
+
+    def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            if self._phases != REDUCE:
+                source.detach().copy_(slot.view)
+                return
+            own = torch.empty_strided(slot.view.shape, slot.view.stride(), dtype=source.dtype, device=source.device)
+            flat = own.copy_(source).as_strided((own.numel(),), (1,))
+            for of, low, high, values in self._shards():
+                if of is slot:
+                    flat[low - slot.offset : high - slot.offset] = values
+            source.detach().copy_(own)
+
+    def _shards(self) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+        """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums."""
+        for buffers in self.buckets:
+            for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
+                assert isinstance(chunk, (TwoPhase, ShardedSum))
+                start = begin + chunk.start
+                end = start + chunk.total.numel()
+                for slot in buffers.slots:
+                    low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+                    if low < high:
+                        yield slot, low, high, chunk.total[low - start : high - start]
+
+    def _check_two_phases(self, what: str) -> None:
+        for buffers in self.buckets:
+            if not all(isinstance(chunk, (TwoPhase, ShardedSum)) for chunk in buffers.chunks):
+                raise PlanError(
+                    f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "
+                    'with scheme="alltoall".'
+                )
+
+    def _make_anew(self) -> None:
+        """With the specs of the step that begins next. What compressors remember is kept."""
+        carried, tensors, meters = self.memory.carried(), self._tensors, self._meters
+        self._build(self.lanes, tensors, self.plan, self.step, None)
+        self._tensors.update(tensors)
+        self._owns_lanes, self._meters = True, meters
+        self.memory.take_over(self.memory.fitting(carried))
+
+
+def _random(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
+    random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
+    for index, bucket in enumerate(plan.buckets):
+        random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
+    random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
+    random[:, :, 3] = rank
+    return random
+
+
+def _like(tensor: TensorLike) -> torch.Tensor:
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor.empty()
+
+
+def _checked(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise PlanError(f"tensors is {show(tensors)}: pass a mapping of names to tensors, at least one.")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, (torch.Tensor, TensorMeta)):
+            raise PlanError(f"tensors[{name!r}] is a {type(tensor).__name__}: pass a torch.Tensor or a gw.TensorMeta.")
+        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
+            raise PlanError(f"tensors[{name!r}] has no dense memory ({tensor.layout}, {tensor.device}).")
+    devices = {str(_like(tensor).device) for tensor in tensors.values()}
+    if len(devices) > 1:
+        raise PlanError(f"the tensors lie on {', '.join(sorted(devices))}; an exchange works on one device.")
+    return dict(tensors)
+
+
+def _facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: Exception | None) -> dict[str, Any]:
+    """What ranks compare, most telling first."""
+    if plan is None:
+        return {"error": f"{type(problem).__name__}: {problem}"}
+    likes = {name: _like(tensor) for name, tensor in tensors.items()}
+    return {
+        "gradwire version": __version__,
+        "torch version": torch.__version__,
+        "tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
+        "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
+    }

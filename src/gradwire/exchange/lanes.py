@@ -1,0 +1,138 @@
+"""The lanes of one group, and the failure that ended their work, if one did."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name
+from gradwire.collectives.streams import Mark
+from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
+from gradwire.exchange.agreement import agree, gather_bytes
+from gradwire.exchange.failure import RollCall, communication_error, local_error
+
+if TYPE_CHECKING:
+    from gradwire.exchange.executor import Executor, TaskTimes
+
+__all__ = ["Lanes"]
+
+T = TypeVar("T")
+
+CPU_LANES = 2
+"""A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
+
+
+class Lanes:
+    """A control lane, and the lanes that carry gradients. All ranks of the group make them at the same point.
+
+    Exchanges that use the same lanes run one after another. After a failure all of them raise it, until `mend`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        """Connects the control lane. Collective. Raises StepStateError without torch.distributed, PlanError on a rank that is
+        not in the group."""
+        if not dist.is_initialized():
+            raise StepStateError(
+                "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
+                'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
+            )
+        if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
+            raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
+        self.group = Group.of(process_group)
+        self._name = self.group.agree_on_name()
+        # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
+        self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
+        self.control = self._lane("control", torch.device("cpu"))
+        """For what ranks tell each other."""
+        self.data: list[Lane] = []
+        """For gradients."""
+        self.failure: GradwireError | None = None
+        self.mendable = False
+        """Whether `mend` can end the failure: nothing is under way on any rank."""
+        self.running: weakref.ref[Executor] | None = None
+        """What used the lanes last."""
+        self.hold = False
+        """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
+        self.times: list[TaskTimes] | None = None
+        """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+
+    def _lane(self, name: str, device: torch.device) -> Lane:
+        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, f"{self._name}/{name}", device, self._timeout))
+
+    def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
+        """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
+        failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
+        try:
+            self.control.submit(lambda link: agree(link, facts, self.group.global_ranks)).result()
+            if device is None:
+                return
+            names = self.control.submit(lambda link: gather_bytes(link, node_name().encode())).result()
+            self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
+            for number in range(CPU_LANES if device.type == "cpu" else 1):
+                self.data.append(self._lane(str(number), device))
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self.group.global_ranks[self.group.rank]}: ranks could not compare models and plans: one died, stalled "
+                f"or did not make the same call; see its own log. (The backend said: {error})"
+            ) from error
+        self._roll_call = RollCall(self.group, self._name)
+
+    def stop(self) -> None:
+        """End the threads. A collective that one of them is stuck in fails, here and on the other ranks."""
+        for lane in [*self.data, self.control]:
+            lane.stop()
+
+    def run(self, lane: Lane, job: Callable[[Link], None]) -> None:
+        """Do something on a lane that touches tensors which the caller's stream has written. Returns when the caller's stream
+        may use what it wrote. Raises what the job does."""
+        streams = lane.link.streams
+        ready = streams.mark()
+
+        def run(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                job(link)
+                return link.streams.mark()
+
+        streams.wait(lane.submit(run).result())
+
+    # ---- failures
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+
+    def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
+        """From now on everything raises this error. Returns it."""
+        # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
+        self.failure, self.mendable = type(error)(*error.args), mendable
+        if self.running is not None and (running := self.running()) is not None:
+            running.give_up()
+        return error
+
+    def mend(self) -> None:
+        """Forget the failure."""
+        self.failure, self.mendable = None, False
+
+    def failed_here(self, what: str, cause: Exception, step: int) -> GradwireError:
+        """The error to raise when this rank could not do its part. Ends the waits of other ranks."""
+        for lane in self.data:
+            lane.link.break_off()
+        return self.fail(local_error(what, cause, step, self.group))
+
+    def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
+        """The error to raise when what was waited for failed."""
+        return self.fail(communication_error(what, cause, step, self.group, self._roll_call))
+
+    @contextmanager
+    def told(self, what: str, step: int) -> Iterator[None]:
+        """Around an exchange beside those of gradients: a link that fails becomes an error that names what was waited for."""
+        try:
+            yield
+        except LinkError as error:
+            raise self.broken(what, error, step) from error

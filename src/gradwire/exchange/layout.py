@@ -1,0 +1,290 @@
+"""From a plan to memory: flat buffers, where each gradient lies in them, and the schemes that move them.
+
+Everything here is made once, before the first step, and is the same on every rank but for who owns which shard.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
+from gradwire.compressors import Compressor, Context, compressor_for
+from gradwire.compressors.stores import store_for
+from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
+from gradwire.core.specs import Identity
+from gradwire.errors import PlanError
+from gradwire.exchange.options import scheme_of
+from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels import is_float as kernels_take
+
+__all__ = ["BucketBuffers", "Slot", "build_buckets", "cut"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one gradient lies."""
+
+    name: str
+    bucket: int
+    offset: int
+    """Elements from the start of the bucket's flat buffer."""
+    view: torch.Tensor
+    """The place itself, in the tensor's shape and strides."""
+    owed: torch.Tensor | None = None
+    """What another plan has not sent of this tensor, flat, and this plan's encodes do not remember: added to each gradient
+    until one counts."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is of the place's kind, its elements in the same order."""
+        if tensor.dtype is not self.view.dtype or tensor.shape != self.view.shape:
+            return False
+        own, place = tensor.stride(), self.view.stride()
+        shape = self.view.shape
+        return own == place or _order(_place_strides(tensor), shape) == _order(place, shape)
+
+    def in_memory(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the tensor's elements, flat, in the order in which they lie in the place, on its device."""
+        values = values.to(self.view.device)
+        if self.view.is_contiguous():
+            return values.reshape(-1)
+        placed = torch.empty_strided(self.view.shape, self.view.stride(), dtype=values.dtype, device=values.device)
+        return placed.copy_(values.reshape(self.view.shape)).as_strided((values.numel(),), (1,))
+
+    def by_element(self, memory: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        if self.view.is_contiguous():
+            return memory
+        return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
+
+    def add_owed(self) -> None:
+        """To the gradient, which is there."""
+        if self.owed is not None:
+            memory = self.view.as_strided((self.view.numel(),), (1,))
+            memory.add_(self.owed.to(memory.dtype))
+
+
+_STEPPED_TOGETHER = 128
+"""Shards that ranks step begin at multiples of so many elements from a tensor's start: then a fused optimizer's kernel, which
+steps whole vectors and the rest in another way, rounds each element as it does in the whole tensor."""
+
+
+@dataclass
+class BucketBuffers:
+    """A bucket of the plan in memory."""
+
+    index: int
+    bucket: Bucket
+    flat: torch.Tensor
+    slots: list[Slot]
+    bounds: list[int]
+    """Elements at which the chunks begin and end."""
+    chunks: list[Scheme]
+
+    @property
+    def aliases(self) -> list[torch.Tensor]:
+        """All tensors of gradwire's own whose memory is the flat buffer's."""
+        return [self.flat, *(slot.view for slot in self.slots), *(t for chunk in self.chunks for t in chunk.aliases)]
+
+    def take_back(self, slot: Slot) -> None:
+        """The sum of this gradient is not used by any rank: what it holds of residuals stays unsent."""
+        for (start, end), chunk in zip(pairwise(self.bounds), self.chunks, strict=True):
+            low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+            if low < high:
+                chunk.take_back(low - start, high - start)
+
+
+def build_buckets(
+    plan: Plan,
+    parameters: Mapping[str, torch.Tensor],
+    group: Group,
+    random: torch.Tensor,
+    step: int,
+    flats: Sequence[torch.Tensor] | None = None,
+) -> list[BucketBuffers]:
+    """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 2 * encodes, 4), on the parameters'
+    device: of each bucket the keys of its encodes, then those of what these store. `flats` are the flat buffers of buckets
+    with the same tensors that are never at work at the same time; new ones if not given.
+
+    Raises PlanError for an option, dtype or device that this version cannot run, naming it.
+    """
+    return [
+        _build(
+            *(index, bucket, plan.shards_optimizer, parameters, group, random[index], step),
+            flats[index] if flats is not None else None,
+        )
+        for index, bucket in enumerate(plan.buckets)
+    ]
+
+
+def _build(
+    index: int,
+    bucket: Bucket,
+    sharded: bool,
+    parameters: Mapping[str, torch.Tensor],
+    group: Group,
+    random: torch.Tensor,
+    step: int,
+    given: torch.Tensor | None,
+) -> BucketBuffers:
+    members = [parameters[name] for name in bucket.tensors]
+    first = members[0]
+    for name, member in zip(bucket.tensors, members, strict=True):
+        if member.dtype != first.dtype or member.device != first.device:
+            raise PlanError(
+                f"bucket {index} mixes {bucket.tensors[0]!r} ({first.dtype} on {first.device}) and {name!r} "
+                f"({member.dtype} on {member.device}). A bucket holds one class: put them in buckets of their own."
+            )
+    numels = [member.numel() for member in members]
+    flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device) if given is None else given
+    slots, at = [], 0
+    for name, member in zip(bucket.tensors, members, strict=True):
+        slots.append(Slot(name, index, at, _view(flat, at, member)))
+        at += member.numel()
+    codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
+    codec.ranks = group.world_size
+    make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)
+    _check(index, bucket, first, codec, all_reduce=make is None)
+    if make is None:
+        whole = AllReduce(flat, group.rank, group.world_size)
+        return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
+    count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
+    granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(1, *numels)
+    bounds = cut(numels, granularity, 0, flat.numel(), count)
+    rows = _Rows(bucket, members, granularity)
+    contexts = [Context(row) for row in random.unbind()]
+    encodes = len(contexts) // 2
+    chunks: list[Scheme] = []
+    for start, end in pairwise(bounds):
+        runs = _Runs(rows, start, flat.device)
+        shards = runs.cut(0, end - start, group.world_size)
+        piece = Piece(
+            flat=flat[start:end],
+            bounds=tuple(shards),
+            shards=[runs.between(a, b) for a, b in pairwise(shards)],
+            whole=runs.between(0, end - start),
+            reduce_dtype=getattr(torch, bucket.reduce_dtype),
+            contexts=contexts[:encodes],
+            store_for=partial(store_for, bucket.residual_dtype),
+            store_contexts=contexts[encodes:],
+            runs=runs,
+        )
+        chunks.append(make(codec, piece, group, index))
+    for chunk in chunks:
+        if isinstance(chunk, Route):
+            for encode, voice in chunk.voices.items():
+                random[[encode, encodes + encode], 3] = voice
+    return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
+
+
+def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: int) -> list[int]:
+    """parts + 1 edges that cut start..end of a bucket evenly, each at a tensor's end or at a multiple of
+    `granularity` from a tensor's start. Parts of tiny buckets may be empty.
+
+    >>> cut([300, 1], granularity=128, start=0, end=301, parts=2)
+    [0, 128, 301]
+    """
+    edges = [start]
+    for part in range(1, parts):
+        target = start + (end - start) * part // parts
+        edges.append(max(edges[-1], min(end, _snap(numels, granularity, target))))
+    return [*edges, end]
+
+
+def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
+    """The allowed edge nearest to the target."""
+    begin = 0
+    for numel in numels:
+        if target <= begin + numel:
+            lower = (target - begin) // granularity * granularity
+            upper = min(lower + granularity, numel)
+            return begin + (lower if target - begin - lower <= upper - (target - begin) else upper)
+        begin += numel
+    return begin
+
+
+class _Rows:
+    """The segments of any run of a bucket."""
+
+    def __init__(self, bucket: Bucket, members: Sequence[torch.Tensor], granularity: int) -> None:
+        self.numels, self.granularity = [member.numel() for member in members], granularity
+        self.tensors, at = [], 0
+        for name, member in zip(bucket.tensors, members, strict=True):
+            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.spec_of(name).element_bits)
+            self.tensors.append((whole, name, tuple(member.shape)))
+            at += member.numel()
+
+    def between(self, start: int, end: int, device: torch.device) -> Segments:
+        rows, names, shapes = [], [], []
+        for (at, numel, key, _, bits), name, shape in self.tensors:
+            low, high = max(at, start), min(at + numel, end)
+            if low < high:
+                rows.append(Segment(low - start, high - low, key, low - at, bits))
+                names.append(name)
+                shapes.append(shape if high - low == numel else ())
+        return Segments(tuple(rows), device, tuple(names), tuple(shapes))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """How the piece that begins at an element of the bucket may be cut."""
+
+    rows: _Rows
+    begin: int
+    device: torch.device
+
+    def cut(self, start: int, end: int, parts: int) -> list[int]:
+        rows, begin = self.rows, self.begin
+        return [edge - begin for edge in cut(rows.numels, rows.granularity, begin + start, begin + end, parts)]
+
+    def between(self, start: int, end: int) -> Segments:
+        return self.rows.between(self.begin + start, self.begin + end, self.device)
+
+
+def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, all_reduce: bool) -> None:
+    if not isinstance(bucket.spec_of(bucket.tensors[0]), Identity) and not kernels_take(first.dtype):
+        raise PlanError(
+            f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "
+            "float32, bfloat16 and float16: add a rule with gw.Identity() for this tensor."
+        )
+    own, plain = str(first.dtype).removeprefix("torch."), isinstance(bucket.spec_of(bucket.tensors[0]), Identity)
+    if all_reduce or (plain and own == "float64"):
+        possible, why = [own], "all-reduce adds in the tensor's own dtype, and exact sums keep float64"
+    else:
+        possible, why = ["float32", *([own] if plain else [])], "decoded values are added in float32"
+    if bucket.reduce_dtype not in possible:
+        raise PlanError(
+            f"bucket {index} of {own} tensors has reduce_dtype {bucket.reduce_dtype!r}, but {why}. Write "
+            f"{' or '.join(dict.fromkeys(possible))}."
+        )
+    keeps = RESIDUAL_DTYPES if codec.spec.feedback else ("float32",)
+    if bucket.residual_dtype not in keeps:
+        why = (
+            "residuals are stored as one of these" if codec.spec.feedback else "nothing of what it sends is carried on"
+        )
+        raise PlanError(
+            f"bucket {index} with spec {bucket.spec!r} has residual_dtype {bucket.residual_dtype!r}, but {why}. Write "
+            f"{' or '.join(keeps)}."
+        )
+
+
+def _view(flat: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's place."""
+    part = flat[at : at + tensor.numel()]
+    return part.as_strided(tensor.shape, _place_strides(tensor), part.storage_offset())
+
+
+def _place_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own where these leave no holes (as in channels_last), else those of a contiguous tensor."""
+    strides = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    dense, expected = True, 1
+    for stride, size in strides:
+        dense, expected = dense and stride == expected, expected * size
+    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+
+
+def _order(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """What strides say of where elements lie: those of dimensions of one element say nothing."""
+    return [stride for stride, size in zip(strides, shape, strict=True) if size > 1]

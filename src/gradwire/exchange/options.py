@@ -1,0 +1,118 @@
+"""Which scheme runs a bucket's option: the shortest way there is, and a route for everything else in the tree."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gradwire.collectives import AllGather, Group, Piece, Ring, Route, Scheme, ShardedSum, Summing, Tree, TwoPhase
+from gradwire.core.plan import Bucket
+from gradwire.core.specs import Identity
+from gradwire.errors import PlanError
+from gradwire.exchange.host_codec import HostCodec
+from gradwire.planner.carried import GATHERED, TWO_PHASE, codes_own_gradient
+from gradwire.planner.options import option_of
+
+__all__ = ["Make", "check_sharded", "scheme_of"]
+
+Make = Callable[[Any, Piece, Group, int], Scheme]
+"""Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
+
+ALL_REDUCE = ("allreduce:inter",)
+RING = ("comp", "reducescatter:inter", "allgather:inter", "decomp")
+TREE = ("comp", "reduce:inter", "broadcast:inter", "decomp")
+PLAIN_TWO_PHASE = ("alltoall:inter", "allgather:inter")
+
+
+def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Make | None:
+    """What runs the bucket's option on tensors of a device, 'cpu' or 'gpu'; None is all-reduce, which codes nothing. `sharded`:
+    between the phases each rank steps its shard.
+
+    Raises PlanError for an option that does not exist or that the spec cannot travel by.
+    """
+    for task in bucket.option:
+        if task.endswith(":gpu") and device == "cpu":
+            raise PlanError(
+                f"bucket {index} has task {task!r}, but its tensors are on the cpu, where no gpu encodes: write "
+                f"{task.partition(':')[0]}:cpu."
+            )
+    spec = bucket.spec_of(bucket.tensors[0])
+    plain = isinstance(spec, Identity)
+    tasks = tuple(task.removesuffix(f":{device}") for task in bucket.option)
+    if sharded:
+        check_sharded(index, bucket)
+        return _sharded
+    if plain and tasks == ALL_REDUCE:
+        return None
+    if spec.rounds and tasks == ("comp", "allreduce:inter") * spec.rounds + ("decomp",):
+        return _of_ranks(Summing)
+    if "allgather" in spec.schemes and (tasks == GATHERED or (plain and tasks == ("allgather:inter",))):
+        return _of_ranks(AllGather)
+    if "alltoall" in spec.schemes and (tasks == TWO_PHASE or (plain and tasks == PLAIN_TWO_PHASE)):
+        return _of_ranks(TwoPhase)
+    if tasks in (RING, TREE):
+        _check(index, bucket, compresses=True, all_alike=True)
+        return _of_root(Ring if tasks == RING else Tree)
+    option = option_of(bucket.option)
+    _check(index, bucket, option.compresses, all_alike=not codes_own_gradient(bucket.option))
+    return partial(_routed, option.tasks, device)
+
+
+def check_sharded(index: int, bucket: Bucket) -> None:
+    """Raises PlanError unless ranks can step a shard each between the two phases of this bucket."""
+    has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, and the schedule has shard_optimizer"
+    if not all(isinstance(spec, Identity) for spec in bucket.specs):
+        raise PlanError(
+            f"{has}: then parameters are gathered, which must be exact and the same on all ranks. Use gw.Identity(), or "
+            "gw.Pipelined() without shard_optimizer."
+        )
+    if bucket.option != PLAIN_TWO_PHASE:
+        raise PlanError(
+            f"{has}: then each rank must own one shard between the two phases. Use scheme='alltoall', or leave it out."
+        )
+
+
+def _check(index: int, bucket: Bucket, compresses: bool, all_alike: bool) -> None:
+    """`all_alike`: no encode is of a rank's own gradient alone."""
+    spec = bucket.spec_of(bucket.tensors[0])
+    has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}"
+    if not compresses and not isinstance(spec, Identity):
+        raise PlanError(f"{has}, which encodes nothing: the spec would silently do nothing. Write gw.Identity().")
+    if compresses and not {"alltoall", "allgather"} <= set(spec.schemes):
+        raise PlanError(
+            f"{has}. What this spec encodes cannot be added as often as that takes: it travels by "
+            f"{' or '.join(spec.schemes)} alone. Choose that scheme, or another spec."
+        )
+    if set(spec.state) - {"residual"} and all_alike:
+        raise PlanError(
+            f"{has}. The spec keeps {', '.join(spec.state)} of each rank's own gradient, and this option encodes sums of "
+            "several. Choose one whose first encode comes before any sum, as alltoall, or another spec."
+        )
+
+
+def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+    return ShardedSum(piece, group.rank, group.world_size)
+
+
+def _of_ranks(scheme: Any) -> Make:
+    """A flat scheme."""
+
+    def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+        made: Scheme = scheme(codec, piece, group.rank, group.world_size)
+        return made
+
+    return make
+
+
+def _of_root(scheme: Any) -> Make:
+    """A flat scheme whose root is another rank for every bucket (notes D32)."""
+
+    def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+        made: Scheme = scheme(codec, piece, group.rank, group.world_size, root=index % group.world_size)
+        return made
+
+    return make
+
+
+def _routed(tasks: tuple[str, ...], device: str, codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
+    codecs = {"cpu": codec if device == "cpu" else HostCodec(codec), "gpu": codec}
+    return Route(tasks, codecs, piece, group.grid, root=index % group.world_size)

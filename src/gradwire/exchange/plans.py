@@ -1,0 +1,53 @@
+"""What users pass as a plan, made into one for given tensors."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from gradwire.core.checks import under
+from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
+from gradwire.core.tensors import TensorInfo
+from gradwire.errors import PlanError
+from gradwire.planner.named import check_known
+from gradwire.planner.policy import Policy, Uniform
+
+__all__ = ["PlanLike", "info_of", "plan_for"]
+
+PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[list[TensorInfo], int], Policy]
+"""A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""
+
+
+def plan_for(plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Plan, Policy | None]:
+    """The plan, and the policy that it was made of. `tensors` in the order in which they become ready.
+
+    Raises PlanError where it does not fit the tensors, and for what is no plan; FormatError for a wrong file.
+    """
+    if callable(plan):
+        plan = plan(list(tensors), ranks)
+    if isinstance(plan, (str, os.PathLike)):
+        plan = Plan.load(Path(plan))
+    if isinstance(plan, Plan):
+        for index, bucket in enumerate(plan.buckets):
+            with under(f"buckets[{index}]"):
+                check_known(bucket.option)
+        plan.check_against(tensors)
+        return plan, None
+    if isinstance(plan, Spec):
+        plan = Uniform(plan)
+    if not isinstance(plan, Policy):
+        raise PlanError(
+            f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file."
+        )
+    made = plan.plan(tensors, ranks)
+    made.check_against(tensors)
+    return made, plan
+
+
+def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """What a planner knows of a tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorInfo(name, tuple(tensor.shape), dtype, "cpu" if tensor.device.type == "cpu" else "gpu")

@@ -1,0 +1,225 @@
+"""A handle's state as a flat dictionary of tensors, and what a rank takes of one: the same for any number of ranks.
+
+Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
+makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.engine.memory`. Of the `delayed` schedule also the rank's
+own weights, `local/0/{tensor}`, `weights`, checksums of the global ones that they belong to, and what compressors of
+corrections remember, `correction_{what}/..`. Where gradwire chose the plan itself also `decided`, its JSON in
+bytes, and `searching` where it was only being tried.
+
+In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
+whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
+sum is kept. What is shared, the same on all ranks, it takes of the first rank there is.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.collectives import Group
+from gradwire.core.checks import printable
+from gradwire.core.plan import Plan
+from gradwire.errors import GradwireError
+
+__all__ = ["CORRECTION", "LOCAL", "Saved", "divided", "read_state", "split", "warn_of_lost", "write_state"]
+
+CORRECTION, LOCAL = "correction_", "local/"
+"""How keys of the `delayed` schedule begin: what compressors of its corrections remember, and a rank's own weights."""
+
+VERSION = 1
+_KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
+_MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
+_DIGEST_BYTES = 32
+_CURE = "Pass what handle.state_dict() returned."
+
+
+class Saved(NamedTuple):
+    """What one rank takes of a state."""
+
+    step: int
+    order: list[int]
+    plan: str
+    """The digest of the plan that was run, hexadecimal."""
+    own: bool
+    """Whether memory is this rank's own, from a group of the same ranks."""
+    memory: list[dict[str, torch.Tensor]]
+    """`{what}/{encode}/{tensor}` of each rank from which something is taken."""
+    missing: list[int]
+    """Ranks that should be among those but are not in the state."""
+    weights: list[int]
+    """Of a `delayed` schedule, if memory is this rank's own: a checksum of each global weight, below 2**64."""
+    decided: Plan | None
+    """The plan itself, where gradwire chose it."""
+    searching: bool
+    """Whether it was only being tried."""
+
+
+def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What compressors remember, and what is the schedule's."""
+    own = {key: value for key, value in memory.items() if key.startswith((CORRECTION, LOCAL))}
+    return {key: value for key, value in memory.items() if key not in own}, own
+
+
+def divided(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What compressors of corrections remember, and local weights by tensor."""
+    corrections = {key.removeprefix(CORRECTION): value for key, value in state.items() if key.startswith(CORRECTION)}
+    local = {key.split("/", 2)[2]: value for key, value in state.items() if key.startswith(LOCAL)}
+    return corrections, local
+
+
+def write_state(
+    group: Group, step: int, order: Iterable[int], plan: str, memory: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of one rank."""
+    fields = {
+        "version": torch.tensor(VERSION),
+        "step": torch.tensor(step),
+        "order": torch.tensor(list(order)),
+        "plan": torch.tensor(list(bytes.fromhex(plan)), dtype=torch.uint8),
+        "ranks": torch.tensor(group.global_ranks),
+    }
+    prefix = f"rank{group.global_ranks[group.rank]}"
+    return {f"{prefix}/{field}": value for field, value in {**fields, **memory}.items()}
+
+
+def read_state(state: Mapping[str, Any], group: Group) -> Saved:
+    """What this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
+    by_rank: dict[int, dict[str, Any]] = {}
+    for key, value in state.items():
+        if isinstance(key, str) and (match := _KEY.fullmatch(key)):
+            by_rank.setdefault(int(match[1]), {})[match[2]] = value
+    if not by_rank:
+        shown = ", ".join(repr(key) for key in list(state)[:3]) or "nothing"
+        raise ValueError(
+            f"the state has no key that begins with rank0/ or another rank: it holds {shown}. It is not a handle's. {_CURE}"
+        )
+    rank = group.global_ranks[group.rank]
+    if rank in by_rank:
+        saved = _Fields(rank, by_rank[rank])
+        if saved.ranks == group.global_ranks:
+            return Saved(
+                saved.step,
+                saved.order,
+                saved.plan,
+                True,
+                [saved.memory],
+                [],
+                saved.weights,
+                saved.decided,
+                saved.searching,
+            )
+    entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
+    first = next(iter(entries.values()))
+    for other in entries.values():
+        for field in ("ranks", "step", "plan", "order"):
+            a, b = getattr(first, field), getattr(other, field)
+            if a != b:
+                raise ValueError(
+                    f"rank{first.rank}/{field} is {_short(a)} and rank{other.rank}/{field} is {_short(b)}: these were not "
+                    "saved together. Pass the state of one group at one step."
+                )
+    same = first.ranks == group.global_ranks
+    taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
+    memory = [entries[each].memory for each in taken if each in entries]
+    shared = {key: value for key, value in first.memory.items() if key.startswith("shared/")}
+    missing = [each for each in taken if each not in entries]
+    return Saved(
+        first.step, first.order, first.plan, False, [*memory, shared], missing, [], first.decided, first.searching
+    )
+
+
+def warn_of_lost(ranks: list[int], names: list[str]) -> None:
+    """Tell that these ranks' residuals of these tensors are not in a state."""
+    if ranks and names:
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        warnings.warn(
+            f"the state holds nothing of rank {', '.join(map(str, ranks))}: what it had not sent yet of {names[0]!r}{more} is "
+            "lost, and its residuals begin at zero. Pass the states of all ranks to keep them.",
+            stacklevel=3,
+        )
+
+
+class _Fields:
+    """What one rank saved, checked."""
+
+    def __init__(self, rank: int, fields: dict[str, Any]) -> None:
+        self.rank, self._fields = rank, fields
+        if (version := self._number("version")) != VERSION:
+            raise ValueError(
+                f"rank{rank}/version is {version}: this gradwire reads states of version {VERSION}. "
+                + ("Update gradwire." if version > VERSION else "Load it with the gradwire that saved it.")
+            )
+        self.step = self._number("step")
+        self.order = self._numbers("order", torch.int64)
+        self.ranks = tuple(self._numbers("ranks", torch.int64))
+        if rank not in self.ranks or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(
+                f"rank{rank}/ranks is {_short(self.ranks)}: it must hold {rank} and each rank once. {_CURE}"
+            )
+        digest = self._numbers("plan", torch.uint8)
+        if len(digest) != _DIGEST_BYTES:
+            raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
+        self.plan = bytes(digest).hex()
+        self.decided = self._read_plan() if "decided" in fields else None
+        self.searching = "searching" in fields and bool(self._number("searching"))
+        self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
+        self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
+        known = {"version", "step", "order", "plan", "ranks", "weights", "decided", "searching", *self.memory}
+        if unknown := sorted(fields.keys() - known):
+            raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
+        for field, value in self.memory.items():
+            if not _is_whole(value, torch.float32) and not (field.startswith(LOCAL) and _is_of_weights(value)):
+                raise ValueError(
+                    f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
+                )
+            self.memory[field] = value.detach()
+
+    def _read_plan(self) -> Plan:
+        try:
+            return Plan.from_json(bytes(self._numbers("decided", torch.uint8)))
+        except GradwireError as error:
+            raise ValueError(f"rank{self.rank}/decided is no plan: {error} {_CURE}") from error
+
+    def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
+        key = f"rank{self.rank}/{field}"
+        if field not in self._fields:
+            cure = "It was saved by an older gradwire, by other ranks, or is not a handle's. " + _CURE
+            raise ValueError(f"the state has no {key}. {cure}")
+        value = self._fields[field]
+        if not _is_whole(value, dtype) or value.dim() != dimensions:
+            wanted = f"a {dimensions}-dimensional tensor of {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{key} is {_kind(value)}: it must be {wanted}. {_CURE}")
+        return [int(number) for number in value.reshape(-1).tolist()]
+
+    def _number(self, field: str) -> int:
+        (number,) = self._numbers(field, torch.int64, dimensions=0)
+        if not 0 <= number < 2**62:
+            raise ValueError(f"rank{self.rank}/{field} is {number}: it must be at least 0 and below 2**62. {_CURE}")
+        return number
+
+
+def _is_whole(value: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a dense tensor that has all its elements in memory."""
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.layout != torch.strided or value.is_meta:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _is_of_weights(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and _is_whole(value, value.dtype)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+        return f"a tensor on {value.device} with layout {value.layout}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

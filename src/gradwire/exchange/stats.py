@@ -1,0 +1,118 @@
+"""What a handle tells of its work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.collectives import Grid, Meter
+from gradwire.core.memory import MemoryRecord
+from gradwire.exchange.held import memory_of
+from gradwire.exchange.layout import BucketBuffers
+
+__all__ = ["BucketStats", "ExchangeStats", "Stats", "StepReport"]
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket: what it holds and what it sends."""
+
+    tensors: tuple[str, ...]
+    numel: int
+    chunks: int
+    gradient_bytes: int
+    """Of the gradients themselves."""
+    wire_bytes: int
+    """Bytes this rank sends for the bucket in a step; in the delayed schedule the mean of usual steps and corrections."""
+    intra_bytes: int
+    """Those of them that go to ranks of its own node."""
+    inter_bytes: int
+    """Those that leave the node."""
+
+    @staticmethod
+    def of(
+        buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0
+    ) -> "BucketStats":
+        """From the schemes of its chunks, and of those of its corrections, which are this part of all steps."""
+        intra, inter = _sent(buffers, grid)
+        if correcting is not None:
+            pairs = zip((intra, inter), _sent(correcting, grid), strict=True)
+            intra, inter = (round(usual + part * (corrected - usual)) for usual, corrected in pairs)
+        tensors, numel = buffers.bucket.tensors, buffers.flat.numel()
+        nbytes = numel * buffers.flat.element_size()
+        return BucketStats(tensors, numel, len(buffers.chunks), nbytes, intra + inter, intra, inter)
+
+
+def _sent(buffers: BucketBuffers, grid: Grid) -> tuple[int, int]:
+    """Bytes of a step to ranks of the own node, and to others."""
+    links = [grid.split(chunk.bytes_to) for chunk in buffers.chunks]
+    return sum(inside for inside, _ in links), sum(outside for _, outside in links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeStats:
+    """What an exchange did, for this rank."""
+
+    steps: int
+    """Steps so far."""
+    wire_bytes: int
+    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange of a model, of
+    a bit a parameter and 46 bytes for each rank, come on top."""
+    intra_bytes: int
+    """Those of them that go to ranks of its own node. A sum on the wire counts as one around a ring, in rank order."""
+    inter_bytes: int
+    """Those that leave the node."""
+    gradient_bytes: int
+    """Bytes of the tensors themselves."""
+    codec_us: float
+    """CPU time of encodes and decodes in a step, lanes added up: of the last step; of a handle the median of 100 steps."""
+    memory: MemoryRecord
+    """What gradwire holds beside the tensors themselves."""
+    buckets: tuple[BucketStats, ...]
+
+    @staticmethod
+    def of(
+        exchange_steps: int,
+        of_buckets: tuple[BucketStats, ...],
+        buckets: Sequence[BucketBuffers],
+        codec_us: float,
+    ) -> "ExchangeStats":
+        """The sums over buckets."""
+        return ExchangeStats(
+            steps=exchange_steps,
+            wire_bytes=sum(each.wire_bytes for each in of_buckets),
+            intra_bytes=sum(each.intra_bytes for each in of_buckets),
+            inter_bytes=sum(each.inter_bytes for each in of_buckets),
+            gradient_bytes=sum(each.gradient_bytes for each in of_buckets),
+            codec_us=codec_us,
+            memory=memory_of(buckets),
+            buckets=of_buckets,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(ExchangeStats):
+    """What a handle did, for this rank. A recording's `run()` has the rest: steps, losses, bits and errors by tensor."""
+
+    exposed_us: float
+    """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
+    before_first_gradient: float
+    """Part of backward that passes before its first gradient is there, 0 to 1: nothing can be sent in that time. Median of
+    the first 20 steps; near 1 where the model is compiled as a whole."""
+    decisions: tuple[Any, ...] = ()
+    """What gradwire decided by itself, with what it predicted and measured; the last one is in force."""
+
+
+class StepReport:
+    """What one step measured, in seconds."""
+
+    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
+        self.meters, self.exposed_s = meters, exposed_s
+
+    @property
+    def codec_s(self) -> float:
+        return sum(meter.codec_seconds for meter in self.meters)
+
+    @property
+    def link_s(self) -> float:
+        """Time that lanes spent on tasks but for their codec work: with links, and waiting for the other ranks."""
+        return sum(max(0.0, meter.task_seconds - meter.codec_seconds) for meter in self.meters)

@@ -1,0 +1,343 @@
+"""The delayed schedule against its recurrences, bit for bit."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_steps import Reference, exact_mean
+from gradwire.engine.weights import TwoWeights
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+from gradwire.engine import delayed
+
+STEPS = 12
+
+
+def make_model() -> torch.nn.Module:
+    generator = seeded(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def gradient(model: torch.nn.Module, step: int, rank: int) -> None:
+    generator = seeded(step, rank)
+    inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def engine(schedule: gw.Delayed, make_optimizer: Any, look: bool, plan: Any = None) -> tuple[list[str], list[str]]:
+    """Digests of W after each step, which are looked at in every step or only at the end, and of L after it."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule))
+    after, own = [], []
+    for step in range(STEPS):
+        gradient(model, step, dist.get_rank())
+        optimizer.step()
+        optimizer.zero_grad()
+        own.append(digest(layer.weight for layer in (model[0], model[2])))
+        if look or step == STEPS - 1:
+            after.append(digest(model.state_dict().values()))
+    handle.detach()
+    return after, own
+
+
+def reference(schedule: gw.Delayed, make_optimizer: Any, ranks: int) -> Reference:
+    expected = Reference(schedule, make_model, make_optimizer, gradient, ranks)
+    expected.run(STEPS)
+    return expected
+
+
+SCHEDULES = {
+    "OD-SGD": gw.Delayed(k=1),
+    "CD-SGD": gw.Delayed(k=2),
+    "after a warm-up": gw.Delayed(k=5, warmup_steps=3),
+    "never corrects": gw.Delayed(k=None),
+    "own local rate": gw.Delayed(k=5, local_lr=0.02),
+    "no local step": gw.Delayed(k=None, local_lr=0),
+    "BIT-SGD": gw.Delayed(k=None, local_update=False),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_are_those_of_the_recurrences(worlds: Worlds, name: str, make_optimizer: Any) -> None:
+    expected = reference(SCHEDULES[name], make_optimizer, ranks=2)
+    after = [digest(weights) for weights in expected.history]
+    looked = worlds.run(2, engine, SCHEDULES[name], make_optimizer, True)
+    assert [each for each, _ in looked] == [after, after]
+    unseen = worlds.run(2, engine, SCHEDULES[name], make_optimizer, False)
+    assert [each for each, _ in unseen] == [after[-1:], after[-1:]]
+    assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
+
+
+# ---- bucket by bucket
+
+
+def by_buckets(make_optimizer: Any, behind: bool, hooked: bool) -> tuple[list[str], int, int]:
+    """Digests of W and L at the end, how often the optimizer stepped some parameters, and the number of buckets."""
+    updates, usual, bound = [], TwoWeights.update, delayed._BEHIND_S
+
+    def counted(self: TwoWeights, *arguments: Any) -> None:
+        updates.append(arguments)
+        usual(self, *arguments)
+
+    TwoWeights.update, delayed._BEHIND_S = counted, -1.0 if behind else 1e9  # type: ignore[method-assign]
+    try:
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_: None)
+        plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=3))
+        handle = gw.parallelize(model, optimizer, plan=plan)
+        for step in range(STEPS):
+            gradient(model, step, dist.get_rank())
+            optimizer.step()
+            optimizer.zero_grad()
+        own = digest(layer.weight for layer in (model[0], model[2]))
+        counts = len(updates), len(handle.plan.buckets)
+        whole = digest(model.state_dict().values())
+        handle.detach()
+        return [own, whole], *counts
+    finally:
+        TwoWeights.update, delayed._BEHIND_S = usual, bound  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+def test_a_wire_that_is_behind_gets_buckets_one_by_one(worlds: Worlds, make_optimizer: Any) -> None:
+    ends = {}
+    for behind, hooked in ((False, False), (True, False), (True, True)):
+        ranks = worlds.run(2, by_buckets, make_optimizer, behind, hooked)
+        ends[behind, hooked] = [digests for digests, _, _ in ranks]
+        for _, updates, buckets in ranks:
+            assert buckets > 1
+            # the first step has none to land, the last lands when it is looked at
+            assert updates == (STEPS - 1) * (buckets if behind and not hooked else 1)
+    assert ends[True, False] == ends[False, False] == ends[True, True]
+
+
+class Stumbles(torch.optim.SGD):
+    """Raises once, in the middle of a step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 8 and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def stumble() -> tuple[list[int], int]:
+    """Steps whose `optimizer.step()` raised, and how many there were in the end."""
+    bound, delayed._BEHIND_S = delayed._BEHIND_S, -1.0
+    model, raised = make_model(), []
+    optimizer = Stumbles(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=None, local_lr=0))
+    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=0)
+    for step in range(STEPS):
+        gradient(model, step, dist.get_rank())
+        try:
+            optimizer.step()
+        except RuntimeError:
+            raised.append(step)
+        optimizer.zero_grad()
+    handle.flush()
+    steps = handle.stats().steps
+    handle.detach()
+    delayed._BEHIND_S = bound
+    return raised, steps
+
+
+def test_an_optimizer_that_raises_between_buckets_leaves_no_rank_waiting(worlds: Worlds) -> None:
+    (first, steps), (second, others) = worlds.run(2, stumble)
+    assert first == []
+    assert len(second) == 1
+    assert steps == others == STEPS
+
+
+class OverAliases(torch.optim.SGD):
+    """Steps tensors of its own over the parameters' memory, as those do that keep all parameters in one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.aliases = [parameter.detach() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for alias, parameter in zip(self.aliases, self.param_groups[0]["params"], strict=True):
+            if parameter.grad is not None:
+                alias.add_(parameter.grad, alpha=-0.1)
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def watched_by_aliases(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with a hook that clamps tensors over the parameters' memory."""
+    optimizer = plain_sgd(parameters)
+    aliases = [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
+    optimizer.register_step_post_hook(lambda *_: [alias.clamp_(-0.3, 0.3) for alias in aliases])
+    return optimizer
+
+
+def clamping(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = plain_sgd(parameters)
+
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.3, 0.3)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+@pytest.mark.parametrize(("over", "plain"), [(OverAliases, plain_sgd), (watched_by_aliases, clamping)])
+def test_who_writes_over_the_parameters_memory_writes_the_global_weights(worlds: Worlds, over: Any, plain: Any) -> None:
+    for schedule in (SCHEDULES["no local step"], gw.Delayed(k=3, local_lr=0, warmup_steps=2)):
+        expected = worlds.run(2, engine, schedule, plain, False)
+        assert worlds.run(2, engine, schedule, over, False) == expected
+
+
+FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
+
+
+class Sent:
+    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule."""
+
+    def __init__(self, schedule: gw.Delayed, plan: gw.Plan) -> None:
+        self.schedule, self.carrier = schedule, make_model()
+        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
+
+    def mean(self, step: int, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        count, k = step - self.schedule.warmup_steps, self.schedule.k
+        if count < 0 or (k is not None and count % k == 0):
+            return self._corrected(gradients) if self.schedule.flush else exact_mean(step, gradients)
+        rank = dist.get_rank()
+        state = self.handle.state_dict()
+        self.handle.load_state_dict(state | {f"rank{rank}/step": torch.tensor(step)})  # random streams depend on it
+        self.carrier.zero_grad()
+        own = zip(self.carrier.parameters(), gradients[rank], strict=True)
+        torch.stack([(p * g).sum() for p, g in own]).sum().backward()
+        return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]
+
+    def _corrected(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """With what was kept back, which is a part of the mean, and is forgotten then."""
+        everybody: list[Any] = [None] * len(gradients)
+        state = self.handle.state_dict()
+        dist.all_gather_object(everybody, {key: value for key, value in state.items() if "/residual/" in key})
+        total = exact_mean(0, gradients)
+        for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
+            # each rank adds its own, all encodes together, before ranks are added up
+            parts = [sum(v for key, v in kept.items() if key.endswith(f"/{name}")) for kept in everybody]
+            shares = [g[index] * 0.5 + part.view(parameter.shape) for g, part in zip(gradients, parts, strict=True)]
+            total[index] = shares[0] + shares[1]
+        self.handle.load_state_dict({k: torch.zeros_like(v) if "/residual/" in k else v for k, v in state.items()})
+        return total
+
+
+def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
+    """W after each step, by the recurrences and by the engine, and how far the last is from W of uncompressed gradients."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    plan = handle.plan
+    handle.detach()
+    sent = Sent(schedule, plan)
+    expected = Reference(schedule, make_model, momentum, gradient, 2, sent.mean)
+    expected.run(STEPS)
+    sent.handle.detach()
+    after, _ = engine(schedule, momentum, True, plan)
+    uncompressed = reference(schedule, momentum, 2).history[-1]
+    distance = sum((a - b).norm().item() for a, b in zip(expected.history[-1], uncompressed, strict=True))
+    return [digest(weights) for weights in expected.history], after, distance
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.Delayed(k=None),
+        gw.Delayed(k=2),
+        gw.Delayed(k=2, flush=True),
+        gw.Delayed(k=5, warmup_steps=2),
+        gw.Delayed(k=3, local_update=False),
+    ],
+    ids=repr,
+)
+def test_compressed_steps_are_those_of_the_recurrences(worlds: Worlds, schedule: gw.Delayed) -> None:
+    for expected, after, distance in worlds.run(2, compressed, schedule):
+        assert after == expected
+        assert distance > 1e-4, "nothing was compressed"
+
+
+def test_corrections_of_every_step_are_exact(worlds: Worlds) -> None:
+    """OD-SGD with compressed buckets that are never used, and other corrections in their place."""
+    schedule = gw.Delayed(k=1)
+    expected = [digest(weights) for weights in reference(schedule, momentum, 2).history]
+    assert [
+        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+    ] == [
+        expected,
+        expected,
+    ]
+    cheap = gw.Uniform(gw.QSGD(bits=2), schedule=gw.Delayed(k=1, correction=gw.QSGD(bits=8)))
+    first, second = (after for after, _ in worlds.run(2, engine, schedule, momentum, True, cheap))
+    assert first == second and first[-1] != expected[-1]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.Delayed(k=1, warmup_steps=3, correction=gw.QSGD(bits=2)),
+        gw.Delayed(k=None, warmup_steps=3),
+    ],
+    ids=repr,
+)
+def test_a_warm_up_is_not_compressed(worlds: Worlds, schedule: gw.Delayed) -> None:
+    """Whatever corrections send, and where there are none."""
+    expected = [digest(weights) for weights in reference(gw.Delayed(k=1, warmup_steps=3), momentum, 2).history]
+    first, second = (
+        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+    )
+    assert first == second
+    assert first[:3] == expected[:3] and first[3] != expected[3]
+
+
+def bytes_of(schedule: gw.Delayed) -> int:
+    model = make_model()
+    handle = gw.parallelize(model, momentum(model.parameters()), plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    found = handle.stats()
+    handle.detach()
+    assert found.wire_bytes == found.intra_bytes + found.inter_bytes == sum(each.wire_bytes for each in found.buckets)
+    return found.wire_bytes
+
+
+def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> None:
+    usual, corrections, every_second, cheap, warming = (
+        worlds.run(2, bytes_of, schedule)[0]
+        for schedule in (
+            gw.Delayed(k=None),
+            gw.Delayed(k=1),
+            gw.Delayed(k=2),
+            gw.Delayed(k=1, correction=gw.QSGD(bits=8, block=32)),
+            gw.Delayed(k=1, correction=gw.QSGD(bits=8, block=32), warmup_steps=3),
+        )
+    )
+    assert warming == usual, "the buckets of the warm-up are not those of corrections"
+    assert usual < cheap < corrections and abs(every_second - (usual + corrections) / 2) <= 2

@@ -1,0 +1,474 @@
+"""Every option of the tree runs and gives the right sum, on 2 nodes of 2 ranks: here all ranks are threads of one process, but
+for a sample on real ones. `python -m benchmarks options` runs the whole tree on real ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.engine.host_codec import HostCodec
+from options import Ranks, all_in_one, gradients, on_grid, plan_for, true_mean
+from test_engine_feedback import resume, telescope
+from worlds import Given, Worlds, digest
+
+import gradwire as gw
+from gradwire.collectives import Grid
+from gradwire.core import Spec
+from gradwire.core.plan import RESIDUAL_DTYPES
+from gradwire.engine.prepare import prepare
+from gradwire.errors import PlanError
+from gradwire.planner.grammar import SCHEMES
+from gradwire.planner.named import BESIDE
+from gradwire.planner.options import Option, tree
+
+OPTIONS = tree(("cpu",))
+TWO_BY_TWO = [Grid.even(2, 2, rank) for rank in range(4)]
+ONE_ENCODE = 0.166
+"""Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data (design, section 7); of 1003 elements it
+varies by a fifth."""
+SAMPLE = OPTIONS[6::9]
+TWO_ENCODES = (
+    "reducescatter:intra comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu allgather:intra"
+)
+FOUR_ENCODES = (
+    "comp:cpu alltoall:intra decomp:cpu comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu comp:cpu "
+    "allgather:intra decomp:cpu"
+)
+ROOTED = (
+    "comp:cpu gather:intra decomp:cpu comp:cpu gather:inter decomp:cpu comp:cpu broadcast:inter decomp:cpu comp:cpu "
+    "broadcast:intra decomp:cpu"
+)
+SPEC = gw.ErrorFeedback(gw.QSGD(bits=2))
+SKIPPING = "comp:cpu alltoall:intra alltoall:inter allgather:inter allgather:intra decomp:cpu"
+
+
+def ids(option: Option) -> str:
+    return " ".join(option.tasks)
+
+
+def run(tasks: Any, spec: Spec, grid: list[Grid], step: int = 0) -> tuple[Ranks, float]:
+    """One step: what ranks hold, and the relative error. All must have the same bits and send what they say they do."""
+    ranks = Ranks(plan_for(tasks, spec), grid)
+    links = ranks.step(step, [gradients(rank, step) for rank in range(len(grid))])
+    results = ranks.results()
+    assert all(torch.equal(result, results[0]) for result in results), "ranks have other bits"
+    assert [link.sent_to for link in links] == [bucket.chunks[0].bytes_to for bucket in ranks.buckets]
+    true = true_mean(len(grid), step)
+    return ranks, float((results[0].double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("option", OPTIONS[1:], ids=ids)
+def test_the_sum_is_exact_without_loss_and_off_by_the_encodes_with(option: Option) -> None:
+    """Errors of encodes are independent, so their squares add up; some of an encode may be spared, as the own part."""
+    _, off = run(option.tasks, gw.Identity(), TWO_BY_TWO)
+    assert off < 2e-7
+    if option.compresses:
+        _, off = run(option.tasks, gw.QSGD(bits=4), TWO_BY_TWO)
+        assert 0.5 * ONE_ENCODE < off < 1.2 * ONE_ENCODE * math.sqrt(option.encodes)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("option", [option for option in OPTIONS[1:] if option.flat], ids=ids)
+def test_means_of_one_and_of_three_ranks(option: Option, world_size: int) -> None:
+    grid = [Grid.even(1, world_size, rank) for rank in range(world_size)]
+    _, off = run(option.tasks, gw.Identity(), grid)
+    assert off < 2e-7
+    if option.compresses:
+        _, off = run(option.tasks, gw.QSGD(bits=4), grid)
+        assert off < 1.2 * ONE_ENCODE * math.sqrt(option.encodes)
+
+
+@pytest.mark.parametrize("tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING])
+def test_nodes_of_other_shapes(tasks: str) -> None:
+    """3 nodes of 2, 2 of 3, and ranks that do not stand in the order of their nodes."""
+    for names in ("aabbcc", "aaabbb", "abcabc", "abba"):
+        grid = [Grid.of(names, rank) for rank in range(len(names))]
+        assert run(tasks.split(), gw.Identity(), grid)[1] < 3e-7
+        assert run(tasks.split(), gw.QSGD(bits=8), grid)[1] < 0.025
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("option", OPTIONS[1::5], ids=ids)
+def test_narrow_gradients_are_added_in_float32(option: Option, dtype: str) -> None:
+    rounded = getattr(torch, dtype)
+    ranks = Ranks(plan_for(option.tasks, gw.Identity(), dtype=dtype), TWO_BY_TWO, dtype=rounded)
+    given = [[gradient.to(rounded) for gradient in gradients(rank, 0)] for rank in range(4)]
+    ranks.step(0, given)
+    true = torch.stack([torch.cat(own).double() for own in given]).mean(0)
+    for result in ranks.results():
+        assert torch.equal(result, ranks.results()[0])
+        # one rounding of a sum in float32; quarters are exact
+        assert bool(((result.double() - true).abs() <= torch.finfo(rounded).eps * true.abs() + 1e-6).all())
+
+
+def test_chunks_and_tensors_smaller_than_the_world() -> None:
+    for tasks in (TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING):
+        ranks = Ranks(plan_for(tasks.split(), gw.QSGD(bits=8), (1, 0, 2), chunk_bytes=4), TWO_BY_TWO, (1, 0, 2))
+        given = [gradients(rank, 0, (1, 0, 2)) for rank in range(4)]
+        ranks.step(0, given)
+        true = torch.stack([torch.cat(own) for own in given]).mean(0)
+        assert torch.allclose(ranks.results()[3], true, atol=0.05)
+
+
+def test_roots_rotate_over_buckets() -> None:
+    tasks, senders = ("reduce:inter", "broadcast:inter"), []
+    for root in range(4):
+        ranks = Ranks(plan_for(tasks, gw.Identity()), TWO_BY_TWO, root=root)
+        most = [sum(bucket.chunks[0].bytes_to) for bucket in ranks.buckets]
+        senders.append(most.index(max(most)))
+    assert senders == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "spec"),
+    [
+        ("alltoall", gw.QSGD(bits=4)),
+        ("alltoall", gw.ErrorFeedback(gw.TopK(0.05))),
+        ("alltoall", gw.DGC(0.05)),
+        ("allgather", gw.ErrorFeedback(gw.QSGD(bits=2))),
+        ("allgather", gw.DGC(0.05)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("residual_dtype", RESIDUAL_DTYPES)
+def test_a_route_does_what_the_fast_way_does(scheme: str, spec: Spec, residual_dtype: str) -> None:
+    """Bit for bit and byte for byte, where there is one."""
+    grid = [Grid.even(1, 3, rank) for rank in range(3)]
+    plan = plan_for(TASKS[scheme], spec, residual_dtype=residual_dtype if spec.feedback else "float32")
+    fast, routed = Ranks(plan, grid), Ranks(plan, grid, codecs=lambda codec, rank: {"cpu": codec})
+    for step in range(3):
+        for ranks in (fast, routed):
+            ranks.step(step, [gradients(rank, step) for rank in range(3)])
+        assert torch.equal(fast.results()[2], routed.results()[2])
+    assert [b.chunks[0].bytes_to for b in fast.buckets] == [b.chunks[0].bytes_to for b in routed.buckets]
+    assert torch.equal(fast.held_back(), routed.held_back())
+
+
+# ---- devices
+
+
+class Recorder:
+    """A codec that tells where it was asked to work, and on which encode of the option."""
+
+    def __init__(self, codec: Any, device: str, told: set[tuple[str, int]]) -> None:
+        self.codec, self.device, self.told = codec, device, told
+        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
+
+    def for_sum(self) -> "Recorder":
+        return self
+
+    def payload_bytes(self, *arguments: Any) -> int:
+        size: int = self.codec.payload_bytes(*arguments)
+        return size
+
+    def encode(self, src: Any, state: Any, segments: Any, context: Any, payload: Any) -> None:
+        self.told.add((f"comp:{self.device}", int(context.random[2])))
+        self.codec.encode(src, state, segments, context, payload)
+
+    def decode(self, payload: Any, segments: Any, dtype: Any, add: bool, dst: Any, context: Any) -> None:
+        self.told.add((f"decomp:{self.device}", int(context.random[2])))
+        self.codec.decode(payload, segments, dtype, add, dst, context)
+
+
+@pytest.mark.parametrize("option", [option for option in tree() if len(option.devices) == 2][::61], ids=ids)
+def test_each_task_runs_on_its_device(option: Option) -> None:
+    """With either device what it is on one, bit for bit; only who was asked differs."""
+    told: set[tuple[str, int]] = set()
+
+    def recorded(codec: Any, rank: int) -> dict[str, Any]:
+        return {device: Recorder(codec, device, told) for device in ("cpu", "gpu")}
+
+    ranks = Ranks(plan_for(option.tasks, gw.QSGD(bits=4)), TWO_BY_TWO, codecs=recorded)
+    ranks.step(0, [gradients(rank, 0) for rank in range(4)])
+    one, _ = run([task.replace(":gpu", ":cpu") for task in option.tasks], gw.QSGD(bits=4), TWO_BY_TWO)
+    assert torch.equal(ranks.results()[0], one.results()[0])
+    encodes = [task for task in option.tasks if task.startswith("comp:")]
+    decodes = [task for task in option.tasks if task.startswith("decomp:")]
+    assert told == {(task, number) for tasks in (encodes, decodes) for number, task in enumerate(tasks)}
+
+
+@pytest.mark.parametrize("residual_dtype", RESIDUAL_DTYPES)
+def test_a_codec_on_the_host_gives_the_same_bytes(residual_dtype: str) -> None:
+    plan = plan_for(FOUR_ENCODES.split(), gw.ErrorFeedback(gw.QSGD(bits=3)), residual_dtype=residual_dtype)
+    plain = Ranks(plan, TWO_BY_TWO)
+    hosted = Ranks(plan, TWO_BY_TWO, codecs=lambda codec, rank: {"cpu": HostCodec(codec)})
+    for step in range(3):
+        for ranks in (plain, hosted):
+            ranks.step(step, [gradients(rank, step) for rank in range(4)])
+        assert torch.equal(plain.results()[1], hosted.results()[1])
+    for a, b in zip(plain.ranks, hosted.ranks, strict=True):
+        assert digest(a.memory.state().values()) == digest(b.memory.state().values())
+
+
+# ---- what is remembered
+
+
+LOST = {"float32": (0, 1e-6), "bfloat16": (1e-5, 0.005), "int8": (1e-4, 0.02)}
+"""How much of what was given goes astray in four steps: at least, since residuals are stored so, and at most."""
+
+
+@pytest.mark.parametrize("residual_dtype", LOST)
+@pytest.mark.parametrize("option", SAMPLE, ids=ids)
+def test_nothing_is_lost_by_any_option_but_what_stores_may_lose(option: Option, residual_dtype: str) -> None:
+    """What ranks got and what they hold back is what was given, whosever part an encode lost: own, of a node, of all."""
+    if not option.compresses:
+        return
+    least, most = LOST[residual_dtype]
+    plan = plan_for(option.tasks, gw.ErrorFeedback(gw.QSGD(bits=2)), residual_dtype=residual_dtype)
+    ranks = Ranks(plan, TWO_BY_TWO)
+    given, received = torch.zeros(2, sum(ranks.sizes), dtype=torch.float64)
+    for step in range(4):
+        ranks.step(step, [gradients(rank, step) for rank in range(4)])
+        given += true_mean(4, step)
+        received += ranks.results()[0].double()
+        held, results = ranks.held_back(), ranks.results()
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert least <= float((received + held - given).norm() / given.norm()) < most
+        assert step == 0 or float(held.norm() / given.norm()) > 0.01
+
+
+@pytest.mark.parametrize("residual_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("tasks", [FOUR_ENCODES, ROOTED])
+def test_nodes_store_what_they_lose_alike_in_the_same_bits(tasks: str, residual_dtype: str) -> None:
+    """Or their next payloads would be of other sums. What each rank loses alone is rounded by numbers of its own."""
+    spec = gw.ErrorFeedback(gw.QSGD(bits=3, scale="l2"))  # what it decodes to loses something when it is encoded again
+    ranks = Ranks(plan_for(tasks.split(), spec, residual_dtype=residual_dtype), TWO_BY_TWO)
+    given, received = torch.zeros(2, sum(ranks.sizes), dtype=torch.float64)
+    for step in range(3):
+        ranks.step(step, [gradients(rank, step) for rank in range(4)])
+        results = ranks.results()
+        assert all(torch.equal(result, results[0]) for result in results)
+        given, received = given + true_mean(4, step), received + results[0].double()
+    assert float((received + ranks.held_back() - given).norm() / given.norm()) < LOST[residual_dtype][1]
+    states = [rank.memory.state() for rank in ranks.ranks]
+    copies = [(rank, key) for rank in (2, 3) for key in states[rank] if key.startswith("residual_copy/")]
+    assert any(states[rank][key].any() for rank, key in copies)
+    for rank, key in copies:
+        assert torch.equal(states[rank - 2][key.replace("_copy", "")], states[rank][key])
+
+
+def test_no_two_encodes_or_stores_draw_the_same_random_numbers() -> None:
+    ranks = Ranks(plan_for(SKIPPING.split(), SPEC, residual_dtype="int8"), TWO_BY_TWO)
+    pieces = [bucket.chunks[0].piece for bucket in ranks.buckets]
+    contexts = [context for piece in pieces for context in (*piece.contexts, *piece.store_contexts)]
+    assert len({tuple(context.random.tolist()) for context in contexts}) == len(contexts) == 4 * (4 + 4)
+
+
+@pytest.mark.parametrize(("residual_dtype", "part"), [("bfloat16", 0.501), ("int8", 0.258)])
+@pytest.mark.parametrize("tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(BESIDE["ring"][1])])
+def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, part: float) -> None:
+    def nbytes(dtype: str) -> int:
+        ranks = Ranks(plan_for(tasks.split(), SPEC, (50_003,), residual_dtype=dtype), TWO_BY_TWO, (50_003,))
+        return sum(held.nbytes for rank in ranks.ranks for held in rank.memory.held())
+
+    assert nbytes(residual_dtype) < part * nbytes("float32")
+
+
+@pytest.mark.parametrize("residual_dtype", LOST)
+@pytest.mark.parametrize("before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(BESIDE["ring"][1])])
+@pytest.mark.parametrize("after", [TWO_ENCODES, FOUR_ENCODES, ROOTED, " ".join(BESIDE["tree"][1])])
+def test_nothing_is_lost_from_one_option_to_another(before: str, after: str, residual_dtype: str) -> None:
+    """Nor when the sum of some elements is void, nor by saving and loading in between."""
+    least, most = LOST[residual_dtype]
+    old_plan, new_plan = (plan_for(tasks.split(), SPEC, residual_dtype=residual_dtype) for tasks in (before, after))
+    old = Ranks(old_plan, TWO_BY_TWO)
+    old.step(0, [gradients(rank, 0) for rank in range(4)])
+    given, received = true_mean(4, 0), old.results()[0].double()
+    for bucket in old.buckets:
+        bucket.take_back(bucket.slots[0])
+    received[: old.sizes[0]] = 0.0
+    new, same = (Ranks(new_plan, TWO_BY_TWO) for _ in range(2))
+    for one, other in zip(old.ranks, new.ranks, strict=True):
+        other.memory.take_over(one.memory.carried())
+    assert float((received + new.held_back() - given).norm() / given.norm()) < most
+    for one, other in zip(new.ranks, same.ranks, strict=True):
+        other.memory.check(one.memory.state())
+        other.memory.load(one.memory.state())
+    for ranks in (new, same):
+        for step in (1, 2):
+            ranks.step(step, [gradients(rank, step) for rank in range(4)])
+            results = ranks.results()
+            assert all(torch.equal(result, results[0]) for result in results)
+            if ranks is new:
+                given, received = given + true_mean(4, step), received + results[0].double()
+    assert torch.equal(new.results()[0], same.results()[0])
+    assert least <= float((received + new.held_back() - given).norm() / given.norm()) < most
+
+
+# ---- beside the tree
+
+MEASURED = {
+    "alltoall": (0.205, 0.219, 0.228),
+    "ring": (0.205, 0.264, 0.361),
+    "tree": (0.204, 0.235, 0.264),
+    "allgather": (0.166, 0.166, 0.166),
+}
+"""Relative error at 2, 4 and 8 ranks (design, section 7)."""
+TASKS = {
+    "alltoall": ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu"),
+    "allgather": ("comp:cpu", "allgather:inter", "decomp:cpu"),
+    "ring": BESIDE["ring"][1],
+    "tree": BESIDE["tree"][1],
+}
+
+
+@pytest.mark.parametrize(("position", "world_size"), [(0, 2), (1, 4), (2, 8)])
+@pytest.mark.parametrize("scheme", MEASURED)
+def test_errors_of_the_reductions_are_those_of_the_design(scheme: str, position: int, world_size: int) -> None:
+    grid, sizes = [Grid.even(1, world_size, rank) for rank in range(world_size)], (50_003,)
+    ranks = Ranks(plan_for(TASKS[scheme], gw.QSGD(bits=4), sizes), grid, sizes)
+    given = [gradients(rank, 0, sizes) for rank in range(world_size)]
+    ranks.step(0, given)
+    true = torch.stack([torch.cat(own).double() for own in given]).mean(0)
+    off = float((ranks.results()[0].double() - true).norm() / true.norm())
+    assert off == pytest.approx(MEASURED[scheme][position], rel=0.05)
+    assert all(torch.equal(result, ranks.results()[0]) for result in ranks.results())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("scheme", ["ring", "tree"])
+def test_ring_and_tree_lose_nothing(scheme: str, world_size: int) -> None:
+    grid = [Grid.even(1, world_size, rank) for rank in range(world_size)]
+    assert run(TASKS[scheme], gw.Identity(), grid)[1] < 3e-7
+    ranks = Ranks(plan_for(TASKS[scheme], gw.ErrorFeedback(gw.QSGD(bits=2))), grid, root=1 % world_size)
+    given, received = torch.zeros(2, sum(ranks.sizes), dtype=torch.float64)
+    for step in range(3):
+        ranks.step(step, [gradients(rank, step) for rank in range(world_size)])
+        given, received = given + true_mean(world_size, step), received + ranks.results()[0].double()
+    assert float((received + ranks.held_back() - given).norm() / given.norm()) < 1e-6
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("tasks", "spec", "words"),
+    [
+        ("reducescatter:inter allgather:inter", gw.QSGD(), "encodes nothing"),
+        (SKIPPING, gw.SignSGD(), "cannot be added as often"),
+        (TWO_ENCODES, gw.DGC(0.1), "keeps residual, momentum"),
+        ("comp:cpu reducescatter:inter allgather:inter decomp:cpu", gw.DGC(0.1), "keeps residual, momentum"),
+        ("comp:gpu allgather:inter decomp:cpu", gw.QSGD(), "no gpu encodes"),
+        ("comp:cpu alltoall:inter broadcast:inter decomp:cpu", gw.QSGD(), "alltoall pairs with allgather"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_words(tasks: str, spec: Spec, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Ranks(plan_for(tasks.split(), spec), TWO_BY_TWO)
+
+
+def test_plans_with_an_option_that_does_not_exist_are_refused_before_anything_is_sent() -> None:
+    model = torch.nn.ParameterDict({"t0": torch.nn.Parameter(torch.zeros(3))})
+    for tasks in ("comp:cpu alltoall:inter broadcast:inter decomp:cpu", "allgather:inter allgather:inter"):
+        with pytest.raises(PlanError, match=r"buckets\[0\].option\[\d\] is .* Possible there"):
+            prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4)
+    for tasks in (FOUR_ENCODES, " ".join(BESIDE["ring"][1])):
+        assert prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4).policy is None
+
+
+def test_uneven_nodes_are_refused_where_nodes_matter() -> None:
+    grid = [Grid.of("aaab", rank) for rank in range(4)]
+    with pytest.raises(PlanError, match="nodes have 1 and 3 ranks"):
+        Ranks(plan_for(TWO_ENCODES.split(), gw.QSGD()), grid)
+    assert run(["comp:cpu", "gather:inter", "decomp:cpu", "broadcast:inter"], gw.Identity(), grid)[1] < 2e-7
+
+
+# ---- real ranks
+
+
+def real_ranks(options: list[tuple[str, ...]]) -> list[str]:
+    with on_grid(ranks_per_node=2):
+        return [problem for spec in (gw.Identity(), gw.QSGD(bits=4)) for problem in all_in_one(options, spec)]
+
+
+def test_a_sample_runs_on_real_ranks(worlds: Worlds) -> None:
+    """All of them buckets of one plan, so that one group of processes runs them together."""
+    for problems in worlds.run(4, real_ranks, [option.tasks for option in SAMPLE]):
+        assert problems == []
+
+
+def test_the_sample_covers_everything() -> None:
+    tasks = {task for option in SAMPLE for task in option.tasks}
+    words = ("allreduce", "reducescatter", "allgather", "alltoall", "reduce", "broadcast", "gather")
+    assert {task.partition(":")[0] for task in tasks} == {*words, "comp", "decomp"}
+    assert {option.inter for option in SAMPLE} == set(SCHEMES)
+    assert {option.intra for option in SAMPLE if not option.flat} == {scheme for scheme in SCHEMES if "+" in scheme}
+    assert {option.encodes for option in SAMPLE} == {0, 1, 2, 3, 4} and {option.skips for option in SAMPLE} == {
+        0,
+        1,
+        2,
+        3,
+    }
+    assert {len(option.exchanges) for option in SAMPLE} == {2, 3, 4} and any(option.flat for option in SAMPLE)
+
+
+def on_two_nodes(function: Callable[..., Any], *arguments: Any) -> Any:
+    with on_grid(ranks_per_node=2):
+        return function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "probe_codec", "idle"),
+    [(TWO_ENCODES, False, ()), (FOUR_ENCODES, True, ()), (TWO_ENCODES, False, (1, 2, 4)), (ROOTED, True, (1, 2, 4))],
+)
+def test_hierarchical_options_lose_nothing_in_training(
+    worlds: Worlds, tasks: str, probe_codec: bool, idle: tuple[int, ...]
+) -> None:
+    """In buckets, in chunks, when the plan is made again after the first step, and when no rank uses a parameter."""
+    arguments = (telescope, gw.ErrorFeedback(gw.QSGD(bits=2)), tasks, torch.float32, probe_codec, idle)
+    for off, planned_again in worlds.run(4, on_two_nodes, *arguments):
+        assert planned_again and max(off) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tasks", "residual_dtype"),
+    [(TWO_ENCODES, "float32"), (FOUR_ENCODES, "float32"), (FOUR_ENCODES, "int8"), (ROOTED, "int8")],
+)
+def test_a_resumed_run_repeats_a_hierarchical_one(worlds: Worlds, tasks: str, residual_dtype: str) -> None:
+    arguments = (resume, gw.ErrorFeedback(gw.QSGD(bits=4)), tasks, 3, False, residual_dtype)
+    for at_once, in_two in worlds.run(4, on_two_nodes, *arguments):
+        assert in_two == at_once
+
+
+def train(scheme: str) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
+    with on_grid(ranks_per_node=2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 41), torch.nn.Tanh(), torch.nn.Linear(41, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), scheme=scheme))
+        inputs = torch.randn(6, 8, 30, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for batch in inputs:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        stats = handle.stats()
+        handle.detach()
+        return [p.detach().clone() for p in model.parameters()], (
+            stats.wire_bytes,
+            stats.intra_bytes,
+            stats.inter_bytes,
+        )
+
+
+def test_a_model_learns_the_same_by_a_hierarchical_option(worlds: Worlds) -> None:
+    flat, nested = (worlds.run(4, train, scheme) for scheme in ("allreduce", "CGX between nodes"))
+    for (weights, bytes_flat), (others, bytes_nested) in zip(flat, nested, strict=True):
+        assert digest(others) == digest(nested[0][0])
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, others, strict=True))
+        assert bytes_flat[0] == sum(bytes_flat[1:]) and bytes_nested[0] == sum(bytes_nested[1:])
+        # half a gradient in and out inside the node; a quarter of it each way between nodes
+        nbytes = 4 * sum(weight.numel() for weight in weights)
+        assert bytes_nested[1:] == pytest.approx((nbytes, nbytes / 2), rel=0.02)
+
+
+def uneven_nodes() -> str:
+    with on_grid(ranks_per_node=3):
+        with pytest.raises(PlanError) as caught:
+            gw.parallelize(Given([3]), plan=gw.Uniform(gw.QSGD(), scheme="CGX between nodes"))
+        return str(caught.value)
+
+
+def test_all_ranks_are_told_of_uneven_nodes(worlds: Worlds) -> None:
+    assert all("nodes have 1 and 3 ranks" in told for told in worlds.run(4, uneven_nodes))

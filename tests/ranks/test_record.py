@@ -1,0 +1,196 @@
+"""Recording: what `handle.record` writes is what happened, and training goes on as without it."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.engine.executor import Task, TaskTimes
+from torch import nn
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+from gradwire.errors import StepStateError
+from gradwire.record.recording import Watched
+from gradwire.record.run import Run
+from gradwire.record.timeline import Sent, measured_timeline
+from gradwire.sim.timeline import Timeline
+
+STEPS = 7
+
+
+def trained(folder: str | None, policy: gw.Policy) -> tuple[str, list[str]]:
+    """Digest of the weights, and what the ranks other than 0 were told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=policy)
+    rank = dist.get_rank()
+
+    def step(number: int) -> torch.Tensor:
+        inputs = torch.randn(8, 40, generator=seeded(rank, number))
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    told = []
+    if folder is None:
+        for number in range(STEPS):
+            step(number)
+    else:
+        with handle.record(folder, error_steps=3) as recording:
+            for number in range(STEPS):
+                loss = step(number)
+                recording.log(loss=loss if number != 4 else float("nan"))
+                with torch.no_grad():
+                    model(torch.zeros(1, 40))  # an evaluation is no step
+        for ask in (recording.run, handle.timeline):
+            try:
+                ask()
+            except StepStateError as error:
+                told.append(str(error))
+    return digest(model.parameters()), told
+
+
+def recorded_and_not(folder: str) -> tuple[bool, list[str]]:
+    policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=4)), bucket_bytes=20_000, chunk_bytes=10_000)
+    with_it, told = trained(folder, policy)
+    return with_it == trained(None, policy)[0], told
+
+
+def test_a_recorded_run_is_what_happened(worlds: Worlds, tmp_path: Path) -> None:
+    (same, told), (same_there, told_there) = worlds.run(2, recorded_and_not, str(tmp_path))
+    assert same and same_there, "recording changed what was learned"
+    assert told == [] and "ask on rank 0" in told_there[0] and "rank 0" in told_there[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    run = Run.read(tmp_path)
+    assert Run.from_json(run.to_json()) == run
+    assert (run.model, run.world_size, run.nodes, run.device) == ("Sequential", 2, 1, "cpu")
+    assert [step.step for step in run.steps] == list(range(STEPS))
+    assert [step.loss is None for step in run.steps] == [False] * 4 + [True] + [False] * 2
+    assert run.notes == ("The loss was not finite in 1 steps, first in step 4.",)
+    assert all(after.end_s > before.end_s for before, after in pairwise(run.steps))
+    assert all(step.step_us > 0 and step.codec_us > 0 for step in run.steps)
+    names = {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {tensor.name for tensor in run.tensors} == names == set(run.plan.tensors)
+    weight = next(tensor for tensor in run.tensors if tensor.name == "0.weight")
+    assert [step for step, _ in weight.error] == [0, 3, 6]
+    assert all(0.05 < error < 0.4 for _, error in weight.error), "4 bits lose 17 % of Gaussian data"
+    assert weight.bits[0][0] == 0 and 4 < weight.bits[0][1] < 4.5
+    assert run.gradient_bytes == run.memory.gradient_bytes == 4 * (40 * 300 + 300 + 300 * 3 + 3)
+    assert 0 < run.wire_bytes < run.gradient_bytes / 4
+    assert run.memory.residual_bytes >= run.memory.gradient_bytes > run.memory.payload_bytes > run.wire_bytes
+
+
+def test_the_timeline_shows_the_tasks_of_the_plan_where_they_ran(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, recorded_and_not, str(tmp_path))
+    run = Run.read(tmp_path)
+    timeline = run.timeline
+    assert isinstance(timeline, Timeline) and timeline.sent_bytes == run.wire_bytes
+    computation = [event for event in timeline.events if event.bucket < 0]
+    assert [event.what for event in computation][:2] == ["optimizer", "forward"]
+    assert {event.tensor for event in computation if event.what == "backward"} == set(run.plan.tensors)
+    for before, after in pairwise(computation):
+        assert after.start_us == pytest.approx(before.end_us)
+    for index, bucket in enumerate(run.plan.buckets):
+        for chunk in range(run.buckets[index].chunks):
+            tasks = [event for event in timeline.events if (event.bucket, event.chunk) == (index, chunk)]
+            words = [event.what for event in tasks if event.resource == "intra link"]
+            assert words == list(bucket.link_tasks)
+            assert all(bucket.option[event.index].startswith(event.what) for event in tasks)
+            coded = {event.what for event in tasks if event.resource == "compute"}
+            assert coded == ({"comp", "decomp"} if "comp:cpu" in bucket.option else set())
+    assert all(0 <= event.start_us <= event.end_us <= timeline.step_us for event in timeline.events)
+    parts = timeline.optimizer_us + timeline.forward_us + timeline.backward_us
+    parts += timeline.exposed_comm_us + timeline.exposed_codec_us + timeline.idle_us
+    assert parts == pytest.approx(timeline.step_us, abs=1.0)
+
+
+def alone(folder: str) -> list[str]:
+    """Errors of a recording without a step, and a run that a script's error ended."""
+    model = nn.Linear(3, 2)
+    handle = gw.parallelize(model, plan=gw.Identity())
+    told = []
+    with handle.record(folder) as recording:
+        for act in (lambda: recording.log(1.0), handle.timeline):
+            try:
+                act()
+            except StepStateError as error:
+                told.append(str(error))
+    told.append(str(len(Run.read(folder).steps)))
+    try:
+        with handle.record(folder, error_steps=0) as recording:
+            model(torch.ones(1, 3)).sum().backward()
+            recording.log(torch.ones(2))
+    except ValueError as error:
+        told.append(str(error))
+    told.append(str(len(Run.read(folder).steps)))
+    return told
+
+
+def test_no_step_one_step_and_a_loop_that_fails(worlds: Worlds, tmp_path: Path) -> None:
+    (told,) = worlds.run(1, alone, str(tmp_path))
+    assert "before the model's first forward" in told[0] and "no step has a timeline" in told[1]
+    assert told[2] == "0" and "loss has shape (2,)" in told[3] and told[4] == "1"
+
+
+class Pause(nn.Module):
+    """Forward and backward take their time, so that exchanges fall into both however the threads are scheduled."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        outputs = inputs * 1.0
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: time.sleep(0.03))
+        return outputs
+
+
+def overlapping(folder: str, schedule: str) -> None:
+    model = nn.Sequential(nn.Linear(40, 300), Pause(), nn.ReLU(), nn.Linear(300, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    policy = gw.Uniform(gw.QSGD(bits=4), schedule=schedule, bucket_bytes=4_000)
+    handle = gw.parallelize(model, optimizer, plan=policy)
+    with handle.record(folder) as recording:
+        for number in range(STEPS):
+            loss = model(torch.randn(8, 40, generator=seeded(dist.get_rank(), number))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recording.log(loss=loss)
+    handle.detach()
+
+
+@pytest.mark.parametrize("schedule", ["pipelined", "delayed"])
+def test_steps_that_overlap_show_exchanges_in_their_own_time(schedule: str, worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, overlapping, str(tmp_path), schedule)
+    run = Run.read(tmp_path)
+    assert STEPS - 1 <= len(run.steps) <= STEPS and all(step.loss is not None for step in run.steps)
+    assert run.timeline is not None and run.timeline.schedule == schedule
+    links = [event for event in run.timeline.events if event.resource == "intra link"]
+    assert links and {event.step for event in links} <= {-1, 0}
+    assert all(0 <= event.start_us <= run.timeline.step_us for event in run.timeline.events)
+
+
+def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_on() -> None:
+    option = ("comp:cpu", "alltoall", "decomp:cpu", "comp:cpu", "allgather", "decomp:cpu")
+
+    def times(began: float, ended: float, phase: int = 1) -> TaskTimes:
+        coding = 0.1 * (ended - began)
+        return TaskTimes(Task(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)])
+
+    before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
+    own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
+    watched = Watched(1.0, 0.0, 1.1, 1.4, [("w", 1.9)], before, own, 2.0)
+    timeline = measured_timeline(watched.moments(), "pipelined", 1, Sent(0, 0, 0))
+    shown = [
+        (e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"
+    ]
+    assert shown == [
+        ("allgather", 11_000, 179_000, -1),
+        ("alltoall", 320_000, 480_000, -1),
+        ("alltoall", 620_000, 780_000, 0),
+    ]

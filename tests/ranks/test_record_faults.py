@@ -1,0 +1,171 @@
+"""Recording when something goes wrong, or back: the record is kept as far as it holds, and training goes on."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.engine.handle import Handle
+from torch import nn
+from worlds import Worlds
+
+import gradwire as gw
+from gradwire.errors import WriteError
+from gradwire.record.run import Run
+
+PLAN = gw.Uniform(gw.QSGD(bits=4))
+
+
+class Loop:
+    """A small training."""
+
+    def __init__(self, plan: gw.Policy = PLAN) -> None:
+        self.model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.handle: Handle = gw.parallelize(self.model, self.optimizer, plan=plan)
+
+    def step(self) -> torch.Tensor:
+        loss = self.model(torch.randn(8, 40)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def gone_back(folder: str, plan: gw.Policy, load_at: int) -> tuple[list[int], list[int], list[float | None], float]:
+    """6 steps; behind `load_at` of them the state behind 2 is loaded, after a pause."""
+    loop = Loop(plan)
+    with loop.handle.record(folder, error_steps=1) as recording:
+        for number in range(6):
+            if number == 2:
+                state = loop.handle.state_dict()
+            if number == load_at:
+                time.sleep(0.5)
+                loop.handle.load_state_dict(state)
+            loop.step()
+            recording.log(loss=float(number))
+    if dist.get_rank() > 0:
+        return [], [], [], 0.0
+    run = Run.read(folder)
+    errors = next(tensor.error for tensor in run.tensors if tensor.name == "0.weight")
+    longest_s = max(step.step_us for step in run.steps[1:]) / 1e6
+    return [step.step for step in run.steps], [step for step, _ in errors], [step.loss for step in run.steps], longest_s
+
+
+@pytest.mark.parametrize("load_at", [3, 4])
+def test_steps_that_a_loaded_state_undid_are_recorded_as_they_were_made_again(
+    load_at: int, worlds: Worlds, tmp_path: Path
+) -> None:
+    ((steps, errors, losses, longest_s),) = worlds.run(1, gone_back, str(tmp_path), PLAN, load_at)
+    last = 6 - load_at + 2
+    assert steps == errors == list(range(last))
+    assert losses == [0.0, 1.0, *map(float, range(load_at, 6))]
+    assert longest_s < 0.4, "the load is in no step"
+
+
+@pytest.mark.parametrize("load_at", [3, 4])
+def test_steps_undone_while_steps_overlap(load_at: int, worlds: Worlds, tmp_path: Path) -> None:
+    """The last one is still under way at the end, and is left out."""
+    delayed = gw.Uniform(gw.QSGD(bits=4), schedule="delayed")
+    steps, errors, losses, _ = worlds.run(2, gone_back, str(tmp_path), delayed, load_at)[0]
+    last = 6 - load_at + 2 - 1
+    assert steps == list(range(last)) and losses == [0.0, 1.0, *map(float, range(load_at, 5))]
+    assert errors == sorted(set(errors)) and set(errors) <= set(steps)
+
+
+def undone(folder: str) -> list[int]:
+    """The state is loaded behind the last step: what it undoes is forgotten though nothing comes after it."""
+    loop = Loop()
+    with loop.handle.record(folder, error_steps=1):
+        loop.step()
+        state = loop.handle.state_dict()
+        loop.step()
+        loop.handle.load_state_dict(state)
+    return [step.step for step in Run.read(folder).steps]
+
+
+def test_steps_undone_at_the_end_are_forgotten(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(1, undone, str(tmp_path)) == [[0]]
+
+
+def refused(folder: str) -> tuple[list[str], list[float | None]]:
+    loop, told, buffer = Loop(), list[str](), torch.zeros(())
+    with loop.handle.record(folder) as recording:
+        for number in range(3):
+            loop.step()
+            recording.log(loss=buffer.fill_(float(number)))
+        for loss in (None, "0.5", [0.5], 10**400, 1j, torch.tensor(1j)):
+            try:
+                recording.log(loss=loss)
+            except ValueError as error:
+                told.append(str(error))
+    return told, [step.loss for step in Run.read(folder).steps]
+
+
+def test_only_numbers_are_losses_and_each_is_its_own(worlds: Worlds, tmp_path: Path) -> None:
+    ((told, losses),) = worlds.run(1, refused, str(tmp_path))
+    assert len(told) == 6 and all("loss is" in words and "real number" in words for words in told)
+    assert losses == [0.0, 1.0, 2.0], "a buffer that the script writes again is not kept"
+
+
+def at_a_file(path: str) -> tuple[str, int]:
+    loop = Loop()
+    before = len(loop.model._forward_pre_hooks)
+    try:
+        with loop.handle.record(path):
+            loop.step()
+    except WriteError as error:
+        return str(error), len(loop.model._forward_pre_hooks) - before
+    return "", 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_hooked(worlds: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ((words, hooks),) = worlds.run(1, at_a_file, str(tmp_path / "file"))
+    assert "file: no folder can be made there" in words and hooks == 0
+
+
+def broken(folder: str) -> tuple[str, list[str]]:
+    loop = Loop()
+    with pytest.warns() as told:
+        try:
+            with loop.handle.record(folder) as recording:
+                loop.step()
+                recording._losses[0] = "what cannot be saved"
+                raise KeyError("the script's own")
+        except KeyError as error:
+            return str(error), [str(each.message) for each in told]
+    return "", []
+
+
+def test_the_scripts_own_error_is_not_hidden_by_one_of_the_record(worlds: Worlds, tmp_path: Path) -> None:
+    ((error, told),) = worlds.run(1, broken, str(tmp_path))
+    assert "the script's own" in error and any("the record of this run" in words for words in told)
+
+
+def never_called(folder: str) -> list[str]:
+    loop = Loop()
+    with pytest.warns() as told, loop.handle.record(folder):
+        for _ in range(2):
+            loop.model[2](loop.model[1](loop.model[0](torch.randn(8, 40)))).sum().backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return [str(each.message) for each in told]
+
+
+def test_a_loop_that_never_calls_the_model_itself_is_told(worlds: Worlds, tmp_path: Path) -> None:
+    (told,) = worlds.run(1, never_called, str(tmp_path))
+    assert any("nothing was recorded" in words and "a call of the model itself" in words for words in told)
+
+
+def inside_a_profile(folder: str) -> int:
+    loop = Loop()
+    with loop.handle.profile(folder + "/profile", steps=2, specs=()), loop.handle.record(folder):
+        for _ in range(12):
+            loop.step()
+    return len(Run.read(folder).steps)
+
+
+def test_a_record_inside_a_profile_has_all_steps(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, inside_a_profile, str(tmp_path)) == [12, 12]

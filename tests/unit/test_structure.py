@@ -1,0 +1,448 @@
+"""The rooms of the design (section 4) and the public surface, held true."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+PURE = ("core", "costs", "planner", "sim")
+TORCH = ("torch", "triton")
+
+# room -> what it may not import, itself or through other modules of gradwire
+FORBIDDEN = {
+    **dict.fromkeys(PURE, TORCH),
+    "testbed": TORCH,
+    "report": (*TORCH, "gradwire.bench", "gradwire.cli", "gradwire.engine"),
+    "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
+    "collectives": ("gradwire.compressors",),
+    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "auto": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "profiler": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.planner.joint", "gradwire.testbed"),
+    "record": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
+}
+
+# What section 5 of the design gives to a training script, and what a plan is written with.
+PROMISED = {
+    "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed",
+    "QSGD", "Cast", "ErrorFeedback", "Identity", "GradwireError",
+}  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(SRC.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def nodes(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
+    """All nodes that run: not the bodies of `if TYPE_CHECKING`, and those of functions only if asked."""
+    for child in ast.iter_child_nodes(tree):
+        if is_type_checking(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield other
+                yield from nodes(other, functions=functions)
+        elif functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+            yield from nodes(child, functions=functions)
+
+
+def imported(path: Path, *, functions: bool = True) -> set[str]:
+    """Full names of the modules that a file imports; of `from a import b` both a and, if it is a module, a.b."""
+    found: set[str] = set()
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8")), functions=functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import in line {node.lineno}; write the whole name"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    modules = {name for name in found if name in MODULES or not name.startswith("gradwire")}
+    # importing a.b.c runs a and a.b too
+    return modules | {name.rsplit(".", n)[0] for name in modules for n in range(1, name.count(".") + 1)}
+
+
+# The engine asks for who decides only where a script asks for plan="auto": the one import against the direction of data.
+AUTO_IS_ASKED_FOR = "gradwire.engine.parallelize"
+
+
+@cache
+def direct(module: str) -> frozenset[str]:
+    # gradwire/__init__.py resolves its names on first use: what its functions import, its importers do not
+    found = imported(MODULES[module], functions=module != "gradwire")
+    if module == AUTO_IS_ASKED_FOR:
+        late = found - imported(MODULES[module], functions=False)
+        found = {name for name in found if name not in late or not within(name, ("gradwire.auto",))}
+    return frozenset(found)
+
+
+def reached(start: str) -> dict[str, str]:
+    """Everything that importing a module may load, each with the module that imports it."""
+    via: dict[str, str] = {}
+    queue = [start]
+    while queue:
+        module = queue.pop()
+        for name in sorted(direct(module) - via.keys() - {start}):
+            via[name] = module
+            if name in MODULES:
+                queue.append(name)
+    return via
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in FORBIDDEN])
+def test_rooms_import_only_what_they_may(module: str) -> None:
+    wrong = {
+        name: f"imported by {importer}"
+        for name, importer in reached(module).items()
+        if within(name, FORBIDDEN[room_of(module)])
+    }
+    assert not wrong, f"{module} reaches {wrong}"
+
+
+def test_nothing_imports_the_cli_but_main() -> None:
+    importers = {name for name in MODULES if within_any_cli(direct(name))}
+    assert importers <= {"gradwire.__main__", "gradwire.cli"} | {n for n in MODULES if n.startswith("gradwire.cli.")}
+
+
+def test_nothing_imports_the_doctor_but_the_cli() -> None:
+    importers = {name for name in MODULES if any(within(each, ("gradwire.doctor",)) for each in direct(name))}
+    assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli.jobs"}
+
+
+def test_nothing_imports_what_a_wheel_does_not_have() -> None:
+    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
+    assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
+
+
+def test_nothing_imports_auto_but_auto() -> None:
+    """What decides is loaded where it is asked for, and by nothing that executes."""
+    importers = {name for name in MODULES if any(within(each, ("gradwire.auto",)) for each in direct(name))}
+    assert {room_of(name) for name in importers} <= {"auto", "bench", "cli"}
+    asks = imported(MODULES[AUTO_IS_ASKED_FOR])
+    assert any(within(each, ("gradwire.auto",)) for each in asks), "then the exception above is for nothing"
+
+
+def within_any_cli(names: frozenset[str]) -> bool:
+    return any(within(name, ("gradwire.cli",)) for name in names)
+
+
+def test_the_walk_sees_what_python_does() -> None:
+    """The rules above are worth nothing if the walk is blind: it must find imports that are known to be there."""
+    assert {"gradwire.core", "gradwire.core.plan", "msgspec"} <= direct("gradwire.planner.policy")
+    assert "gradwire.errors" in reached("gradwire.planner.policy")
+    assert "gradwire" in reached("gradwire.core.specs")
+    code = "if TYPE_CHECKING:\n import a\nelse:\n import b\ndef f():\n import c\nif True:\n import d\n"
+    names = [node.names[0].name for node in nodes(ast.parse(code)) if isinstance(node, ast.Import)]
+    assert names == ["b", "c", "d"]
+    shallow = [node.names[0].name for node in nodes(ast.parse(code), functions=False) if isinstance(node, ast.Import)]
+    assert shallow == ["b", "d"]
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Names that a module's top level binds."""
+    names: set[str] = set()
+    for node in nodes(tree, functions=False):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def all_of(tree: ast.Module) -> list[str] | None:
+    """The names in `__all__`, [] if it is computed, None if there is none."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            assert isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+            try:
+                return list(ast.literal_eval(node.value))
+            except ValueError:
+                return []
+    return None
+
+
+def is_internal(module: str) -> bool:
+    """Named with an underscore, or inside a package below the top that says itself what is public."""
+    package, _, name = module.rpartition(".")
+    return name.startswith("_") or ("." in package and all_of(parse(package)) is not None)
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_modules_say_what_is_public(module: str) -> None:
+    tree = parse(module)
+    names, listed = bound_names(tree), all_of(tree)
+    if listed is None:
+        assert not names or is_internal(module), f"{module} has no __all__"
+        return
+    assert len(set(listed)) == len(listed)
+    if "__getattr__" not in names:
+        assert set(listed) <= names, f"{module}.__all__ names what it does not have: {set(listed) - names}"
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """ruff's order of __all__: CONSTANTS, Classes, functions."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def test_the_public_surface_is_sorted_complete_and_resolves() -> None:
+    assert list(gradwire.__all__) == sorted(gradwire.__all__, key=isort_key)
+    assert len(set(gradwire.__all__)) == len(gradwire.__all__)
+    assert set(gradwire.__all__) >= PROMISED
+    for name in gradwire.__all__:
+        assert getattr(gradwire, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = gradwire.no_such_name  # type: ignore[attr-defined]
+
+
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    code = "import gradwire; print(*[n for n in dir(gradwire) if not n.startswith('_')])"
+    assert set(python(code).split()) == {name for name in gradwire.__all__ if not name.startswith("_")}
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(SRC), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
+
+
+@pytest.mark.parametrize(
+    ("module", "unloaded"),
+    [
+        ("gradwire", (*HEAVY, "msgspec")),
+        ("gradwire.errors", (*HEAVY, "msgspec")),
+        ("gradwire.core", HEAVY),
+        ("gradwire.costs", HEAVY),
+        ("gradwire.planner", HEAVY),
+        ("gradwire.sim.timeline", HEAVY),
+        ("gradwire.record.run", HEAVY),
+        ("gradwire.report.page", HEAVY),
+        ("gradwire.report.sweep", HEAVY),
+        ("gradwire.testbed", TORCH),
+    ],
+)
+def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> None:
+    loaded = python(f"import sys, {module}; print(*sys.modules)").split()
+    assert module in loaded
+    assert {name for name in loaded if within(name, unloaded)} == set()
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *sorted((ROOT / "csrc").rglob("*.cpp"))], ids=str)
+def test_no_source_file_is_long(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+# room of tests -> modules of tests/support that no file there may import
+TEST_ROOMS = {
+    "unit": {"worlds", "script_ends", "triton_processes", "soak"},
+    "ranks": {"script_ends", "triton_processes", "soak"},
+    "kernels": {"worlds", "script_ends", "soak"},
+    "scripts": set[str](),
+    "soak": set[str](),
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
+def test_tests_are_in_their_rooms(path: Path) -> None:
+    room, *packages = path.relative_to(ROOT / "tests").parts[:-1]
+    assert room in TEST_ROOMS
+    assert not imported(path) & TEST_ROOMS[room], "this starts processes: move the file"
+    if room == "unit" and packages:
+        assert packages[0] in {room_of(name) for name in MODULES}
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Tests import the modules of tests/support, and each other's, by their names alone."""
+    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "soak"]
+    assert sorted(set(names)) == sorted(names)
+
+
+def sources() -> list[Path]:
+    suffixes = {".py", ".cpp", ".h", ".md", ".toml", ".json", ".yml", ".yaml", ".txt", ".sh"}
+    rooms = ["src", "csrc", "tests", "benchmarks", "examples", "docs"]
+    found = [path for room in rooms for path in sorted((ROOT / room).rglob("*")) if path.suffix in suffixes]
+    return found + [path for path in sorted(ROOT.glob("*")) if path.suffix in suffixes]
+
+
+def test_no_file_knows_this_machine() -> None:
+    """Paths of the machine a file was written on work nowhere else."""
+    home = re.compile(r"/(?:work|home|root|Users)/[A-Za-z0-9_.]")
+    wrong = []
+    for path in sources():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        wrong += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+            for number, line in enumerate(lines, 1)
+            if home.search(line)
+        ]
+    assert wrong == []
+
+
+# What turns bytes into objects by running what the bytes say, by the last two parts of the name that is called
+UNPICKLES = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.load", "cPickle.loads", "dill.load", "dill.loads"),
+    *("cloudpickle.load", "cloudpickle.loads", "joblib.load", "marshal.load", "marshal.loads", "shelve.open"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec", "numpy.load", "np.load"),
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+SAFELY = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+WRITES = {
+    "write_text",
+    "write_bytes",
+    "savefig",
+    "imsave",
+    "json.dump",
+    "np.save",
+    "numpy.save",
+    "torch.save",
+    "tofile",
+}
+# core.files is how files are written; the launcher writes /etc/hosts of a namespace that dies with it
+MAY_WRITE = {"gradwire.core.files", "gradwire.testbed.launch"}
+
+
+def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call, with the dotted name of what is called, import aliases resolved."""
+    real: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            real |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            real |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, _, rest = ast.unparse(node.func).partition(".")
+            yield real.get(first, first) + (rest and "." + rest), node
+
+
+def is_one_of(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return name in names or ".".join(parts[-2:]) in names or (len(parts) > 1 and parts[-1] in names - {"eval", "exec"})
+
+
+def unpickling(tree: ast.AST) -> list[str]:
+    wrong = []
+    for name, call in called(tree):
+        safe = SAFELY.get(".".join(name.split(".")[-2:]))
+        if safe is not None:
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+            if given.get(safe[0], not safe[1]) is not safe[1]:
+                wrong.append(f"{name} without {safe[0]}={safe[1]} in line {call.lineno}")
+        elif is_one_of(name, UNPICKLES):
+            wrong.append(f"{name} in line {call.lineno}")
+    return wrong
+
+
+def writing(tree: ast.AST) -> list[str]:
+    """Calls that write a file: by name, or `open` with a mode other than reading."""
+    wrong = []
+    for name, call in called(tree):
+        modes = [arg.value for arg in [*call.args[:2], *(k.value for k in call.keywords if k.arg == "mode")]
+                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]  # fmt: skip
+        opens = name in ("open", "io.open") or name.endswith((".open", ".fdopen"))
+        opens &= any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes)
+        if opens or is_one_of(name, WRITES):
+            wrong.append(f"{name} in line {call.lineno}")
+    return wrong
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_unpickled(module: str) -> None:
+    """What comes from the wire or a file is read as the format that it should be, and runs nothing."""
+    assert unpickling(parse(module)) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in MAY_WRITE])
+def test_files_are_written_by_the_one_helper(module: str) -> None:
+    wrong = [
+        each for each in writing(parse(module)) if not (module == "gradwire.report.pictures" and "savefig" in each)
+    ]
+    assert wrong == [], "write_whole of gradwire.core.files leaves no half-written file"
+
+
+def test_these_rules_see_what_they_are_for() -> None:
+    bad = [
+        "import pickle\npickle.loads(b'')",
+        "import pickle as p\np.load(f)",
+        "from pickle import loads\nloads(b'')",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=False)",
+        "import numpy as np\nnp.load(f, allow_pickle=True)",
+        "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list\nbroadcast_object_list(a)",
+        "eval('1')",
+        "exec(code)",
+        "import yaml\nyaml.load(f)",
+    ]
+    assert [code for code in bad if not unpickling(ast.parse(code))] == []
+    good = ["import torch\ntorch.load(f, weights_only=True)", "model.eval()", "json.loads(text)", "Plan.load(path)"]
+    assert [code for code in good if unpickling(ast.parse(code))] == []
+    bad = [
+        *(
+            "path.write_text('')",
+            "open(path, 'w')",
+            "open(path, mode='ab')",
+            "path.open('w')",
+            "os.fdopen(handle, 'wb')",
+        ),
+        *("figure.savefig(path)", "import json\njson.dump(a, f)", "import torch\ntorch.save(a, path)"),
+    ]
+    assert [code for code in bad if not writing(ast.parse(code))] == []
+    good = ["open(path)", "path.open()", "open(path, 'rb')", "path.read_text()", "os.open(os.devnull, os.O_WRONLY)"]
+    assert [code for code in good if writing(ast.parse(code))] == []
+
+
+def test_no_name_of_the_kernels_is_used_twice() -> None:
+    """Their headers share one namespace per SIMD level: a constant of the same name elsewhere would silently be taken."""
+    defined: dict[str, list[str]] = {}
+    for header in sorted((ROOT / "csrc").glob("*.hpp")):
+        for line in header.read_text().splitlines():
+            if line.startswith("constexpr"):
+                for name in re.findall(r"\b(k[A-Z]\w*)(?:\[\d*\])?\s*=", line):
+                    defined.setdefault(name, []).append(header.name)
+    assert len(defined) > 10
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}
