@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.handle import Handle
 from test_engine_feedback import SIZES, Shuffled, residual_sum
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.api.handle import Handle
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.planning import words_of
@@ -34,7 +34,7 @@ class Clocked:
     def __init__(self, model: Given, times: Times, **arguments: object) -> None:
         self.model, self.times, self.now = model, times, 0.0
         self.handle: Handle = gw.parallelize(model, **arguments)  # type: ignore[arg-type]
-        driver = self.handle.driver
+        driver = self.handle.session.driver
         assert isinstance(driver, Auto)
         driver.clock = lambda: self.now
 
@@ -116,10 +116,10 @@ def owe() -> tuple[list[float], bool, bool]:
     for number in range(12):
         if number and number % 2 == 0:
             policy = plans[number // 2 % len(plans)]
-            handle._change_to(handle._plan_of(policy, handle._order))
-            saved = handle._memory.state()
-            handle._memory.check(saved)
-            handle._memory.load(saved)
+            handle.session.change_to(handle.session.plan_of(policy))
+            saved = handle.session.exchange.memory.state()
+            handle.session.exchange.memory.check(saved)
+            handle.session.exchange.memory.load(saved)
             owed |= any(key.startswith("residual/left/") for key in saved)
         model.zero_grad()
         model(model.random_gradients(rank, number)).backward()
@@ -137,7 +137,7 @@ def owe() -> tuple[list[float], bool, bool]:
             )
             dist.all_reduce(held)
             off.append(((received[name] + held - true[name]).norm() / true[name].norm()).item())
-    handle._change_to(handle._plan_of(plans[0], handle._order))
+    handle.session.change_to(handle.session.plan_of(plans[0]))
     model.zero_grad()
     model(model.random_gradients(rank, 99)).backward()
     kept = any("/residual/" in key for key in handle.state_dict())
@@ -347,7 +347,7 @@ def alone() -> tuple[bool, object, bool, bool]:
         model(gradients).backward()
         exact = exact and all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     told = handle.decision
-    searching = handle.driver.searching or any("/searching" in key for key in handle.state_dict())  # type: ignore[union-attr]
+    searching = handle.session.driver.searching or any("/searching" in key for key in handle.state_dict())  # type: ignore[union-attr]
     handle.detach()
     return exact, told, searching, encodes(handle.plan)
 
@@ -366,7 +366,7 @@ def decisions_with_an_hour_after_each_step(pauses: bool) -> int:
         if number >= 60:
             job.now += 3600.0
             if pauses:
-                job.handle.driver.pause()  # type: ignore[union-attr]
+                job.handle.session.driver.pause()  # type: ignore[union-attr]
     count = len(job.handle.decisions)
     job.handle.detach()
     return count

@@ -8,12 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.handle import Handle
 from test_engine_feedback import SIZES, Shuffled, residual_sum
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.auto.accuracy import kind_of
+from gradwire.api.handle import Handle
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.pace import Pace
@@ -46,7 +45,7 @@ class InTurn:
         self.seen += 1
         if self.seen % 3 == 0:
             policy = self.policies[self.seen // 3 % len(self.policies)]
-            handle._change_to(handle._plan_of(policy, handle._order))
+            handle.session.change_to(handle.session.plan_of(policy))
 
 
 FEEDBACK = gw.ErrorFeedback(gw.TopK(0.05))
@@ -69,7 +68,7 @@ def every_gradient_once() -> tuple[float, set[str], str, list[str]]:
     begin = [parameter.detach().double() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     handle = gw.parallelize(model, optimizer, plan=IN_TURN[0])
-    handle.driver = InTurn(IN_TURN)
+    handle.session.driver = InTurn(IN_TURN)
     true = [torch.zeros_like(weight) for weight in begin]
     kinds: list[str] = []
     for number in range(48):
@@ -81,7 +80,7 @@ def every_gradient_once() -> tuple[float, set[str], str, list[str]]:
         means = model.mean_of(lambda r, s=number: model.random_gradients(r, s), world_size)
         for total, mean in zip(true, means, strict=True):
             total += mean
-        kinds.append(kind_of(handle.plan.schedule))
+        kinds.append(handle.plan.schedule.word)
     state, off = handle.state_dict(), 0.0
     for (name, weight), before, total in zip(model.named_parameters(), begin, true, strict=True):
         held = residual_sum(state, name).expand(total.numel()).reshape(total.shape).contiguous()
@@ -121,10 +120,10 @@ def thaw(schedule: str) -> tuple[bool, bool]:
 
     for number in range(2):
         step(number, thawed=False)
-    handle._change_to(handle._plan_of(gw.Uniform(gw.Identity(), schedule=schedule), handle._order))
+    handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity(), schedule=schedule)))
     for number in range(2, 4):
         step(number, thawed=False)
-    changed = kind_of(handle.plan.schedule) == schedule
+    changed = handle.plan.schedule.word == schedule
     handle.flush()
     model.p1.requires_grad_(True)
     for number in range(4, 7):
@@ -157,13 +156,13 @@ def freeze() -> list[str]:
             handle.flush()
             frozen = model.p1.detach().clone()
             model.p1.requires_grad_(False)
-        handle._change_to(handle._plan_of(gw.Uniform(gw.Identity(), schedule=schedule), handle._order))
+        handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity(), schedule=schedule)))
         for turn in range(3):
             optimizer.zero_grad()
             gradients = model.random_gradients(dist.get_rank(), number, turn)
             model([gradients[0], None if number else gradients[1]]).backward()
             optimizer.step()
-        kinds.append(kind_of(handle.plan.schedule))
+        kinds.append(handle.plan.schedule.word)
     handle.flush()
     assert not model.p1.requires_grad and torch.equal(model.p1, frozen)
     handle.detach()
@@ -188,7 +187,7 @@ class Scheduled:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 20, 0.9)
         self.handle: Handle = gw.parallelize(model, self.optimizer, **arguments)  # type: ignore[arg-type]
-        driver = self.handle.driver
+        driver = self.handle.session.driver
         assert isinstance(driver, Auto)
         driver.clock = lambda: self.now
 
@@ -214,7 +213,7 @@ class Scheduled:
 
 
 def fast(kind: str, other_ms: float = 20.0) -> Times:
-    return lambda plan, step: 10.0 if kind_of(plan.schedule) == kind else other_ms
+    return lambda plan, step: 10.0 if plan.schedule.word == kind else other_ms
 
 
 def beside_ddp() -> tuple[bool, str, set[str], str]:
@@ -229,13 +228,13 @@ def beside_ddp() -> tuple[bool, str, set[str], str]:
     same, kinds = True, set()
     for number in range(70):
         job.step(number)
-        kinds.add(kind_of(job.handle.plan.schedule))
+        kinds.add(job.handle.plan.schedule.word)
         optimizer.zero_grad()
         ddp(other.random_gradients(rank, number)).backward()
         optimizer.step()
         scheduler.step()
         same &= number % 5 > 0 or digest(job.model.parameters()) == digest(other.parameters())
-    chosen = kind_of(job.handle.plan.schedule)
+    chosen = job.handle.plan.schedule.word
     told = same, chosen, kinds, str(job.handle.decision)
     job.handle.detach()
     return told
@@ -269,7 +268,7 @@ def kept(kind: str) -> tuple[str, bool, str, int]:
             each.step(number)
     same = digest(job.model.parameters()) == digest(again.model.parameters())
     told = (
-        kind_of(job.handle.plan.schedule),
+        job.handle.plan.schedule.word,
         same and again.handle.plan == job.handle.plan,
         same_w,
         len(job.handle.decisions),
@@ -292,9 +291,9 @@ def slow_corrections() -> tuple[str, list[str]]:
     """Every fifth step of the delayed schedule takes long: its median is the best of all, its mean is not."""
 
     def times(plan: gw.Plan, step: int) -> float:
-        if kind_of(plan.schedule) == "delayed":
+        if plan.schedule.word == "delayed":
             return 70.0 if step % 5 == 0 else 5.0
-        return 12.0 if kind_of(plan.schedule) == "pipelined" else 16.0
+        return 12.0 if plan.schedule.word == "pipelined" else 16.0
 
     torch.manual_seed(0)
     job = Scheduled(Shuffled(SIZES), times, schedules=ALL)
@@ -302,7 +301,7 @@ def slow_corrections() -> tuple[str, list[str]]:
         job.step(number)
     decision = job.handle.decision
     assert decision is not None
-    told = kind_of(job.handle.plan.schedule), [f"{each.name} {each.measured_us}" for each in decision.tried]
+    told = job.handle.plan.schedule.word, [f"{each.name} {each.measured_us}" for each in decision.tried]
     job.handle.detach()
     return told
 
@@ -320,7 +319,7 @@ def with_closures() -> tuple[set[str], str, int]:
     kinds = set()
     for number in range(90):
         job.step(number)
-        kinds.add(kind_of(job.handle.plan.schedule))
+        kinds.add(job.handle.plan.schedule.word)
     told = kinds, str(job.handle.decision), len(job.handle.decisions)
     job.handle.detach()
     return told
@@ -341,13 +340,13 @@ def not_allowed() -> tuple[str, list[str], str]:
     decision = job.handle.decision
     assert decision is not None
     state = job.handle.state_dict()
-    plan = job.handle._plan_of(gw.Uniform(gw.Identity(), schedule="pipelined"), job.handle._order)
+    plan = job.handle.session.plan_of(gw.Uniform(gw.Identity(), schedule="pipelined"))
     key = f"rank{dist.get_rank()}/decided"
     other = state | {key: torch.frombuffer(bytearray(plan.to_json(None).encode()), dtype=torch.uint8)}
     with pytest.raises(ValueError) as refused:
         job.handle.load_state_dict(other)
     job.step(60)
-    told = kind_of(job.handle.plan.schedule), [each.name for each in decision.elsewhere], str(refused.value)
+    told = job.handle.plan.schedule.word, [each.name for each in decision.elsewhere], str(refused.value)
     job.handle.detach()
     return told
 

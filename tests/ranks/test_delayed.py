@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from delayed_steps import Reference, exact_mean
-from gradwire.engine.weights import TwoWeights
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.engine import delayed
+from gradwire.engine.schedules import delayed
+from gradwire.engine.schedules.weights import TwoWeights
 
 STEPS = 12
 

@@ -243,7 +243,7 @@ def codec_fails() -> tuple[str, str, float]:
     handle = gw.parallelize(model, plan=gw.QSGD())
     model(model.random_gradients(0)).backward()
     if dist.get_rank() == 1:
-        scheme = handle._executor.buckets[0].chunks[0]
+        scheme = handle.session.exchange.buckets[0].chunks[0]
         scheme.codec.encode = lambda *arguments: torch.zeros(2) + torch.zeros(3)
     began = time.monotonic()
     with pytest.raises(gw.GradwireError) as caught:

@@ -76,7 +76,7 @@ def owing(steps: int) -> State:
     for step in range(steps):
         model.zero_grad()
         model(model.random_gradients(step, dist.get_rank())).backward()
-    handle._change_to(handle._plan_of(gw.Uniform(gw.Identity()), handle._order))
+    handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity())))
     model([None, *model.random_gradients(steps, dist.get_rank())[1:]]).backward()
     return handle.state_dict()
 

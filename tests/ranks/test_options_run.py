@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.host_codec import HostCodec
 from options import Ranks, all_in_one, gradients, on_grid, plan_for, true_mean
 from test_engine_feedback import resume, telescope
 from worlds import Given, Worlds, digest
@@ -19,6 +18,7 @@ from gradwire.core import Spec
 from gradwire.core.plan import RESIDUAL_DTYPES
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
+from gradwire.exchange.host_codec import HostCodec
 from gradwire.planner.grammar import SCHEMES
 from gradwire.planner.named import BESIDE
 from gradwire.planner.options import Option, tree

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.elementwise import elementwise
-from gradwire.engine.splitting import splits, why_whole
-from gradwire.engine.stepping import Stepping, is_replaced
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.engine.seams.elementwise import elementwise
+from gradwire.engine.seams.splitting import splits, why_whole
+from gradwire.engine.seams.stepping import Stepping, is_replaced
 
 EXACT = gw.Identity()
 
@@ -193,7 +193,7 @@ def correct_with_power_sgd(resumed: bool) -> tuple[list[int], str]:
             model(torch.randn(8, 64)).square().sum().mul(1e-3).backward()
             optimizer.step()
             handle.flush()
-            corrected = handle._steps._corrections._corrected  # type: ignore[attr-defined]
+            corrected = handle.session.schedule._corrections._corrected  # type: ignore[attr-defined]
             sent.append(sum(sum(chunk.bytes_to) for bucket in corrected.executor.buckets for chunk in bucket.chunks))
 
     steps(range(9))

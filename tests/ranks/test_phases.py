@@ -69,10 +69,10 @@ def test_what_is_left_out_is_not_in_gradients(worlds: Worlds, schedule: str) -> 
 def alone() -> tuple[float, str]:
     model = torch.nn.Linear(30, 30)
     handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"))
-    exchange = handle.session.reducer.running
-    exchange_alone(exchange, 0)
-    exchange_alone(exchange, 1)
-    flats = [buffers.flat for buffers in exchange.buckets]
+    executor = handle.session.reducer.running
+    exchange_alone(executor, 0)
+    exchange_alone(executor, 1)
+    flats = [buffers.flat for buffers in executor.buckets]
     generator = torch.Generator().manual_seed(0)
     wrong = max((4 * torch.empty_like(flat).normal_(generator=generator) - flat).abs().max().item() for flat in flats)
     handle.detach()

@@ -10,14 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gradwire.engine.executor import Executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Worlds
 
 import gradwire as gw
 from benchmarks.campaigns.predictions import Predicted, PredictRun, ddp_plan, summary
-from gradwire.auto.live import Live
 from gradwire.collectives import Grid
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.made import Made
@@ -25,6 +23,7 @@ from gradwire.core.specs import Spec
 from gradwire.costs.codecs import time_at
 from gradwire.costs.points import fit_points
 from gradwire.errors import FormatError, PlanError, StepStateError
+from gradwire.exchange.executor import Executor
 from gradwire.profiler.links import measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
@@ -157,7 +156,7 @@ def plans_that_change(folder: str) -> list[str]:
         try:
             with handle.profile(folder, steps=2):
                 train(model, optimizer, 5, rank)
-                handle._change_to(Live(handle).plan_of(gw.Uniform(gw.QSGD(bits=8))))
+                handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.QSGD(bits=8))))
                 train(model, optimizer, 2, rank)
         except (PlanError, StepStateError) as error:
             said.append(str(error))
@@ -207,11 +206,12 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: None)
+    lanes = SimpleNamespace(data=[lane], hold=False, times=None)
     executor = Executor(
-        SimpleNamespace(launch=(), gate=0), [SimpleNamespace(index=i, chunks=[]) for i in range(2)], [lane]
+        SimpleNamespace(launch=(), gate=0), [SimpleNamespace(index=i, chunks=[]) for i in range(2)], lanes
     )
     for hold, counts in ((True, (0, 2)), (False, (1, 2))):
-        executor.hold = hold
+        lanes.hold = hold
         executor.start()
         for bucket, count in enumerate(counts):
             executor.ready(bucket)

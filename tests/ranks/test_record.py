@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.executor import Task, TaskTimes
 from torch import nn
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.errors import StepStateError
+from gradwire.exchange.executor import Task, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
 from gradwire.record.timeline import Sent, measured_timeline

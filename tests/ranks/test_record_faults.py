@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.handle import Handle
 from torch import nn
 from worlds import Worlds
 
 import gradwire as gw
+from gradwire.api.handle import Handle
 from gradwire.errors import WriteError
 from gradwire.record.run import Run
 

@@ -32,7 +32,7 @@ def trained(schedule: str, spec: Any, by_torch: bool) -> tuple[list[float], torc
             assert model[0].weight.grad is not None and model[0].weight.grad.abs().sum() > 0
         clip = partial(nn.utils.clip_grad_norm_, model.parameters()) if by_torch else handle.clip_grad_norm_
         norms.append(clip(MAX_NORM).item())
-        under_way.append(len(getattr(handle._steps, "_under_way", ())))
+        under_way.append(len(handle.session.schedule._gathers.under_way) if schedule == "pipelined" else 0)
         optimizer.step()
         optimizer.zero_grad()
     handle.flush()

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.elementwise import elementwise
-from gradwire.engine.later import is_later
-from gradwire.engine.sharded import Sharded
-from gradwire.engine.splitting import splits
 from test_pipelined import LOSSY, PLAIN, Make, adam, fused, loss_of, momentum, policy, tied
 from torch import nn
 from worlds import Worlds, digest
 
 import gradwire as gw
 from gradwire.engine.prepare import check_optimizers, prepare
+from gradwire.engine.schedules.sharded import Sharded
+from gradwire.engine.seams.elementwise import elementwise
+from gradwire.engine.seams.later import is_later
+from gradwire.engine.seams.splitting import splits
 
 SHARDED = gw.Pipelined(shard_optimizer=True)
 REFUSED = (gw.StepStateError, gw.PlanError)
@@ -128,7 +128,7 @@ def state_in_another_order() -> tuple[str, Any, Any]:
     plan = run.handle.plan
     with pytest.raises(gw.StepStateError) as caught:
         run.handle.load_state_dict(state)
-    assert run.handle.plan is plan and run.handle._executor is run.handle._steps.executor
+    assert run.handle.plan is plan and run.handle.session.exchange is run.handle.session.reducer.running
     run.steps(2, 4)
     return str(caught.value), run.end(), whole.end()
 

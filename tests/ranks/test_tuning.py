@@ -129,8 +129,8 @@ class Clocked:
         plan = gw.Tuned(policy, **SHORT | fields)
         self.handle = gw.parallelize(self.model, self.optimizer, plan=plan)
         self.now = 0.0
-        assert isinstance(self.handle.driver, Tuning)
-        self.handle.driver.clock = lambda: self.now
+        assert isinstance(self.handle.session.driver, Tuning)
+        self.handle.session.driver.clock = lambda: self.now
 
     def steps(self, first: int, count: int) -> None:
         for number in range(first, first + count):
@@ -246,7 +246,7 @@ def test_wrong_values_are_refused(wrong: dict[str, object], told: str) -> None:
 def alone() -> tuple[object, bool]:
     job = Clocked(search="grid")
     job.steps(0, 6)
-    told = job.handle.decision, job.handle.driver.searching
+    told = job.handle.decision, job.handle.session.driver.searching
     job.handle.detach()
     return told
 

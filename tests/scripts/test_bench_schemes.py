@@ -71,6 +71,7 @@ def test_a_cluster_without_two_links_is_refused():
         run_schemes("200mbit", 2, 2, "no root", Silent())
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason="needs network namespaces")
 def test_schemes_on_an_emulated_cluster():

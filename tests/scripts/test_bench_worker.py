@@ -20,6 +20,7 @@ STEPS, WARMUP = 3, 3
 PROBLEM = "this test asks for plain loopback"
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason=str(permission_problem()))
 def test_bytes_of_a_link_of_its_own_are_those_planned():
@@ -105,6 +106,7 @@ def test_only_limited_links_on_loopback_are_refused():
         run_bench(request, PROBLEM, Silent())
 
 
+@pytest.mark.slow
 def test_a_method_that_fails_leaves_the_others_their_results(tmp_path):
     """A plan file that is none fails when it is read, on every rank; the floor goes on."""
     plan = tmp_path / "plan.json"

@@ -48,6 +48,7 @@ def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_gcc
+@pytest.mark.slow
 def test_one_wheel_is_for_every_python_and_for_old_systems(wheel: Path) -> None:
     _, _, python, abi, systems = wheel.stem.split("-", 4)
     assert (python, abi) == ("py3", "none")
@@ -58,6 +59,7 @@ def test_one_wheel_is_for_every_python_and_for_old_systems(wheel: Path) -> None:
 
 
 @needs_gcc
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -69,6 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @needs_gcc
+@pytest.mark.slow
 def test_the_library_needs_the_c_library_alone_and_no_path(library: Path) -> None:
     with library.open("rb") as file:
         elf = ELFFile(file)
@@ -85,6 +88,7 @@ def test_the_library_needs_the_c_library_alone_and_no_path(library: Path) -> Non
 
 
 @needs_gcc
+@pytest.mark.slow
 def test_the_wheel_has_every_level_that_runs_here(library: Path) -> None:
     name = ctypes.CDLL(str(library)).gw_level_name
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int64]
@@ -159,6 +163,7 @@ def digests(compiler: str, flags: list[str], folder: Path, runner: list[str]) ->
 
 
 @needs_gcc
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
     reason="no cross compiler for aarch64 or no qemu-user here (apt install g++-aarch64-linux-gnu qemu-user-static)",

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.engine.later import is_later
 from script_ends import End, ends_of
 from test_pipelined import LOSSY, PLAIN, adamw, loss_of, policy, state_of, tied
 from worlds import World, Worlds, digest
 
 import gradwire as gw
+from gradwire.engine.seams.later import is_later
 
 TIMEOUT_S = 6.0
 
@@ -95,7 +95,7 @@ class Held:
     def __init__(self, handle: gw.Handle) -> None:
         self.may_go = threading.Event()
         self.phases: list[int] = []
-        for bucket in handle._executor.buckets:
+        for bucket in handle.session.exchange.buckets:
             for chunk in bucket.chunks:
                 chunk.run = self._held(chunk.run)  # type: ignore[method-assign]
 
@@ -193,7 +193,7 @@ handle = gw.parallelize(model, optimizer, plan=plan)
 for step in range(3):
     if step == 2 and ending == "slow":
         handle.flush()
-        for bucket in handle._executor.buckets if rank == 1 else ():
+        for bucket in handle.session.exchange.buckets if rank == 1 else ():
             for chunk in bucket.chunks:
                 chunk.run = lambda phase, *a, run=chunk.run: (time.sleep(1.2 * phase), run(phase, *a))
     model(torch.ones(4, 100)).square().mean().backward()

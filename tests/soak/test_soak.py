@@ -28,10 +28,11 @@ def soak(tmp_path: Path, kills: int, trials: int, steps: int) -> dict[str, Any]:
     """The summary of a run, which passed."""
     numbers = {"--kills": kills, "--trials": trials, "--steps": steps}
     command = [sys.executable, "-m", "soak", *(str(word) for pair in numbers.items() for word in pair)]
+    paths = [str(TESTS), str(TESTS / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     run = subprocess.run(
         [*command, "--json", str(tmp_path / "soak.json")],
         cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'support'}"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=400,

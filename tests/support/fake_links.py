@@ -67,7 +67,7 @@ def drive(schemes: Sequence[Any], phases: int) -> list[FakeLink]:
 
     def live(scheme: Any, link: FakeLink) -> None:
         try:
-            scheme.post(link, 0)
+            scheme.post(link, 0, range(phases))
             for phase in range(phases):
                 scheme.run(phase, link, Meter(), None)
         except BaseException as error:

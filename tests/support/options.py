@@ -6,21 +6,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fake_links import FakeLink, drive
-from gradwire.engine.assembly import Assembly, assemble
-from gradwire.engine.layout import BucketBuffers
 from worlds import Given, digest
 
 import gradwire as gw
 from gradwire.collectives import Grid, Group
 from gradwire.core import Plan, Spec, TensorInfo, fingerprint
 from gradwire.core.plan import Bucket
-from gradwire.engine import layout
-from gradwire.engine import options as engine_options
+from gradwire.exchange import Exchange, layout
+from gradwire.exchange import options as engine_options
+from gradwire.exchange.layout import BucketBuffers
 from gradwire.planner.options import tree
 
 __all__ = ["SIZES", "Ranks", "all_in_one", "gradients", "on_grid", "plan_for", "true_mean"]
@@ -79,25 +79,26 @@ class Ranks:
         self.plan, self.sizes, self.world_size = plan, tuple(sizes), len(grid)
         everybody, minute = tuple(range(len(grid))), timedelta(seconds=60)
         nobody: Any = None
-        self.ranks: list[Assembly] = []
+        self.ranks: list[Exchange] = []
         for rank in everybody:
             group = Group(nobody, rank, everybody, minute, grid[rank])
             parameters = {
                 f"t{index}": torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for index, size in enumerate(self.sizes)
             }
             with _instead(root, codecs):
-                self.ranks.append(assemble(plan, parameters, group, [nobody], 0))
+                lanes: Any = SimpleNamespace(group=group, data=[nobody])
+                self.ranks.append(Exchange.on(lanes, parameters, plan, 0))
 
     @property
     def buckets(self) -> list[BucketBuffers]:
         """Of each rank."""
-        return [rank.executor.buckets[0] for rank in self.ranks]
+        return [rank.buckets[0] for rank in self.ranks]
 
     def step(self, step: int, given: Sequence[Sequence[torch.Tensor]]) -> list[FakeLink]:
         """Exchange what each rank gives; the means are in `results()` then."""
         for rank, own in zip(self.ranks, given, strict=True):
             rank.random[:, :, 1] = step
-            for slot, gradient in zip(rank.executor.buckets[0].slots, own, strict=True):
+            for slot, gradient in zip(rank.buckets[0].slots, own, strict=True):
                 torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
         sent = []
         for chunk in range(len(self.buckets[0].chunks)):
@@ -110,7 +111,7 @@ class Ranks:
         for rank in self.ranks:
             for key, value in rank.memory.state().items():
                 if key.startswith("residual/"):
-                    slot = next(slot for slot in rank.executor.buckets[0].slots if slot.name == key.split("/")[2])
+                    slot = next(slot for slot in rank.buckets[0].slots if slot.name == key.split("/")[2])
                     total[slot.offset : slot.offset + value.numel()] += value.double()
         return total
 

@@ -17,6 +17,10 @@ SRC = ROOT / "src"
 PURE = ("core", "costs", "planner", "sim")
 TORCH = ("torch", "triton")
 
+ABOVE_ENGINE = tuple(
+    f"gradwire.{room}" for room in ("api", "auto", "bench", "cli", "doctor", "profiler", "record", "report", "testbed")
+)
+
 # room -> what it may not import, itself or through other modules of gradwire
 FORBIDDEN = {
     **dict.fromkeys(PURE, TORCH),
@@ -24,8 +28,16 @@ FORBIDDEN = {
     "report": (*TORCH, "gradwire.bench", "gradwire.cli", "gradwire.engine"),
     "compressors": ("gradwire.collectives", "gradwire.planner", "gradwire.engine"),
     "collectives": ("gradwire.compressors",),
-    "engine": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
-    "auto": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
+    "exchange": ("gradwire.engine", *ABOVE_ENGINE),
+    "engine": ABOVE_ENGINE,
+    "auto": (
+        "gradwire.api",
+        "gradwire.bench",
+        "gradwire.cli",
+        "gradwire.doctor",
+        "gradwire.report",
+        "gradwire.testbed",
+    ),
     "profiler": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.planner.joint", "gradwire.testbed"),
     "record": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
@@ -82,18 +94,10 @@ def imported(path: Path, *, functions: bool = True) -> set[str]:
     return modules | {name.rsplit(".", n)[0] for name in modules for n in range(1, name.count(".") + 1)}
 
 
-# The engine asks for who decides only where a script asks for plan="auto": the one import against the direction of data.
-AUTO_IS_ASKED_FOR = "gradwire.engine.parallelize"
-
-
 @cache
 def direct(module: str) -> frozenset[str]:
     # gradwire/__init__.py resolves its names on first use: what its functions import, its importers do not
-    found = imported(MODULES[module], functions=module != "gradwire")
-    if module == AUTO_IS_ASKED_FOR:
-        late = found - imported(MODULES[module], functions=False)
-        found = {name for name in found if name not in late or not within(name, ("gradwire.auto",))}
-    return frozenset(found)
+    return frozenset(imported(MODULES[module], functions=module != "gradwire"))
 
 
 def reached(start: str) -> dict[str, str]:
@@ -133,17 +137,17 @@ def test_nothing_imports_the_doctor_but_the_cli() -> None:
     assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli.jobs"}
 
 
-def test_nothing_imports_what_a_wheel_does_not_have() -> None:
-    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
-    assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
-
-
 def test_nothing_imports_auto_but_auto() -> None:
     """What decides is loaded where it is asked for, and by nothing that executes."""
     importers = {name for name in MODULES if any(within(each, ("gradwire.auto",)) for each in direct(name))}
     assert {room_of(name) for name in importers} <= {"auto", "bench", "cli"}
     asks = imported(MODULES[AUTO_IS_ASKED_FOR])
     assert any(within(each, ("gradwire.auto",)) for each in asks), "then the exception above is for nothing"
+
+
+def test_nothing_imports_what_a_wheel_does_not_have() -> None:
+    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
+    assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
 
 
 def within_any_cli(names: frozenset[str]) -> bool:

@@ -28,7 +28,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from gradwire.collectives import Link, Meter
-from gradwire.collectives.streams import Mark
+from gradwire.collectives.streams import Mark, Streams
 from gradwire.core.launch import launch_tasks, tasks_by_lane
 from gradwire.core.plan import Plan
 from gradwire.exchange.lanes import Lanes
@@ -141,13 +141,16 @@ class Executor:
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
-        self._streams = lanes.data[0].link.streams
         self._progress = _Progress(0, ())
         self._running: list[Future[tuple[Meter, Mark]]] = []
         self._at: list[Task | None] = [None] * count
         self._held: list[int] = []
         """Buckets that are ready and that the lanes do not get yet."""
         self._parts: dict[str, _Part] = {}
+
+    @property
+    def _streams(self) -> Streams:
+        return self.lanes.data[0].link.streams
 
     def start(self, part: str = BOTH) -> None:
         """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two."""

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, kind_of, schedules_of, specs_of
+from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
 from gradwire.auto.bits import with_bits
 from gradwire.auto.planning import MOST_TRIED, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
@@ -122,12 +122,12 @@ def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: st
     specs, schedules = specs_of(accuracy, TENSORS), schedules_of(accuracy, ("backward", "pipelined", "delayed"))
     every = costs((*specs, QSGD(bits=8)))
     made = offers(profile(), cluster(0.5), every, specs, seconds=0.2, schedules=schedules)
-    kinds = [kind_of(offer.plan.schedule) for offer in made]
+    kinds = [offer.plan.schedule.word for offer in made]
     possible = {"backward", "pipelined"} | ({"delayed"} if accuracy != "exact" else set())
     assert set(kinds) == possible and len(made) <= MOST_TRIED + len(possible)
     assert {offer.plan.schedule for offer in made} <= {Backward(), *schedules}
-    later = [offer.candidate for offer in made if kind_of(offer.plan.schedule) == "delayed"]
-    others = [offer.candidate for offer in made if kind_of(offer.plan.schedule) != "delayed"]
+    later = [offer.candidate for offer in made if offer.plan.schedule.word == "delayed"]
+    others = [offer.candidate for offer in made if offer.plan.schedule.word != "delayed"]
     assert all(one.loss > other.loss for one in later for other in others)
     names = [candidate.name for candidate in foreseen(profile(), cluster(0.5), every, specs, schedules)]
     assert len(names) == len(possible) - 1
@@ -144,4 +144,4 @@ def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
 def test_wide_gradients_are_offered_in_all_schedules_as_they_are() -> None:
     schedules = schedules_of("safe", ("pipelined", "delayed"))
     made = offers(profile("float64"), cluster(0.1), costs(()), (), seconds=0.0, schedules=schedules)
-    assert {kind_of(offer.plan.schedule) for offer in made} == {"backward", "pipelined", "delayed"}
+    assert {offer.plan.schedule.word for offer in made} == {"backward", "pipelined", "delayed"}

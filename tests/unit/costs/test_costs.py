@@ -272,9 +272,9 @@ class TestPrices:
         from datetime import timedelta
 
         import torch
-        from gradwire.engine.layout import build_buckets
 
         from gradwire.collectives import Grid, Group
+        from gradwire.exchange.layout import build_buckets
 
         shapes = [(300, 70), (4097,), (123, 7)]
         tensors = [TensorInfo(f"t{index}", shape, "float32", "cpu") for index, shape in enumerate(shapes)]

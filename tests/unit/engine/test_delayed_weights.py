@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gradwire.engine.weights import Move, TwoWeights, local_move
 
+from gradwire.engine.schedules.weights import Move, TwoWeights, local_move
 from gradwire.kernels import LocalUpdate
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.engine.settling import SettleFirst
 from torch.optim.swa_utils import AveragedModel
+
+from gradwire.engine.seams.settling import SettleFirst
 
 
 class Guarded:

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from gradwire.engine.options import scheme_of
 from test_planner_joint import CODECS, made_up
 
 import gradwire as gw
 from gradwire.core import Costs, Spec
 from gradwire.core.plan import Bucket
 from gradwire.errors import PlanError
+from gradwire.exchange.options import scheme_of
 from gradwire.planner.carried import carries
 from gradwire.planner.drafts import Job, Limits
 from gradwire.planner.grammar import DEVICES

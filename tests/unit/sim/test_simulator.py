@@ -19,10 +19,11 @@ from gradwire.core import (
     RandomK,
     Truncate,
 )
+from gradwire.core.launch import launch_tasks, tasks_by_lane
 from gradwire.errors import PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL, RESOURCES
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
-from gradwire.sim.simulator import Simulator, launch_order
+from gradwire.sim.simulator import Simulator
 from gradwire.sim.timeline import Timeline, simulate
 from gradwire.sim.trace import as_trace
 
@@ -333,24 +334,13 @@ class TestRules:
         model = profile((40, 0.0), (40, 0.0), device="cpu")
         assert simulate(plan_of(model, [option] * 2, Cast()), model, cluster(), codec(0.0, 10.0)).step_us == 50
 
-    def test_the_launch_order_is_the_engines(self):
-        from gradwire.engine.executor import task_lists
-
-        launch = [(0, "alltoall"), (0, "allgather"), (1, "alltoall"), (2, "allreduce"), (1, "allgather")]
-        for pieces in ([1, 1, 1], [3, 2, 1], [1, 4, 1]):
-            for skew in (False, True):
-                (engine,) = task_lists(launch, pieces, 1, skew)
-                assert launch_order(launch, pieces, skew) == [(t.bucket, t.chunk, t.phase) for t in engine]
-
     def test_lanes_take_the_pieces_that_the_engines_take(self):
-        from gradwire.engine.executor import task_lists
-
         model = profile((40, 1.0), (80, 1.0), (40, 1.0))
         plan = plan_of(model, [TWO_PHASE] * 3, Cast(), chunk_bytes=40)
         layout = Simulator(model, cluster(), codec(1.0, 1.0), Rules(lanes=2)).outcome(plan, record=False).layouts[0]
         ours = [[(x.bucket, x.chunk) for x in row if x.price.task.endswith("inter")] for row in layout.labels]
-        engine = task_lists(plan.launch, [1, 2, 1], 2, skew=False)
-        assert ours == [[(task.bucket, task.chunk) for task in tasks] for tasks in engine]
+        engine = tasks_by_lane(launch_tasks(plan.launch, [1, 2, 1], skew=False), 2)
+        assert ours == [[(bucket, piece) for bucket, piece, _ in tasks] for tasks in engine]
 
     @pytest.mark.parametrize(
         ("fields", "said"),

@@ -9,9 +9,10 @@ from slow_step import slow_step
 from small_steps import BYTE_A_US, GATHERED, SPLIT, TWO_PHASE, cluster, codec, plan_of, profile
 
 from gradwire.core import Cast, Cluster, CodecCosts, Costs, Delayed, Link, Pipelined
+from gradwire.core.launch import launch_tasks
 from gradwire.planner.options import tree
 from gradwire.sim.rules import Rules
-from gradwire.sim.simulator import Simulator, launch_order
+from gradwire.sim.simulator import Simulator
 from gradwire.sim.timeline import simulate
 
 
@@ -91,7 +92,7 @@ class TestLaws:
                 self.check_launch([e for e in timeline.events if e.resource == link], plan, pieces)
 
     def check_launch(self, events, plan, pieces):
-        order = launch_order(plan.launch, pieces, skew=True)
+        order = launch_tasks(plan.launch, pieces, skew=True)
         starts = {(e.bucket, e.chunk, self.phase(plan, e)): e.start_us for e in events}
         in_order = [starts[piece] for piece in order if piece in starts]
         assert len(in_order) == len(events)

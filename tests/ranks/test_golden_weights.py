@@ -14,7 +14,7 @@ import torch
 
 import gradwire as gw
 
-PATH = Path(__file__).parent / "golden" / "weights.json"
+PATH = Path(__file__).parents[1] / "golden" / "weights.json"
 STEPS = 20
 SHAPES = {"a": (37, 129), "b": (129,), "c": (64, 33), "d": (1,), "e": (300, 70), "f": (7,), "g": (123, 41)}
 FOUR_BITS, TOP_K = gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(ratio=0.05))

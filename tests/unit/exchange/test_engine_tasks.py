@@ -4,10 +4,20 @@ from collections import Counter
 from itertools import groupby, pairwise
 
 import pytest
-from gradwire.engine.executor import Task, task_lists
-from gradwire.engine.layout import cut
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gradwire.core.launch import launch_tasks, tasks_by_lane
+from gradwire.exchange.executor import Task
+from gradwire.exchange.layout import cut
+
+
+def task_lists(
+    launch: list[tuple[int, str]], chunks: list[int], lanes: int, skew: bool, gate: int | None = None
+) -> list[list[Task]]:
+    """The tasks of each lane."""
+    return [[Task(*task) for task in tasks] for tasks in tasks_by_lane(launch_tasks(launch, chunks, skew, gate), lanes)]
+
 
 LINK_TASKS = [("allreduce",), ("allgather",), ("alltoall", "allgather")]
 
