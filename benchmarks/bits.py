@@ -26,6 +26,7 @@ import torch
 import gradwire as gw
 from benchmarks import convergence, paired
 from benchmarks.common import RESULTS, write, write_between
+from benchmarks.markdown import table
 from benchmarks.paired import PLAIN, REFERENCE, Arm
 from gradwire.auto.bits import UNIFORM, WIDTHS, measured, sensitivities, ways_of
 from gradwire.bench.jobs import make_job
@@ -143,16 +144,18 @@ def median_of(steps: dict[str, dict[str, float]], measure: str) -> float:
 
 def sizes_table(sizes: dict[str, Any]) -> list[str]:
     """Markdown: a row for every job and step, and one of medians."""
-    lines = [
-        "| job | step | bytes over 4 bits | over k-means at its error | over linear at its error | blocks by tensor, too |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    shown = ("size", "kmeans", "linear", "blocks")
+    shown = {
+        "size": "bytes over 4 bits",
+        "kmeans": "over k-means at its error",
+        "linear": "over linear at its error",
+        "blocks": "blocks by tensor, too",
+    }
+    rows = []
     for job, steps in sizes.items():
-        rows = {step: [found[each] for each in shown] for step, found in steps.items()}
-        rows["median"] = [median_of(steps, each) for each in shown]
-        lines += [f"| {job} | {step} | {' | '.join(f'{v:.3f}' for v in values)} |" for step, values in rows.items()]
-    return lines
+        values = {step: [found[each] for each in shown] for step, found in steps.items()}
+        values["median"] = [median_of(steps, each) for each in shown]
+        rows += [(job, step, *(f"{value:.3f}" for value in of_step)) for step, of_step in values.items()]
+    return table(("job", "step", *shown.values()), rows)
 
 
 def too_large(sizes: dict[str, Any]) -> int:

@@ -28,7 +28,7 @@ SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))
 
 
 def delayed(expected: bool = False, skipped: int = 0, **fields: Any) -> Arm:
-    """An arm of the delayed schedule, with a warm-up of 5 % of the steps (notes, section 2.5)."""
+    """An arm of the delayed schedule, with a warm-up of 5 % of the steps."""
     return Arm(gw.Uniform(SPEC, schedule=gw.Delayed(**({"warmup_steps": 15} | fields))), skipped, expected)
 
 

@@ -1,4 +1,4 @@
-"""Mean steps of the delayed schedule beside equation 7 of CD-SGD, in the form of notes D46, with parts measured apart.
+"""Mean steps of the delayed schedule beside equation 7 of CD-SGD (docs/papers/cd-sgd.md), with its parts measured apart.
 
     python -m benchmarks delayed [--job transformer] [--links 100mbit,500mbit,1000mbit] [--turns 2]
 
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.papers.closed_forms import cd_sgd_mean_us
 from gradwire.bench.names import WRONG_PREFIX
@@ -106,7 +107,7 @@ def mean_us(cell: dict[str, Any], warmup_steps: int) -> float:
 
 
 def equation_us(parts: dict[str, float], k: int | None, corrections: str) -> float:
-    """Equation 7 in the form of notes D46. What an exchange takes of the compute cores, codec and packets, is added to compute,
+    """Equation 7 as above. What an exchange takes of the compute cores, codec and packets, is added to compute,
     in corrections too."""
     on_compute = min(parts["usual_cpu_us"], parts["usual_exchange_us"])
     correction_us = max(
@@ -118,9 +119,6 @@ def equation_us(parts: dict[str, float], k: int | None, corrections: str) -> flo
 
 def table(found: dict[str, Any]) -> list[str]:
     """Markdown: what was measured of the parts, and each schedule's step beside the equation's."""
-
-    def row(name: str, values: list[str]) -> str:
-        return f"| {' | '.join([name, *values])} |"
 
     def part(name: str) -> list[str]:
         return [f"{of['parts'][name] / 1e3:.1f}" for of in found.values()]
@@ -134,16 +132,15 @@ def table(found: dict[str, Any]) -> list[str]:
         "correction alone (φ)": "correction_us",
         "8-bit correction alone": f"correction{EIGHT_BITS}_us",
     }
-    lines = [row("milliseconds", list(found)), row("---", ["---"] * len(found))]
-    lines += [row(words, part(name)) for words, name in names.items()]
-    lines.append(row("`backward` schedule, 4 bits", [f"{of['backward_us'] / 1e3:.1f}" for of in found.values()]))
+    rows = [[words, *part(name)] for words, name in names.items()]
+    rows.append(["`backward` schedule, 4 bits", *(f"{of['backward_us'] / 1e3:.1f}" for of in found.values())])
     for method, (k, corrections) in SCHEDULES.items():
         values = []
         for of in found.values():
             mean, equation = (of["steps"][method][name] / 1e3 for name in ("mean_us", "equation_us"))
             values.append(f"{mean:.1f} / {equation:.1f} = {mean / equation:.2f}")
-        lines.append(row(f"k={k}{', 8-bit corrections' if corrections else ''}: measured / equation 7", values))
-    return lines
+        rows.append([f"k={k}{', 8-bit corrections' if corrections else ''}: measured / equation 7", *values])
+    return markdown.table(["milliseconds", *found], rows)
 
 
 def verdict(found: dict[str, Any]) -> list[str]:

@@ -211,7 +211,7 @@ def with_bounds(papers: Papers, profile: Profile, bed: Bed, job: Job, algorithm:
 
 
 def free_step_ms(papers: Papers, profile: Profile, bed: Bed, algorithm: str) -> float:
-    """ByteComp's Upper Bound (notes D28): codecs take no time. The better of two searches."""
+    """ByteComp's Upper Bound: codecs take no time. The better of two searches."""
     job = papers.job(profile, bed, algorithm, free=True)
     return min(step_ms(job, selected(job)), step_ms(job, joint(job)))
 

@@ -1,7 +1,9 @@
 """docs/figures.md: tables from the results, and what they mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.markdown import table
 
 HEAD = """# The papers' figures, simulated
 
@@ -118,10 +120,5 @@ def page(result: Mapping[str, Any]) -> str:
         text += f"\n## {title}\n\n"
         if name in PICTURES:
             text += f"![{title}](pictures/{name}.png)\n\n"
-        text += _table(result[name]["columns"], result[name]["rows"]) + f"\n{words}\n"
+        text += "\n".join(table(result[name]["columns"], result[name]["rows"], left=1)) + f"\n\n{words}\n"
     return text
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -1,8 +1,9 @@
-"""Writes docs/compressors.md: one row for every compressor, from the catalogue and from what was measured.
+"""Writes docs/compressors.md, one row for every compressor, and the table of collectives in docs/options.md.
 
     python -m benchmarks page
 
-The numbers come from benchmarks/results/compressors.json and losses.json; what was not measured yet is a dash.
+Compressors come from the catalogue and from installed packages, collectives from `gradwire.core.collectives` and from installed
+packages. The numbers come from benchmarks/results/compressors.json and losses.json; what was not measured yet is a dash.
 """
 
 import json
@@ -12,16 +13,21 @@ from typing import Any
 from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS
 from benchmarks.losses import above_ddp
+from benchmarks.markdown import table
 from gradwire.core.files import write_whole
-from gradwire.core.specs import Run
+from gradwire.core.specs import Run, example_specs
+from gradwire.planner.added import collective_rows, compressor_rows
 
-PAGE = Path(__file__).parent.parent / "docs" / "compressors.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, OPTIONS = DOCS / "compressors.md", DOCS / "options.md"
+BEGIN, END = "<!-- made by `python -m benchmarks page` -->\n", "<!-- until here -->\n"
+"""Around the table of collectives."""
 JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
 
 Made by `python -m benchmarks page`; do not edit. Settings are those shown; every field is explained in its class's docstring
-(`help(gw.TopK)`). A compressor of your own: `examples/own_compressor`.
+(`help(gw.TopK)`). A compressor of your own: [extending](extending.md).
 
 - **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by
   `tests/unit/compressors/test_laws.py`. *unbiased*: right in the mean over the random stream;
@@ -42,24 +48,51 @@ COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *
 
 
 def run(arguments: list[str]) -> int:
-    """Write the page."""
+    """Write the page and the table."""
     write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
-    print(f"written to {PAGE}")
+    before, _, rest = OPTIONS.read_text().partition(BEGIN)
+    write_whole(OPTIONS, before + BEGIN + collectives_table() + END + rest.partition(END)[2])
+    print(f"written to {PAGE} and {OPTIONS}")
     return 0
+
+
+def collectives_table() -> str:
+    """One row for each collective."""
+    rows = [
+        (f"`{row['name']}`", f"`{' '.join(row['tasks'])}`", ", ".join(row["phases"]), row["about"], row["package"])
+        for row in collective_rows()
+    ]
+    lines = table(("`scheme=`", "tasks", "phases", "what it does", "package"), rows)
+    return "\n".join(lines) + "\n"
 
 
 def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:
     """The page, from the two results; {} where there is none."""
     made = speeds.get("made", {})
     machine = f" Measured on {made['cpu']}, {made['date']}, `{made['command']}`." if made else ""
-    lines = [HEAD.format(machine=machine), "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_cells(entry, speeds.get("rows", []), losses.get("finals", {}))) for entry in ENTRIES]
+    lines = [
+        HEAD.format(machine=machine),
+        "",
+    ]
+    lines += table(
+        COLUMNS, [_cells(entry, speeds.get("rows", []), losses.get("finals", {})) for entry in [*ENTRIES, *_added()]]
+    )
     lines += [
         "",
         "PyTorch's own PowerSGD hook at rank 4, in the same runs: " + _hook(losses.get("finals", {})) + ".",
         "",
     ]
     return "\n".join(line.rstrip("\n") for line in lines)
+
+
+def _added() -> list[Entry]:
+    """Compressors of other packages."""
+    packages = {row["id"]: row["package"] for row in compressor_rows()}
+    return [
+        Entry(spec, packages[spec.id], (type(spec).__doc__ or "-").partition("\n")[0])
+        for spec in example_specs()
+        if packages[spec.id] != "gradwire"
+    ]
 
 
 def _cells(entry: Entry, rows: list[dict[str, Any]], finals: dict[str, Any]) -> list[str]:
@@ -101,10 +134,6 @@ def _hook(finals: dict[str, Any]) -> str:
         if {"ddp", "ddp-powersgd"} <= finals.get(job, {}).keys()
     ]
     return ", ".join(told) or "not measured yet"
-
-
-def _row(cells: Any) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _read(name: str) -> dict[str, Any]:

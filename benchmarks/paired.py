@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import gradwire as gw
+from benchmarks import markdown
 from benchmarks.common import collected, write
 from gradwire.auto.bits import Assigned
 from gradwire.bench.jobs import Job, make_job
@@ -154,16 +155,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def table(finals: Finals, arms: Mapping[str, Arm]) -> list[str]:
     """Markdown: a row for every job and arm."""
-    lines = ["| job | arm | seeds | loss against S-SGD | accuracy, points |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for job, found in finals.items():
         for arm in arms:
             if arm == REFERENCE or not (seeds := differences(found, arm, "loss") if arm in found else []):
                 continue
             loss, width = interval(seeds)
             points, around = interval(differences(found, arm, "accuracy"))
-            row = (job, arm, str(len(seeds)), f"{loss:+.2%} ± {width:.2%}", f"{100 * points:+.2f} ± {100 * around:.2f}")
-            lines.append(f"| {' | '.join(row)} |")
-    return lines
+            accuracy = f"{100 * points:+.2f} ± {100 * around:.2f}"
+            rows.append((job, arm, len(seeds), f"{loss:+.2%} ± {width:.2%}", accuracy))
+    return markdown.table(("job", "arm", "seeds", "loss against S-SGD", "accuracy, points"), rows)
 
 
 def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:

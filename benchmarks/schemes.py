@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks.campaigns.schemes import SCHEMES, SchemesRun
 from benchmarks.campaigns.schemes_runner import SIZES, median_us, run_schemes, size_name, verdict
 from benchmarks.common import RESULTS, write
+from benchmarks.markdown import table
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import emulation_problem
 from gradwire.core.files import write_whole
@@ -107,8 +108,7 @@ def _link(run: SchemesRun) -> Iterator[str]:
     sizes = sorted({exchange.nbytes for exchange in run.measured.exchanges})
     best = {size: min(median_us(e) for e in run.measured.exchanges if e.nbytes == size) for size in sizes}
     yield f"## {run.link} between nodes\n"
-    yield "| scheme | | " + " | ".join(map(size_name, sizes)) + " |"
-    yield "|---|---|" + "---:|" * len(sizes)
+    rows = []
     for scheme in SCHEMES:
         for hierarchical in (False, True)[: 1 + bool(scheme.hierarchical)]:
             cells = []
@@ -119,7 +119,8 @@ def _link(run: SchemesRun) -> Iterator[str]:
                 text = f"{measured / 1e3:.4g} ({predicted / 1e3:.4g})"
                 cells.append(f"**{text}**" if measured == best[size] else text)
             name = "" if hierarchical else scheme.name
-            yield f"| {name} | {'hierarchical' if hierarchical else 'flat'} | {' | '.join(cells)} |"
+            rows.append((name, "hierarchical" if hierarchical else "flat", *cells))
+    yield from table(("scheme", "", *map(size_name, sizes)), rows, left=2)
     intra, inter = run.measured.cluster.intra, run.measured.cluster.inter
     yield (
         f"\n{verdict(run)} Fits: inside a node {intra.alpha_us:.0f} us and {intra.gbps:.2f} Gb/s, between nodes "
@@ -150,11 +151,9 @@ def _errors(errors: dict[str, list[float]]) -> str:
         "## What a quantised sum loses\n",
         f"Relative error of the mean at 4 bits, blocks of 128 and their maximum, of {ELEMENTS:,} normal numbers, mean of {SEEDS} "
         "runs.\n",
-        "| scheme | " + " | ".join(f"{world_size} ranks" for world_size in WORLDS) + " |",
-        "|---|" + "---:|" * len(WORLDS),
     ]
-    for name, found in errors.items():
-        lines.append(f"| {name} | {' | '.join(f'{off:.3f}' for off in found)} |")
+    rows = [(name, *(f"{off:.3f}" for off in found)) for name, found in errors.items()]
+    lines += table(("scheme", *(f"{world_size} ranks" for world_size in WORLDS)), rows, left=1)
     lines.append(
         "\nWhere payloads are added and encoded again, two phases lose least: one encode of each gradient and one of the sum, "
         "whatever the number of ranks. Ring and tree encode partial sums again at every hop.\n"

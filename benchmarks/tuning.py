@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import gradwire as gw
+from benchmarks import markdown
 from benchmarks.common import RESULTS, collected, write, write_between
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch
@@ -121,7 +122,7 @@ def table(cells: dict[str, Any]) -> list[str]:
         "random's median / best",
         "cost",
     ]
-    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    rows = []
     for name, cell in cells.items():
         beside, least = cell["beside_ms"], min(point["step_ms"] for point in cell["grid"])
         row = [
@@ -134,8 +135,8 @@ def table(cells: dict[str, Any]) -> list[str]:
             f"{statistics.median(random_ms(cell)) / least:.3f}",
             f"{cell['cost_s']:.1f} s",
         ]
-        lines.append(f"| {' | '.join(row)} |")
-    return lines
+        rows.append(row)
+    return markdown.table(columns, rows)
 
 
 def verdict(cells: dict[str, Any]) -> int:

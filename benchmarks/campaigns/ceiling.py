@@ -1,4 +1,4 @@
-"""What is the most that compression can bring here? Steps with fake compression (CGX, Fig. 1, Fig. 6, Table 8; notes D14).
+"""What is the most that compression can bring here? Steps with fake compression (CGX, Fig. 1, Fig. 6, Table 8).
 
 Fake compression sends the first part of what it is given and computes nothing, so a step with it costs what a perfect codec
 of that ratio would. Where more ratio stops paying, compute is the limit. The rest asks what a real codec costs: the same

@@ -1,4 +1,4 @@
-"""Steps of which a part is left out, to measure the rest: the phases of DeAR's Fig. 8 (notes D39), and an exchange alone.
+"""Steps of which a part is left out, to measure the rest: the phases of DeAR's Fig. 8, and an exchange alone.
 
 Nothing in the engine knows of this. A chunk that runs in two phases gets another class here, in which the phase that is left
 out sends nothing and computes nothing. What is trained that way is wrong on purpose.

@@ -1,4 +1,4 @@
-"""What of each phase a step waits for: DeAR's Fig. 8, for gradients as they are and in 4 bits (notes D39).
+"""What of each phase a step waits for: DeAR's Fig. 8, for gradients as they are and in 4 bits.
 
 The reduce phase alone, and the gather phase alone, beside the same compute: what a step takes more than compute is what that
 phase exposes. Runs in which a phase is left out are wrong on purpose, and only their times are used. Both schedules send by

@@ -56,7 +56,7 @@ def cd_sgd_us(
     compressed_us: float,
     codec_on_compute_us: float = 0.0,
 ) -> float:
-    """Step number `step` of CD-SGD. Equations 6 and 7, with notes D46.
+    """Step number `step` of CD-SGD. Equations 6 and 7, with codecs on the compute cores (docs/papers/cd-sgd.md).
 
     Each `correct_every`-th step, the first included, is a correction and exchanges uncompressed gradients; None never corrects.
     `codec_on_compute_us` is the part of the codec that runs on the compute cores, which the paper takes for none; it makes
@@ -81,7 +81,7 @@ def cd_sgd_mean_us(
     compressed_us: float,
     codec_on_compute_us: float = 0.0,
 ) -> float:
-    """Mean step of CD-SGD over one correction and the steps up to the next (notes D46); parameters as in `cd_sgd_us`.
+    """Mean step of CD-SGD over one correction and the steps up to the next; parameters as in `cd_sgd_us`.
 
     >>> cd_sgd_mean_us(correct_every=5, compute_us=10, exchange_us=40, codec_us=2, compressed_us=5)
     16.0

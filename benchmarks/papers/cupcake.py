@@ -1,10 +1,10 @@
 """Cupcake's own search (section 4.2, Algorithm 1), repaired, as a reference. `gradwire.planner.fusion.optimal` is what to use.
 
 As printed the algorithm cannot be run: lines 9 and 31 name one variable twice, and no plan of one bucket is ever compared.
-Here, following notes 2.1: every whole plan is compared with the best so far when it is formed, also the one of each call's line
-9, which makes the local best of a call superfluous; Main is the call for no tensors, so that one bucket is a candidate; what is
-empty costs nothing; the search begins with two buckets of equally many tensors, as the text proposes, and only a better plan
-replaces one.
+Here (docs/papers/cupcake.md) every whole plan is compared with the best so far when it is formed, also the one of each call's
+line 9, which makes the local best of a call superfluous; Main is the call for no tensors, so that one bucket is a candidate;
+what is empty costs nothing; the search begins with two buckets of equally many tensors, as the text proposes, and only a better
+plan replaces one.
 
 Both prunings are proven for affine costs only. Where fusing costs more than it saves, as with encode times that are flat up to
 some size and then rise steeply, the encode of a merged rest is no lower bound, and regrouping is not free.

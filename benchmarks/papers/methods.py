@@ -21,7 +21,7 @@ FUSIONS: dict[str, Strategy] = {"cupcake": _cupcake, "even": even_split, "layerw
 
 
 def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
-    """Every tensor alone, and compressed if its own tasks then take less (notes D29)."""
+    """Every tensor alone, and compressed if its own tasks then take less (docs/papers/cupcake.md)."""
     parts = []
     for place in range(len(job.profile.tensors)):
         allowed = [choice for choice in choices if job.may([place], choice)]

@@ -1,4 +1,4 @@
-"""The rivals of the best fusion, tuned as their authors tuned them (notes D16, D17, D27, D29).
+"""The rivals of the best fusion, tuned as their authors tuned them (docs/papers/cupcake.md, docs/papers/dear.md).
 
 Each is a `Strategy`: (backward_us, nbytes, costs) to boundaries. What else a rule depends on is a keyword with the published
 value. `compare` runs all of them. MB is 2^20 bytes of uncompressed gradient.
@@ -108,7 +108,7 @@ def mg_wfbp(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusion
 
 
 def hipress_compresses(nbytes: Sequence[float], costs: FusionCosts) -> list[bool]:
-    """HiPress: whether each tensor, alone on an idle machine, is exchanged sooner with compression than without (notes D29).
+    """HiPress: whether each tensor, alone on an idle machine, is exchanged sooner with compression than without.
 
     Every tensor is a bucket of its own. Raises PlanError if `costs.plain` is missing.
     """

@@ -15,18 +15,18 @@ from worlds import Given, Worlds, digest
 import gradwire as gw
 from gradwire.collectives import Grid
 from gradwire.core import Spec
+from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.plan import RESIDUAL_DTYPES
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.planner.grammar import SCHEMES
-from gradwire.planner.named import BESIDE
 from gradwire.planner.options import Option, tree
 
 OPTIONS = tree(("cpu",))
 TWO_BY_TWO = [Grid.even(2, 2, rank) for rank in range(4)]
 ONE_ENCODE = 0.166
-"""Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data (design, section 7); of 1003 elements it
+"""Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data; of 1003 elements it
 varies by a fifth."""
 SAMPLE = OPTIONS[6::9]
 TWO_ENCODES = (
@@ -257,7 +257,9 @@ def test_no_two_encodes_or_stores_draw_the_same_random_numbers() -> None:
 
 
 @pytest.mark.parametrize(("residual_dtype", "part"), [("bfloat16", 0.501), ("int8", 0.258)])
-@pytest.mark.parametrize("tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(BESIDE["ring"][1])])
+@pytest.mark.parametrize(
+    "tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))]
+)
 def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, part: float) -> None:
     def nbytes(dtype: str) -> int:
         ranks = Ranks(plan_for(tasks.split(), SPEC, (50_003,), residual_dtype=dtype), TWO_BY_TWO, (50_003,))
@@ -267,8 +269,10 @@ def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, 
 
 
 @pytest.mark.parametrize("residual_dtype", LOST)
-@pytest.mark.parametrize("before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(BESIDE["ring"][1])])
-@pytest.mark.parametrize("after", [TWO_ENCODES, FOUR_ENCODES, ROOTED, " ".join(BESIDE["tree"][1])])
+@pytest.mark.parametrize(
+    "before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))]
+)
+@pytest.mark.parametrize("after", [TWO_ENCODES, FOUR_ENCODES, ROOTED, " ".join(COLLECTIVES["tree"].on("cpu"))])
 def test_nothing_is_lost_from_one_option_to_another(before: str, after: str, residual_dtype: str) -> None:
     """Nor when the sum of some elements is void, nor by saving and loading in between."""
     least, most = LOST[residual_dtype]
@@ -305,12 +309,12 @@ MEASURED = {
     "tree": (0.204, 0.235, 0.264),
     "allgather": (0.166, 0.166, 0.166),
 }
-"""Relative error at 2, 4 and 8 ranks (design, section 7)."""
+"""Relative error at 2, 4 and 8 ranks."""
 TASKS = {
     "alltoall": ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu"),
     "allgather": ("comp:cpu", "allgather:inter", "decomp:cpu"),
-    "ring": BESIDE["ring"][1],
-    "tree": BESIDE["tree"][1],
+    "ring": COLLECTIVES["ring"].on("cpu"),
+    "tree": COLLECTIVES["tree"].on("cpu"),
 }
 
 
@@ -364,7 +368,7 @@ def test_plans_with_an_option_that_does_not_exist_are_refused_before_anything_is
     for tasks in ("comp:cpu alltoall:inter broadcast:inter decomp:cpu", "allgather:inter allgather:inter"):
         with pytest.raises(PlanError, match=r"buckets\[0\].option\[\d\] is .* Possible there"):
             prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4)
-    for tasks in (FOUR_ENCODES, " ".join(BESIDE["ring"][1])):
+    for tasks in (FOUR_ENCODES, " ".join(COLLECTIVES["ring"].on("cpu"))):
         assert prepare(model, plan_for(tasks.split(), gw.QSGD(), (3,)), ranks=4).policy is None
 
 

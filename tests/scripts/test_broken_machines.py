@@ -12,7 +12,7 @@ from gradwire.doctor.links import Direction
 from gradwire.doctor.machine import machine_findings
 from gradwire.doctor.network import GlooChoice, Interface, bindable_address
 from gradwire.doctor.ranks import rate_text, survey_findings
-from gradwire.doctor.rendezvous import Survey
+from gradwire.doctor.survey import Survey
 from gradwire.errors import TestbedError, WriteError
 from gradwire.testbed.output import print_with_prefix
 
@@ -46,12 +46,12 @@ def test_a_missing_extra_is_named_before_anything_runs(command: str, tmp_path: P
     program = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name == 'psutil' else find(name, *more)\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'sklearn' else find(name, *more)\n"
         f"sys.argv = ['gradwire', {command!r}]\n"
         "from gradwire.cli import main\nmain()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert ended.returncode == 2 and "psutil cannot be imported" in ended.stderr
+    assert ended.returncode == 2 and "sklearn cannot be imported" in ended.stderr
     assert "pip install 'gradwire[bench]'" in ended.stderr and not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The delayed schedule's recurrences (notes D41 to D44) in a few plain lines, for one process that plays all ranks.
+"""The delayed schedule's recurrences (docs/papers/cd-sgd.md) in a few plain lines, for one process that plays all ranks.
 
 W(i) are the global weights that hold all updates through step i-1, L(i) a rank's own, on which step i computes:
 

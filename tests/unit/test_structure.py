@@ -1,4 +1,4 @@
-"""The rooms of the design (section 4) and the public surface, held true."""
+"""The rooms of CONTRIBUTING.md and the public surface, held true."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ FORBIDDEN = {
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
 }
 
-# What section 5 of the design gives to a training script, and what a plan is written with.
+# What a training script is promised, and what a plan is written with.
 PROMISED = {
     "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed",
     "QSGD", "Cast", "ErrorFeedback", "Identity", "GradwireError",
@@ -137,12 +137,107 @@ def test_nothing_imports_the_doctor_but_the_cli() -> None:
     assert {name for name in importers if room_of(name) != "doctor"} == {"gradwire.cli.jobs"}
 
 
-def test_nothing_imports_auto_but_auto() -> None:
-    """What decides is loaded where it is asked for, and by nothing that executes."""
+def test_nothing_imports_auto_but_those_above() -> None:
+    """What decides is loaded by nothing that executes."""
     importers = {name for name in MODULES if any(within(each, ("gradwire.auto",)) for each in direct(name))}
-    assert {room_of(name) for name in importers} <= {"auto", "bench", "cli"}
-    asks = imported(MODULES[AUTO_IS_ASKED_FOR])
-    assert any(within(each, ("gradwire.auto",)) for each in asks), "then the exception above is for nothing"
+    assert {room_of(name) for name in importers} <= {"api", "auto", "bench", "cli"}
+
+
+def rooms_imported() -> dict[str, set[str]]:
+    """Of each package, the packages that its modules import, in functions too."""
+    found: dict[str, set[str]] = {}
+    for module in MODULES:
+        if room := room_of(module):
+            found.setdefault(room, set()).update(
+                room_of(name) for name in direct(module) if name in MODULES and room_of(name) not in ("", room)
+            )
+    return found
+
+
+def test_packages_import_each_other_in_one_direction() -> None:
+    left = rooms_imported()
+    while free := [room for room, others in left.items() if not others & left.keys()]:
+        for room in free:
+            del left[room]
+    assert not left, f"import circles: {left}"
+
+
+def classes() -> dict[str, list[str]]:
+    """The modules of each class name; private ones too."""
+    found: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(module)
+    return found
+
+
+def test_a_class_name_is_one_class() -> None:
+    shared = {name: modules for name, modules in classes().items() if len(modules) > 1}
+    assert len(shared) <= 5, shared
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    long = {name: count for name, path in MODULES.items() if (count := len(path.read_text().splitlines())) > 400}
+    assert not long
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Private names that a module defines, as attributes, methods, functions or variables."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    return names | {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def test_no_private_attribute_of_another_package_is_used() -> None:
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+    defined: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        defined.setdefault(room_of(module), set()).update(name for name in own_names(tree) if name.startswith("_"))
+    wrong = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            if node.attr in ("_replace", "_asdict"):  # public names of tuples
+                continue
+            elsewhere = [room for room, names in defined.items() if node.attr in names and room != room_of(module)]
+            if node.attr not in defined[room_of(module)] and elsewhere:
+                wrong.append(f"{module}:{node.lineno} uses {node.attr} of {elsewhere}")
+    assert not wrong
+
+
+SCHEDULES = (
+    "Backward",
+    "Pipelined",
+    "Delayed",
+    "BackwardSchedule",
+    "PipelinedSchedule",
+    "DelayedSchedule",
+    "ShardedSchedule",
+)
+
+
+def test_what_a_schedule_is_like_is_asked_of_it() -> None:
+    """No type tests on schedule classes but where schedules are defined."""
+    wrong = []
+    for module, path in MODULES.items():
+        if within(module, ("gradwire.core", "gradwire.engine.schedules")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("isinstance", "issubclass")
+            ):
+                named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                if named & set(SCHEDULES):
+                    wrong.append(f"{module}:{node.lineno}")
+    assert not wrong
 
 
 def test_nothing_imports_what_a_wheel_does_not_have() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
+from gradwire.engine.recovery import reset
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import load_state, state_of
 from gradwire.engine.schedules.base import ClipsGradients, Corrects, ShardsOptimizer
@@ -173,7 +174,7 @@ class Handle:
                 handle.reset()
                 continue
         """
-        self.session.reducer.reset()
+        reset(self.session.reducer)
         self.session.began_s = None
 
     @contextmanager
@@ -195,12 +196,12 @@ class Handle:
         session, reducer = self.session, self.session.reducer
         if isinstance(session.schedule, ShardsOptimizer):
             session.schedule.check_join()
-        reducer.joining, reducer.active = True, list(range(session.group.world_size))
+        reducer.control.joining, reducer.active = True, list(range(session.group.world_size))
         try:
             yield
             session.join_the_others()
         finally:
-            reducer.joining = False
+            reducer.control.joining = False
 
     def attach(self) -> None:
         """Take in what became of the model's parameters: added layers, thawed or converted ones (`model.to(dtype)`), others

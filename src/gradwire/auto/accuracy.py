@@ -90,7 +90,7 @@ def steps_for_one(specs: Iterable[Spec]) -> float:
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
     """The spec for all that it can encode; the rest, and vectors, travel as they are."""
-    if isinstance(spec, Identity):
+    if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})
     return Policy(default=spec, rules=[(Where(dtype=dtype), Identity()) for dtype in others])

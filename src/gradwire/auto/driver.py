@@ -187,9 +187,7 @@ class Auto:
         self._current = self._profile = self._costs = self._waiting = None
 
     def _settle(self, live: Live, us: float) -> None:
-        if not isinstance(
-            live.plan.schedule, Backward
-        ):  # of a resumed run; steps that overlap do not show what they consist of
+        if live.plan.schedule != Backward():  # of a resumed run; steps that overlap do not show what they consist of
             live.change_to(live.plan_of(self.first_policy(live.infos, live.group.world_size)))
             self._pace.forget()
             return

@@ -192,8 +192,8 @@ def words_of(plan: Plan) -> str:
     'QSGD(bits=4, block=128) in 1 bucket'
     """
     specs = {repr(spec): spec for bucket in plan.buckets for spec in bucket.specs}
-    encoding = [name for name, spec in specs.items() if not isinstance(spec, Identity)]
-    families = {spec.family for spec in specs.values() if not isinstance(spec, Identity)}
+    encoding = [name for name, spec in specs.items() if spec.encodes]
+    families = {spec.family for spec in specs.values() if spec.encodes}
     if len(encoding) > 2 and len(families) == 1:
         what = f"{encoding[0].partition('(')[0]} of several widths"
     else:

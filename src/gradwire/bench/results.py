@@ -147,10 +147,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     attainable_us: float | None = None
     """max(compute + codec, wire)."""
     scaling_factor: float | None = None
-    """Throughput over n times that of one rank alone: T_n / (n T_1), from mean step times (notes D53)."""
+    """Throughput over n times that of one rank alone: T_n / (n T_1), from mean step times."""
     scaling_factor_stdev: float | None = None
     speedup_alone: float | None = None
-    """S: throughput of all ranks over that of one rank alone, n times the scaling factor (notes D40)."""
+    """S: throughput of all ranks over that of one rank alone, n times the scaling factor."""
     max_speedup: float | None = None
     """S^max: what S could be at most if the planned bytes, half in each phase, overlapped perfectly with backward and with
     forward (DeAR, eq. 6, with `measured_gbps`). The delayed schedule, which overlaps both with both, may be above."""

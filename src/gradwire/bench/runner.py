@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.bench.events import StepEvent, parse_event
-from gradwire.bench.loopback import LineCallback, Loopback
+from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
 from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
@@ -27,6 +27,7 @@ from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.cluster import MOST_NODES
+from gradwire.testbed.output import LineCallback
 
 __all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench", "run_profile"]
 
@@ -223,7 +224,7 @@ class _Runner:
         return Cluster(self.request.nodes, self.request.ranks_per_node)
 
     def measure_alone(self, job: str) -> None:
-        """T_1 (notes D53): one rank, no testbed, the other cores idle."""
+        """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""
         outcome = self._run(
             Loopback(1).run, f"{job}, one rank alone", job, ["floor"], self.request.alone_steps, ALONE_WARMUP_STEPS
         )

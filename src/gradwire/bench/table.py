@@ -64,7 +64,7 @@ def milliseconds(microseconds: float | None) -> str:
 
 
 def speedup_of_most(cell: Cell) -> str:
-    """S, S^max and their ratio (notes D40)."""
+    """S, S^max and their ratio (DeAR, table II)."""
     if cell.speedup_alone is None or cell.max_speedup is None:
         return NOTHING
     share = cell.speedup_alone / cell.max_speedup

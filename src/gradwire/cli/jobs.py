@@ -24,7 +24,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
 ) -> None:
     """Train a transformer on two nodes at 500 Mb/s: plain DDP and gradwire, which decides by itself; about 90 seconds."""
-    _check_extra("matplotlib", "psutil", "sklearn")
+    _check_extra("matplotlib", "sklearn")
     from rich.console import Console
 
     from gradwire.bench.demo import run_demo, summary_table
@@ -122,7 +122,7 @@ def bench(
     """
     from rich.console import Console
 
-    _check_extra("psutil", "sklearn")
+    _check_extra("sklearn")
     from gradwire.bench.names import split_names
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
@@ -235,7 +235,7 @@ def profile(
 
     Started under torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
-    _check_extra("psutil", "sklearn")
+    _check_extra("sklearn")
     from gradwire.bench.names import parse_spec
     from gradwire.bench.profiling import profile_job
     from gradwire.profiler.words import described
@@ -273,16 +273,15 @@ def doctor(
     Started under torchrun or `gradwire emulate` with several ranks it measures the links between them:
     torchrun ... -m gradwire doctor
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what its sockets try again and again is told in words here
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails in its sockets is said here, once
     from rich.console import Console
 
     from gradwire.doctor import Report, examine, summary, tables
-    from gradwire.doctor.progress import Spinner
 
-    with Spinner(Console(stderr=True)) as spinner:
+    with Console(stderr=True).status("") as status:
 
         def show(report: Report) -> None:
-            spinner.stop()
+            status.stop()
             if json:
                 typer.echo(report.to_json(), nl=False)
                 return
@@ -291,5 +290,5 @@ def doctor(
                 console.print(table)
             typer.echo(summary(report))
 
-        code = examine(timeout, show, spinner.say)
+        code = examine(timeout, show, status.update)
     raise typer.Exit(code)

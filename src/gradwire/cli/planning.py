@@ -1,7 +1,7 @@
 """Commands that plan and predict. No GPU, no network, no torch."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,7 +9,7 @@ from gradwire.cli.app import app
 from gradwire.cli.sweeping import Inter, Nodes, Picture, bar, points_of, refuse_with_sweep, show_sweep
 from gradwire.errors import FormatError
 
-__all__ = ["import_profile", "options", "plan", "report", "simulate"]
+__all__ = ["compressors", "import_profile", "options", "plan", "report", "simulate"]
 
 
 @app.command()
@@ -21,8 +21,7 @@ def options(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated, and no others: allreduce, allgather, reducescatter+allgather, reduce+broadcast, "
-            "alltoall+allgather, gather+broadcast."
+            help="Comma-separated, and no others: the collectives of each exchange, such as allreduce or alltoall+allgather."
         ),
     ] = None,
     flat: Annotated[
@@ -39,6 +38,10 @@ def options(
         ),
     ] = None,
     named: Annotated[bool, typer.Option("--named", help="Only what known systems do, with their names.")] = False,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Instead: what a policy's scheme may name, with the package it comes from."),
+    ] = False,
     count: Annotated[bool, typer.Option("--count", help="Print how many, and nothing else.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
 ) -> None:
@@ -49,6 +52,11 @@ def options(
     from gradwire.bench.names import split_names
     from gradwire.planner.listing import as_json, as_table, choose, shape_note
 
+    if collectives:
+        from gradwire.planner.added import collective_rows
+
+        _print_rows(collective_rows(), json)
+        return
     chosen = choose(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -68,6 +76,22 @@ def options(
         typer.echo(as_table(chosen), nl=False)
         typer.echo(shape_note(nodes, ranks_per_node), err=True)
         typer.echo(f"Listed: {len(chosen)}.", err=True)
+
+
+@app.command()
+def compressors(
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
+) -> None:
+    """List the compressors, those of other packages too: a usual spec of each, its law, and how its payloads travel."""
+    from gradwire.planner.added import compressor_rows
+
+    _print_rows(compressor_rows(), json)
+
+
+def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:
+    from gradwire.planner.added import rows_as_json, rows_as_text
+
+    typer.echo(rows_as_json(rows) if json else rows_as_text(rows), nl=False)
 
 
 @app.command()

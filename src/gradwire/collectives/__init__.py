@@ -8,12 +8,17 @@ from gradwire.collectives.memory import Memory, share_scratch
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece, Program, Runs
 from gradwire.collectives.route import Route
-from gradwire.collectives.schemes import AllGather, AllReduce, Scheme, Summing, TwoPhase
+from gradwire.collectives.schemes import AllGather, AllReduce, OneEncode, Scheme, Summing, TwoPhase
 from gradwire.collectives.sharded import ShardedSum
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers
 
 __all__ = [
+    "Add",
     "AllGather",
     "AllReduce",
+    "Copy",
+    "Decode",
+    "Encoding",
     "Grid",
     "Group",
     "Lane",
@@ -21,6 +26,7 @@ __all__ = [
     "LinkError",
     "Memory",
     "Meter",
+    "OneEncode",
     "Piece",
     "Program",
     "Ring",
@@ -30,6 +36,8 @@ __all__ = [
     "ShardedSum",
     "SilentLink",
     "Summing",
+    "Transfer",
+    "Transfers",
     "Tree",
     "TwoPhase",
     "node_name",

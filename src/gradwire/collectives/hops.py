@@ -1,4 +1,4 @@
-"""CGX's other reductions: ring and tree, which decode, add and encode again at every hop (CGX section 3; notes D33).
+"""CGX's other reductions: ring and tree, which decode, add and encode again at every hop (CGX, section 3).
 
 Each rank encodes each element once, in a partial sum or in the whole one, and so remembers as much of it as of its gradient.
 What the last rank encodes goes to all untouched, and all use what it decodes to.
@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from gradwire.collectives.link import Group
 from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.schemes import OneEncode
 from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, Work
@@ -19,7 +20,8 @@ __all__ = ["Ring", "Tree"]
 class _Hops(Transfers, OneEncode):
     """What ring and tree share: partial sums in `reduce_dtype`, encoded and decoded shard by shard."""
 
-    def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int, bounds: Sequence[int]) -> None:
+    def __init__(self, codec: Codec, piece: Piece, group: Group, bounds: Sequence[int]) -> None:
+        rank, world_size = group.rank, group.world_size
         self.codec, self.piece, self.rank, self.world_size, self.bounds = codec, piece, rank, world_size, bounds
         shards = range(len(bounds) - 1)
         self.parts = [piece.flat[bounds[shard] : bounds[shard + 1]] for shard in shards]
@@ -62,8 +64,8 @@ class Ring(_Hops):
     """Shard j begins at rank j + 1, gathers one gradient at each of N - 1 hops and is complete at rank j; then payloads go
     around once more."""
 
-    def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int, root: int = 0) -> None:
-        super().__init__(codec, piece, rank, world_size, piece.bounds)
+    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+        super().__init__(codec, piece, group, piece.bounds)
 
     def _hop(self, payload: torch.Tensor, arrived: torch.Tensor) -> Transfer:
         """A payload to the next rank, another from the one before."""
@@ -111,9 +113,9 @@ class Tree(_Hops):
     """Binomial: in round k the ranks at odd multiples of 2^k, counted from the root, send their partial sum to the even ones
     below them; the root's payload goes back the same way. It takes any number of ranks."""
 
-    def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int, root: int = 0) -> None:
+    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         self.root = root
-        super().__init__(codec, piece, rank, world_size, (0, piece.flat.numel()))
+        super().__init__(codec, piece, group, (0, piece.flat.numel()))
 
     def _rounds(self) -> list[tuple[int | None, int | None]]:
         """(the rank above that gets this one's sum, the rank below that gives its own), of each round."""

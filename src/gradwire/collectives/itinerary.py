@@ -2,7 +2,7 @@
 
 Nothing here touches tensors. All ranks are followed through the tasks together, since what one receives is what another
 holds. A rank holds either values (a range of the piece, with the gradients of some ranks added) or payloads: a list, in
-which several may stand for the same elements, of senders that nobody has added yet (ByteComp's footnote 2; notes D31).
+which several may stand for the same elements, of senders that nobody has added yet (ByteComp's footnote 2).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,17 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gradwire.collectives.grid import Grid
+from gradwire.core.collectives import ROUTINES
 
 __all__ = ["Encode", "Leg", "Move", "Parcel", "Run", "itinerary"]
-
-DEALS = {
-    **dict.fromkeys(("allgather", "broadcast"), "everybody"),
-    **dict.fromkeys(("reduce", "gather"), "root"),
-    **dict.fromkeys(("reducescatter", "alltoall"), "owners"),
-}
-"""Who gets what a rank holds: everybody all of it, the root all of it, or each member the shard that it owns."""
-ADDS = ("reducescatter", "reduce")
-"""Words after which values of several ranks are added; after the others they are put side by side."""
 
 Cut = Callable[[int, int, int], Sequence[int]]
 """cut(start, end, parts): parts + 1 edges at which the codec allows a range of elements to be cut."""
@@ -80,7 +72,7 @@ class Encode:
     end: int
     parcels: tuple[Parcel, ...]
     kept: frozenset[Parcel]
-    """Those of `parcels` that no other rank ever gets: they need no encoding (notes D2)."""
+    """Those of `parcels` that no other rank ever gets: they need no encoding."""
     voice: int
     """The lowest rank that holds the same values. Where several do they must draw the same random numbers, or they would
     make different payloads of one sum; and what this encode loses is lost once, not once for each of them."""
@@ -176,7 +168,7 @@ class _Journey:
             word, _, where = task.partition(":")
             if word == "decomp":
                 return
-            if DEALS[word] == "owners":
+            if ROUTINES[word].gets == "owners":
                 yield len(self._groups(where)[0])
 
     def _shards(self, whole: Run, parts: int) -> list[Run]:
@@ -192,7 +184,8 @@ class _Journey:
 
     def move(self, word: str, link: str) -> Move:
         """One exchange in every group of the link."""
-        own = Move({}, {}, word in ADDS, None)
+        adds = ROUTINES[word].adds
+        own = Move({}, {}, adds, None)
         after: list[Held | None] = [None] * len(self.held)
         for group in self._groups(link):
             holders = {rank: held for rank in group if (held := self.held[rank]) is not None}
@@ -204,7 +197,7 @@ class _Journey:
             for target, region in self._regions(word, group, whole).items():
                 parts = {source: held.inside(*region) for source, held in holders.items()}
                 parcels = tuple(item for part in parts.values() for item in part if isinstance(item, Parcel))
-                after[target] = Held(*region, ranks, word in ADDS, parcels if coded else None)
+                after[target] = Held(*region, ranks, adds, parcels if coded else None)
                 self.travelled |= {p for p in parcels if p.maker == self.grid.rank != target}
                 if target == self.grid.rank:
                     own.received.update(parts)
@@ -215,8 +208,9 @@ class _Journey:
 
     def _regions(self, word: str, group: Sequence[int], whole: Run) -> dict[int, Run]:
         """What part of what the group holds each member gets; who gets nothing is left out."""
-        if DEALS[word] == "everybody":
+        gets = ROUTINES[word].gets
+        if gets == "everybody":
             return dict.fromkeys(group, whole)
-        if DEALS[word] == "root":
+        if gets == "root":
             return {self.grid.root_of(tuple(group), self.root): whole}
         return dict(zip(group, self._shards(whole, len(group)), strict=True))

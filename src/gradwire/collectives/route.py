@@ -1,10 +1,10 @@
 """Routes: any option of ByteComp's tree as a scheme, one phase for each link task, flat or hierarchical.
 
-What travels follows from the option's itinerary; here it gets its tensors. The rules of the two-phase scheme hold in all
-options. Sums are taken in the order of ranks. A payload that no other rank gets is not encoded: its maker adds the values as they
-are (notes D2). What everybody gets, its maker decodes too. Parts are decoded as they arrive (D34); payloads that go on
-undecoded travel as lists (D31). Partial sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the
-gradient's own, to which it is rounded anyway.
+What travels follows from the option's itinerary; here it gets its tensors. The rules of the two-phase scheme hold in all options.
+Sums are taken in the order of ranks. A payload that no other rank gets is not encoded: its maker adds the values as they are. What
+everybody gets, its maker decodes too. Parts are decoded as they arrive; payloads that go on undecoded travel as lists (ByteComp's
+footnote 2). Partial sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the gradient's own, to which
+it is rounded anyway.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A scheme is made once for a piece (a chunk of a bucket) with all its buffers, and then only runs. It knows a compressor
 by its two functions and nothing of plans. Every rank ends with the same bits: what is summed is summed in rank order,
-and what is used is what was decoded from bytes that all ranks have.
+and what is used is what was decoded from bytes that all ranks have. `gradwire.core.collectives` says which class runs what.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.link import Exchange, Link, transfer
+from gradwire.collectives.link import Exchange, Group, Link, transfer
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
@@ -118,7 +118,8 @@ class AllGather(OneEncode):
 
     exchanges = 1
 
-    def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
+    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+        rank, world_size = group.rank, group.world_size
         self.codec, self.piece, self.rank = codec, piece, rank
         self.sent, *arrivals = _payloads(piece, [codec.payload_bytes(piece.whole, piece.flat.dtype)] * world_size)
         self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
@@ -151,12 +152,13 @@ class AllGather(OneEncode):
 
 class TwoPhase:
     """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
-    owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; notes D2, D3, D34).
+    owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; docs/papers/cgx.md).
     """
 
     exchanges = 2
 
-    def __init__(self, codec: Codec, piece: Piece, rank: int, world_size: int) -> None:
+    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+        rank, world_size = group.rank, group.world_size
         self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
         self.again = codec.for_sum()
         bounds = piece.bounds
@@ -259,15 +261,15 @@ class Summing(OneEncode):
 
     exchanges = 0
 
-    def __init__(self, codec: SummedCodec, piece: Piece, rank: int, world_size: int) -> None:
-        self.piece, self.rank = piece, rank
+    def __init__(self, codec: SummedCodec, piece: Piece, group: Group, root: int = 0) -> None:
+        self.piece, self.rank = piece, group.rank
         self.own = piece.memory(codec, 0, 0, piece.flat.numel(), piece.whole)
         self.memory = [self.own]
         self.program = codec.program(piece.flat, self.own.state, piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
         numel = sum(payload.numel() for payload in self.program.payloads)
-        self.bytes_to = around_ring(4 * numel, rank, world_size)
+        self.bytes_to = around_ring(4 * numel, group.rank, group.world_size)
         self.summed: Mark = None
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:

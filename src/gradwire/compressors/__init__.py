@@ -1,7 +1,7 @@
 """Compressors: one method a file, found by the class of its spec."""
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from functools import partial
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
@@ -22,6 +22,7 @@ from gradwire.compressors.threshold import ThresholdCompressor
 from gradwire.compressors.topk import TopKCompressor
 from gradwire.compressors.truncate import TruncateCompressor
 from gradwire.compressors.twobit import TwoBitCompressor
+from gradwire.core import entry_points
 from gradwire.core.specs import (
     DGC,
     FP8,
@@ -48,9 +49,6 @@ from gradwire.core.specs import (
 from gradwire.errors import SpecError
 
 __all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
-
-ENTRY_POINTS = "gradwire.compressors"
-"""The group in which other packages name, by the spec's id, the class that runs it; called with the spec."""
 
 _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     Identity: IdentityCompressor,
@@ -88,12 +86,13 @@ def compressor_for(spec: Spec) -> Compressor:
     >>> compressor_for(QSGD(bits=4)).granularity
     128
     """
-    for found in entry_points(group=ENTRY_POINTS, name=spec.id) if type(spec) not in _BY_SPEC else ():
-        register_compressor(type(spec), found.load())
+    if type(spec) not in _BY_SPEC and spec.id in entry_points.names(entry_points.COMPRESSORS):
+        entry_points.load(entry_points.COMPRESSORS, spec.id, partial(register_compressor, type(spec)), SpecError)
     make = _BY_SPEC.get(type(spec))
     if make is None:
         raise SpecError(
             f"{spec!r} has no compressor: its class {type(spec).__name__} is registered as a spec only. Call "
-            f"gradwire.compressors.register_compressor with what runs it, or name it in the entry points of {ENTRY_POINTS}."
+            "gradwire.compressors.register_compressor with what runs it, or name it in the entry points of "
+            f"{entry_points.COMPRESSORS}."
         )
     return make(spec)

@@ -1,4 +1,4 @@
-"""Deep gradient compression (Lin et al. 2018, algorithm 1; notes D11): momentum before selection, and momentum factor
+"""Deep gradient compression (Lin et al. 2018, algorithm 1): momentum before selection, and momentum factor
 masking.
 
     u = momentum * u + gradient;  v = v + u;  the largest of v are sent, and u and v are cleared there

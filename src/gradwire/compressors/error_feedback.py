@@ -1,4 +1,4 @@
-"""Error feedback around any compressor: what an encode loses is added to the next (notes D3).
+"""Error feedback around any compressor: what an encode loses is added to the next.
 
 Law: telescoping. The sum over steps of what was sent equals the sum of what was given, less the last residual.
 The residual belongs to the caller, one for each encode of the option; the inner compressor's kernel updates it.

@@ -1,4 +1,4 @@
-"""Signs with their mean magnitudes: EF-SignSGD (Karimireddy et al. 2019; notes D10) and OneBit (Seide et al. 2014; D9).
+"""Signs with their mean magnitudes: EF-SignSGD (Karimireddy et al. 2019) and OneBit (Seide et al. 2014).
 
 Law: contractive. Every element comes back as the mean of the elements it shares it with, so the error never is larger than
 what was to be sent; the bfloat16 of the mean does not change that. What is lost stays in the residual. A block with a NaN

@@ -1,4 +1,4 @@
-"""QSGD: uniform quantisation with one scale per block (notes D4, D6, D7; CGX section 3).
+"""QSGD: uniform quantisation with one scale per block (CGX, sections 2.3 and 4; docs/papers/cgx.md).
 
 Law: unbiased with stochastic rounding; with nearest each value is off by at most half a level, which makes max and l2
 scales contractive (minmax only from 4 bits on: zero is not one of its levels). Exponential levels (NUQSGD, Ramezani-Kebrya
@@ -18,7 +18,7 @@ __all__ = ["QSGDCompressor"]
 
 
 class QSGDCompressor(Compressor):
-    """Bits come from the segments, so tensors of 2 to 8 bits share one call (notes D5)."""
+    """Bits come from the segments, so tensors of 2 to 8 bits share one call."""
 
     def __init__(self, spec: QSGD, named: Spec | None = None) -> None:
         """`named` is the spec that messages and sizes go by, where another method is QSGD at these settings."""

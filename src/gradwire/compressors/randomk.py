@@ -1,4 +1,4 @@
-"""Random-k: one element out of each of k stretches of a tensor (notes D12). No index travels: they are drawn again.
+"""Random-k: one element out of each of k stretches of a tensor. No index travels: they are drawn again.
 
 Law: unbiased without a residual, since what is sent is multiplied by the length of its stretch; with error feedback it is
 not multiplied, and what was not sent stays in the residual. A stretch that holds a NaN or an Inf is sent as NaN, whichever

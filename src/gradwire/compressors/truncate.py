@@ -1,4 +1,4 @@
-"""Fake compression: the first part of everything travels as it is, and nothing is computed (CGX, Fig. 1; notes D13).
+"""Fake compression: the first part of everything travels as it is, and nothing is computed (CGX, Fig. 1).
 
 Law: contractive, by nothing. For measurements of what a ratio would be worth: a model cannot be trained with it, so it must
 be asked for with `unsafe=True`. A NaN or an Inf in what is not sent is lost.

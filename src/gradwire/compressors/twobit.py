@@ -1,4 +1,4 @@
-"""2-bit threshold quantisation with its residual (MXNet's, CD-SGD's; notes D8).
+"""2-bit threshold quantisation with its residual (MXNet's, CD-SGD's; docs/papers/cd-sgd.md).
 
 Law: contractive. What is sent of an element is at most its magnitude, so the error never is larger than what was to be
 sent, whatever the threshold. What is not finite decodes to NaN, with its whole block where the threshold follows the

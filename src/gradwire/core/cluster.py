@@ -1,4 +1,4 @@
-"""The cluster: nodes, ranks and the two links (design section 6)."""
+"""The cluster: nodes, ranks and the two links."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""The costs: measured times of encode and decode per spec and device (design section 6)."""
+"""The costs: measured times of encode and decode per spec and device."""
 
 from typing import ClassVar, TypeAlias
 

@@ -49,7 +49,7 @@ def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str) -> Secti
 
 
 def kept_of(numel: int, ratio: float) -> int:
-    """How many of so many elements a sparsifier sends: at least one of each run that has any (notes 2.1).
+    """How many of so many elements a sparsifier sends: at least one of each run that has any.
 
     >>> kept_of(1000, 0.01), kept_of(5, 0.01), kept_of(0, 0.01)
     (10, 1, 0)

@@ -1,4 +1,4 @@
-"""The plan: the one artefact that is executed, simulated, saved and reported (design section 6)."""
+"""The plan: the one artefact that is executed, simulated, saved and reported."""
 
 import hashlib
 import json
@@ -24,6 +24,7 @@ from gradwire.core.checks import (
     whole,
     word,
 )
+from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
 from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import Document
@@ -45,10 +46,6 @@ __all__ = [
     "fingerprint",
 ]
 
-CODEC_TASKS = ("comp", "decomp")
-"""Tasks of an option that run on a device: gpu or cpu."""
-LINK_TASKS = ("allreduce", "reducescatter", "allgather", "alltoall", "reduce", "broadcast", "gather")
-"""Tasks of an option that run on a link: intra or inter."""
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
 """How residuals may be stored; the planner gives, and the engine runs, no other."""
 
@@ -96,6 +93,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise FormatError(
                 f"option is {show(list(self.option))}: without a link task nothing is exchanged. Add one."
             )
+        _check_words(self)
         whole("chunk_bytes", self.chunk_bytes, "bytes of raw gradient per chunk, 0 for not cut")
         whole("numel", self.numel, "the elements of the bucket, 0 for not recorded")
 
@@ -103,12 +101,14 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def link_tasks(self) -> tuple[str, ...]:
         """The words of the option's link tasks, in its order, such as ('alltoall', 'allgather')."""
         tasks = (task.partition(":")[0] for task in self.option)
-        return tuple(task for task in tasks if task in LINK_TASKS)
+        return tuple(task for task in tasks if task not in CODEC_TASKS)
 
     @property
     def gathers(self) -> int:
         """How many of the link tasks, the last ones, are the gather phase. 0: the option is indivisible."""
-        gathering = list(takewhile(lambda task: task in ("allgather", "broadcast"), reversed(self.link_tasks)))
+        if (named := collective_of(self.option)) is not None:
+            return named.phases.count("gather")
+        gathering = list(takewhile(lambda task: "second" in ROUTINES[task].gradients, reversed(self.link_tasks)))
         return len(gathering) if len(gathering) < len(self.link_tasks) else 0
 
     def spec_of(self, tensor: str) -> Spec:
@@ -255,16 +255,26 @@ def _check_task(field: str, task: object) -> None:
     what, colon, where = task.partition(":") if isinstance(task, str) else ("", "", "")
     if what in CODEC_TASKS and colon:
         places: tuple[str, ...] = ("gpu", "cpu")
-    elif what in LINK_TASKS and colon:
-        places = ("intra", "inter")
+    elif colon and is_link_word(what):
+        places = LINKS
     else:
+        words = CODEC_TASKS + link_words()
         raise FormatError(
-            f"{field} is {show(task)}: it must be task:where, the task one of {', '.join(CODEC_TASKS + LINK_TASKS)}"
-            f"{near(what, CODEC_TASKS + LINK_TASKS)}."
+            f"{field} is {show(task)}: it must be task:where, the task one of {', '.join(words)}{near(what, words)}."
         )
     if where not in places:
         raise FormatError(
             f"{field} is {show(task)}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say."
+        )
+
+
+def _check_words(bucket: Bucket) -> None:
+    """Words of another package's collective mean something in its own option only."""
+    brought = next((task for task in bucket.link_tasks if task not in ROUTINES), None)
+    if brought is not None and collective_of(bucket.option) is None:
+        raise FormatError(
+            f"option is {show(list(bucket.option))}: {brought} is a task of a collective that has other tasks beside it. Write "
+            "the collective's whole option, which `gradwire options --collectives` shows."
         )
 
 

@@ -1,4 +1,4 @@
-"""The profile: measured times of a model's backward and forward, tensor by tensor (design section 6)."""
+"""The profile: measured times of a model's backward and forward, tensor by tensor."""
 
 import math
 from typing import ClassVar

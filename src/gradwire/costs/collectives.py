@@ -1,4 +1,4 @@
-"""What collectives put on links: messages one after another, and bytes (notes D30 and 2.2).
+"""What collectives put on links: messages one after another, and bytes.
 
 A link works full duplex. Inside a node each rank has its own intra link; the ranks of a node share its inter link, which
 therefore carries the sum of their flows. Times follow from the alpha-beta model: messages * alpha + bytes * beta.

@@ -1,4 +1,4 @@
-"""Cupcake's affine costs, folded from an option, a spec and a cluster (notes D20 and 2.1)."""
+"""Cupcake's affine costs, folded from an option, a spec and a cluster (docs/papers/cupcake.md)."""
 
 from typing import NamedTuple
 

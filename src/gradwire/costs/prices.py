@@ -7,6 +7,7 @@ import msgspec
 
 from gradwire.core.checks import DTYPE_BYTES
 from gradwire.core.cluster import Cluster
+from gradwire.core.collectives import ALL_REDUCE, LINKS, collective_of
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Bucket
 from gradwire.core.profile import TensorProfile
@@ -92,7 +93,7 @@ class Prices:
         steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
         nbytes = sum(self._sizes[name][1] for name in bucket.tensors)
         coded = DTYPE_BYTES["float32"] * sum(self._sizes[name][0] for name in bucket.tensors)
-        whole = bucket.option == ("allreduce:inter",) or not bucket.chunk_bytes
+        whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
         payloads = self._payload_bytes(bucket, nbytes, rounds)
         shares = self._shares(bucket, nbytes)
@@ -158,9 +159,12 @@ class Prices:
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
         """The same exchanges with gradients as they are, as in CD-SGD's correction step. Sums in several rounds share the
         gradient between them, so that all rounds together cost one."""
-        option = tuple(task for task in bucket.option if not task.startswith(("comp", "decomp")))
+        named = collective_of(bucket.option)
+        option = tuple(task for task in bucket.option if task.partition(":")[2] in LINKS)
+        if named is not None and named.own_words:
+            option = named.uncompressed
         plain = msgspec.structs.replace(bucket, spec=Identity(), option=option)
-        priced, rounds = self.of(plain), len(option) if set(option) == {"allreduce:inter"} else 1
+        priced, rounds = self.of(plain), len(option) if {*option} == {*ALL_REDUCE} else 1
         tasks = tuple(Price(p.task, p.us / rounds, p.gathers, *(size / rounds for size in p[3:])) for p in priced.tasks)
         return priced._replace(tasks=tasks)
 

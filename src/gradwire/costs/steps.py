@@ -1,21 +1,19 @@
 """What an option does, task by task, in parts of the bucket: sizes are left open, so that it is worked out once.
 
 Followed is what the busiest rank holds: which part of the bucket, whether as gradients or as payloads, and how many payloads
-of each element, where nobody has added yet (ByteComp's footnote 2; notes D31).
+of each element, where nobody has added yet (ByteComp's footnote 2).
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradwire.core.plan import LINK_TASKS
-from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
+from gradwire.core.collectives import ROUTINES, Collective, collective_of
+from gradwire.core.entry_points import named
+from gradwire.costs.collectives import Traffic, flat_traffic, group_traffic
 from gradwire.errors import PlanError
 
 __all__ = ["Step", "steps_of"]
-
-_SECOND_OF = {"reducescatter": "allgather", "alltoall": "allgather", "reduce": "broadcast", "gather": "broadcast"}
-_SUMS = ("allreduce", "reducescatter", "reduce")
 
 
 class Step(NamedTuple):
@@ -48,9 +46,9 @@ def steps_of(
     >>> [(step.task, step.share, step.parts) for step in steps]
     [('comp:gpu', 1.0, 1), ('allgather:inter', 1.0, 1), ('decomp:gpu', 1.0, 4)]
     """
-    words = tuple(task.partition(":")[0] for task in option)
-    if words in _HOPS:
-        return _hopping(option, nodes, ranks_per_node, binomial=words == _HOPS[1])
+    collective = collective_of(option)
+    if collective is not None and collective.steps:
+        return _own_steps(collective, option, nodes, ranks_per_node, routing)
     walk = _Walk(option, nodes, ranks_per_node, rounds, routing)
     steps = tuple(walk.step(index) for index in range(len(option)))
     if walk.coded or walk.opened:
@@ -58,40 +56,19 @@ def steps_of(
     return steps
 
 
-_CURE = "`gradwire options` lists the options there are."
-
-
-_HOPS = (("comp", "reducescatter", "allgather", "decomp"), ("comp", "reduce", "broadcast", "decomp"))
-"""CGX's ring and tree, which add payloads by decoding and encoding again at every hop (notes D33)."""
-
-
-def _hopping(option: tuple[str, ...], nodes: int, local: int, binomial: bool) -> tuple[Step, ...]:
-    """Hops follow each other, so all encodes of the busiest rank count at the first task and all decodes at the last.
-
-    Ring: of each shard one encode, one decode on its way up and one on its way down, but for the own shard's. Tree: the root's
-    sum has passed one encode and one decode a hop, and is encoded and decoded once more.
-    """
-    comp, up, down, decomp = option
-    ranks = nodes * local
-    if binomial:
-        inside, hops = (local - 1).bit_length(), (ranks - 1).bit_length()
-        traffic = Traffic(Load(inside, float(inside)), Load(hops - inside, float(hops - inside)), float(hops))
-        if nodes == 1:
-            traffic = Traffic(Load(hops, float(hops)), Load(0, 0.0), float(hops))
-        exchange = Step(up, 1.0, 1, 1, traffic, False)
-        return (
-            Step(comp, 1.0, hops + 1, 0, None, False),
-            exchange,
-            exchange._replace(task=down, gathers=True),
-            Step(decomp, 1.0, hops + 1, 0, None, True),
+def _own_steps(
+    collective: Collective, option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str
+) -> tuple[Step, ...]:
+    steps = tuple(named(collective.steps)(option, nodes, ranks_per_node, routing))
+    if [step.task for step in steps] != list(option):
+        raise PlanError(
+            f"the steps of collective {collective.name!r} are of {[step.task for step in steps]}, and its option is "
+            f"{list(option)}: each task has one step, in this order."
         )
-    first, second = (flat_traffic(word, nodes, local, "ring") for word in ("reducescatter", "allgather"))
-    return (
-        Step(comp, 1.0, 1, 0, None, False),
-        Step(up, 1.0, 1, 1, first, False),
-        Step(down, 1 / ranks, 1, 1, second, True),
-        Step(decomp, (ranks - 1) / ranks, 2, 0, None, True),
-    )
+    return steps
+
+
+_CURE = "`gradwire options` lists the options there are."
 
 
 class _Walk:
@@ -129,24 +106,25 @@ class _Walk:
     def _decode(self, index: int) -> Step:
         if not self.coded:
             raise self._refusal(index, "what is not encoded")
-        # the owner of a part adds its own gradient as it is (notes D2)
+        # the owner of a part adds its own gradient as it is
         step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering)
         self.coded, self.own_apart, self.parts = False, False, 1
         return step
 
     def _exchange(self, index: int) -> Step:
         task, word = self.option[index], self.words[index]
-        link = task.partition(":")[2]
+        if word not in ROUTINES:
+            raise PlanError(f"option {list(self.option)} has {word!r}, which is no task. {_CURE}")
+        link, routine = task.partition(":")[2], ROUTINES[word]
         ranks = self._ranks(task)
-        if self.coded and word in _SUMS and not (self.rounds and word == "allreduce"):
+        if self.coded and routine.adds and not (self.rounds and word == "allreduce"):
             raise self._refusal(index, "payloads, which cannot be added on the wire")
-        second = word in ("allgather", "broadcast") and link in self.opened
+        second = "second" in routine.gradients and link in self.opened
         if word == "broadcast" and not second:
             raise self._refusal(index, "what no first step has brought to one root")
-        if link in self.opened and word != _SECOND_OF[self.opened[link]]:
-            raise self._refusal(
-                index, f"what waits for the second step of {self.opened[link]}, {_SECOND_OF[self.opened[link]]}"
-            )
+        opened = self.opened.get(link)
+        if opened is not None and word != ROUTINES[opened].second:
+            raise self._refusal(index, f"what waits for the second step of {opened}, {ROUTINES[opened].second}")
         self.gathering = self.gathering or second
         step = Step(
             task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering
@@ -154,12 +132,12 @@ class _Walk:
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1
-        elif word in _SECOND_OF:
+        elif routine.second:
             self.opened[link] = word
-            self.cut *= ranks if word in ("reducescatter", "alltoall") else 1
-            if link == "intra" and word in ("reduce", "gather"):
+            self.cut *= ranks if routine.gets == "owners" else 1
+            if link == "intra" and routine.gets == "root":
                 self.holders = 1
-        if self.coded and not second and word in ("alltoall", "gather", "allgather"):
+        if self.coded and not second and not routine.adds:
             self.parts *= ranks
         return step
 
@@ -170,8 +148,6 @@ class _Walk:
         return self.local if task.endswith(":intra") else self.nodes
 
     def _traffic(self, word: str, link: str) -> Traffic:
-        if word not in LINK_TASKS:
-            raise PlanError(f"option {list(self.option)} has {word!r}, which is no task. {_CURE}")
         if self.flat:
             return flat_traffic(word, self.nodes, self.local, self.routing)
         if link == "intra":

@@ -1,6 +1,6 @@
 """`gradwire doctor`: what this machine and this job can do, what is in the way, and the cure.
 
-`facts` gathers, `machine`, `ranks` and `traps` judge (pure functions from facts to findings), `rendezvous` and `links`
+`facts` gathers, `machine`, `ranks` and `traps` judge (pure functions from facts to findings), `meeting`, `survey` and `links`
 let the ranks of a job meet and measure, `examine` is the order of it all, `table` shows the report.
 """
 

@@ -1,7 +1,6 @@
 """What ranks should have in common and do not."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.report import Finding, Severity
@@ -25,76 +24,47 @@ def rank_list(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (sum(map(len, runs)) != 1)} {', '.join(words)}"
 
 
-class _Compared(NamedTuple):
-    what: str
-    of: Callable[[Facts], object]
-    severity: Severity
-    why: str
-    cure: str
-
-
 def _variable(name: str) -> Callable[[Facts], object]:
     return lambda facts: facts.variables.get(name, "(not set)")
 
 
-_COMPARED = (
-    _Compared(
-        "gradwire", lambda f: f.gradwire, "problem",
-        "parallelize refuses: payloads of one version may not be those of another.",
-        "Install the same version everywhere.",
-    ),
-    _Compared(
-        "torch", lambda f: f.torch, "problem",
-        "Ranks that compute with different torch versions drift apart, and their backends may not speak to each other.",
-        "Install the same version everywhere.",
-    ),
-    _Compared(
-        "Python", lambda f: f.python, "note",
-        "Pickled objects, such as those of all_gather_object, may not be readable everywhere.",
-        "Use the same Python everywhere.",
-    ),
-    _Compared("WORLD_SIZE", _variable("WORLD_SIZE"), "problem", "The ranks wait for different numbers of others.",
-              "Start every rank with the same WORLD_SIZE."),
-    _Compared(
-        "C++ kernels", lambda f: f.kernel_level or "plain torch", "note",
-        "All levels give the same bytes; the slowest sets the pace.", "",
-    ),
-    _Compared(
-        "ranks a node", lambda f: f.local_world_size, "note",
-        "The node with more ranks has less of its network for each.", "",
-    ),
-    _Compared(
-        "threads", lambda f: f.threads, "note",
-        "Every step takes as long as that of the slowest rank.",
-        "Set the same OMP_NUM_THREADS everywhere, if the machines are equal.",
-    ),
-    _Compared("GPUs", lambda f: ", ".join(f.cuda_devices) or "none", "note",
-              "Every step takes as long as that of the slowest rank.", ""),
-    _Compared("NCCL", lambda f: f.nccl or "none", "problem", "NCCL groups need the same version on all ranks.",
-              "Install the same torch wheel everywhere."),
+_COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...] = (
+    ("gradwire", lambda f: f.gradwire, "problem",
+     "parallelize refuses: payloads of one version may not be those of another.", "Install the same version everywhere."),
+    ("torch", lambda f: f.torch, "problem",
+     "Ranks that compute with different torch versions drift apart, and their backends may not speak to each other.",
+     "Install the same version everywhere."),
+    ("Python", lambda f: f.python, "note",
+     "Pickled objects, such as those of all_gather_object, may not be readable everywhere.",
+     "Use the same Python everywhere."),
+    ("WORLD_SIZE", _variable("WORLD_SIZE"), "problem",
+     "The ranks wait for different numbers of others.", "Start every rank with the same WORLD_SIZE."),
+    ("C++ kernels", lambda f: f.kernel_level or "plain torch", "note",
+     "All levels give the same bytes; the slowest sets the pace.", ""),
+    ("ranks a node", lambda f: f.local_world_size, "note",
+     "The node with more ranks has less of its network for each.", ""),
+    ("threads", lambda f: f.threads, "note", "Every step takes as long as that of the slowest rank.",
+     "Set the same OMP_NUM_THREADS everywhere, if the machines are equal."),
+    ("GPUs", lambda f: ", ".join(f.cuda_devices) or "none", "note",
+     "Every step takes as long as that of the slowest rank.", ""),
+    ("NCCL", lambda f: f.nccl or "none", "problem",
+     "NCCL groups need the same version on all ranks.", "Install the same torch wheel everywhere."),
 )  # fmt: skip
+"""What is compared: its name, its value, how much a difference matters, why, and the cure."""
 
 
 def differences(present: Mapping[int, Facts]) -> Iterator[Finding]:
     """What is not the same on all ranks, with the ranks that have each value."""
-    names = sorted(
-        {name for facts in present.values() for name in facts.variables if name.startswith(("NCCL_", "TORCH_"))}
-    )
-    settings = [
-        _Compared(name, _variable(name), "note", "The backends are set differently.", "Export it alike on all nodes.")
-        for name in names
-        if name != "NCCL_SOCKET_IFNAME"  # interfaces have other names on other machines
-    ]
-    for compared in (*_COMPARED, *settings):
+    names = {name for facts in present.values() for name in facts.variables if name.startswith(("NCCL_", "TORCH_"))}
+    names -= {"NCCL_SOCKET_IFNAME"}  # interfaces have other names on other machines
+    words: tuple[Severity, str, str] = "note", "The backends are set differently.", "Export it alike on all nodes."
+    for what, value_of, severity, why, cure in (
+        *_COMPARED,
+        *((name, _variable(name), *words) for name in sorted(names)),
+    ):
         values: dict[str, list[int]] = {}
         for rank, facts in sorted(present.items()):
-            values.setdefault(str(compared.of(facts)), []).append(rank)
+            values.setdefault(str(value_of(facts)), []).append(rank)
         if len(values) > 1:
-            yield Finding(
-                topic="differences",
-                severity=compared.severity,
-                found=f"{compared.what}: "
-                + "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in values.items()),
-                why=compared.why,
-                cure=compared.cure,
-            )
+            found = "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in values.items())
+            yield Finding(severity, "differences", f"{what}: {found}", why, cure)

@@ -4,8 +4,6 @@ import os
 import platform
 import re
 import socket
-import statistics
-import time
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -24,7 +22,6 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT",
 )  # fmt: skip
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_GLOO_")
-_CODEC_NUMEL = 2**18
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,23 +139,16 @@ def _is_fast(device_type: str) -> bool:
 
 
 def _encode_gbytes_s() -> float:
-    """Median of some encodes of 1 MB on this thread, with whatever kernels run here."""
+    """Of 1 MB on one thread, with whatever kernels run here."""
     import torch
 
-    from gradwire.core.payload import qsgd_bytes
-    from gradwire.kernels import Segment, Segments, kernels_for
+    from gradwire.core.specs import QSGD
+    from gradwire.profiler.codecs import measure_codecs
 
     with warnings.catch_warnings(action="ignore"):
-        kernels = kernels_for("cpu")
-    gradient = torch.randn(_CODEC_NUMEL, dtype=torch.float32)
-    payload = torch.zeros(sum(qsgd_bytes([(_CODEC_NUMEL, 4)], 128, "max")), dtype=torch.uint8)
-    segments, stream = Segments.of([Segment(0, _CODEC_NUMEL, 1, 0, 4)]), torch.tensor([0, 1, 0, 0])
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        kernels.qsgd_encode(gradient, None, segments, stream, 128, "max", "stochastic", payload)
-        seconds.append(time.perf_counter() - start)
-    return 4 * _CODEC_NUMEL / statistics.median(seconds[2:]) / 1e9
+        (codec,) = measure_codecs([QSGD(bits=4)], torch.device("cpu"), [2**20]).codecs
+    ((nbytes, microseconds),) = codec.encode
+    return nbytes / microseconds / 1e3
 
 
 def _torch_needed() -> str | None:

@@ -1,30 +1,24 @@
 """The speed of links: round trip and rate between each rank and the next around the ring.
 
 Of two ranks one leads. It sends a header that says what comes (a ping, so many bytes, or the end), and the follower
-answers each. What a message of 8 bytes takes is taken off the time of a long one, so that the rate is that of the bytes.
+answers each. A round trip is taken off the time of a long message, so that the rate is that of the bytes.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import msgspec
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Direction", "Wire", "follow", "lead", "link_seconds", "measure_link", "ring_links", "seconds_each"]
+__all__ = ["Direction", "Wire", "follow", "lead", "measure_link", "ring_links", "seconds_each"]
 
 SECONDS = 0.5
 """How long the bytes of one direction are watched."""
 ALL_SECONDS = 20.0
 """How long all of them together, at most, if the links are fast enough."""
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
-SMALL_BYTES = 8
 _PING, _END = -1, 0
-_TAG = 7
 
 
 class Direction(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,33 +33,29 @@ class Direction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wire:
-    """Messages between this rank and a peer, over a gloo backend. Every call ends within the timeout or raises."""
+    """Messages between this rank and a peer, in the default group. Every call ends within its timeout or raises."""
 
-    def __init__(self, backend: Any, peer: int, timeout_s: float) -> None:
+    def __init__(self, peer: int) -> None:
         import torch
+        import torch.distributed as dist
 
-        self._backend, self._peer, self._timeout = backend, peer, timedelta(seconds=timeout_s)
+        self._send, self._receive = partial(dist.send, dst=peer), partial(dist.recv, src=peer)
         self._header = torch.zeros(1, dtype=torch.int64)
-        self._bytes = torch.zeros(0, dtype=torch.uint8)
+        self._bytes = torch.zeros(MOST_BYTES, dtype=torch.uint8)
 
     def put(self, number: int) -> None:
         self._header[0] = number
-        self._backend.send([self._header], self._peer, _TAG).wait(self._timeout)
+        self._send(self._header)
 
     def take(self) -> int:
-        self._backend.recv([self._header], self._peer, _TAG).wait(self._timeout)
+        self._receive(self._header)
         return int(self._header)
 
     def send(self, size: int) -> None:
-        self._backend.send([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
+        self._send(self._bytes[:size])
 
     def receive(self, size: int) -> None:
-        self._backend.recv([self._buffer(size)], self._peer, _TAG).wait(self._timeout)
-
-    def _buffer(self, size: int) -> "torch.Tensor":
-        if len(self._bytes) < size:
-            self._bytes = self._bytes.new_zeros(size)
-        return self._bytes[:size]
+        self._receive(self._bytes[:size])
 
 
 def lead(wire: Wire, seconds: float) -> tuple[float, float]:
@@ -80,17 +70,15 @@ def lead(wire: Wire, seconds: float) -> tuple[float, float]:
         wire.send(size)
         wire.take()
 
-    _timed(ping)
-    _timed(transfer, FIRST_BYTES)
-    round_trip_s = statistics.median(_repeated(seconds / 10, 3, ping))
-    small_s = min(_repeated(seconds / 10, 3, transfer, SMALL_BYTES))
+    ping()
+    transfer(FIRST_BYTES)
+    round_trip_s = statistics.median(_times(ping, seconds / 10, 3))
     size = FIRST_BYTES
-    while (taken_s := _timed(transfer, size)) < seconds / 4 and size < MOST_BYTES:
+    while (taken_s := _times(partial(transfer, size), 0, 1)[0]) < seconds / 4 and size < MOST_BYTES:
         size = min(MOST_BYTES, int(size * min(8.0, max(2.0, seconds / 3 / taken_s))))
-    long_s = statistics.median([taken_s, *_repeated(seconds - taken_s, 0, transfer, size)])
+    long_s = statistics.median([taken_s, *_times(partial(transfer, size), seconds - taken_s)])
     wire.put(_END)
-    gbps = (size - SMALL_BYTES) * 8 / max(long_s - small_s, 1e-9) / 1e9
-    return round_trip_s * 1e6, gbps
+    return round_trip_s * 1e6, size * 8 / max(long_s - round_trip_s, 1e-9) / 1e9
 
 
 def follow(wire: Wire) -> None:
@@ -103,17 +91,13 @@ def follow(wire: Wire) -> None:
         number = wire.take()
 
 
-def _timed(call: Callable[..., None], *arguments: int) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
-
-
-def _repeated(seconds: float, least: int, call: Callable[..., None], *arguments: int) -> list[float]:
-    """Times of calls that take about so many seconds together."""
+def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[float]:
+    """Of calls that take about so many seconds together."""
     times: list[float] = []
     while len(times) < least or (sum(times) < seconds and len(times) < 1000):
-        times.append(_timed(call, *arguments))
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
     return times
 
 
@@ -129,20 +113,15 @@ def seconds_each(world_size: int) -> float:
     return min(SECONDS, ALL_SECONDS / (2 * max(1, len(ring_links(world_size)))))
 
 
-def link_seconds(world_size: int) -> float:
-    """Longer than a link takes, with room for messages that grow on a link of 1 Mb/s."""
-    return 8 * seconds_each(world_size) + 5
-
-
-def measure_link(backend: Any, peer: int, first: bool, seconds: float, timeout_s: float) -> tuple[float, float]:
+def measure_link(peer: int, first: bool, seconds: float) -> tuple[float, float]:
     """(round trip in microseconds, gigabits per second) from here to the peer, which calls this too.
 
-    One of the two is `first`. Raises what the backend raises, when a message does not come through within the timeout.
+    One of the two is `first`. Raises what the backend raises when a message does not come through in time.
     """
-    wire = Wire(backend, peer, timeout_s)
-    if first:
-        measured = lead(wire, seconds)
+    wire = Wire(peer)
+    if not first:
         follow(wire)
-        return measured
-    follow(wire)
-    return lead(wire, seconds)
+    measured = lead(wire, seconds)
+    if first:
+        follow(wire)
+    return measured

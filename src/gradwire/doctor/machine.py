@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.network import is_loopback, nccl_choice
-from gradwire.doctor.report import Finding
+from gradwire.doctor.report import Finding, note, ok, problem
 
 __all__ = ["emulation_finding", "machine_findings"]
 
@@ -22,22 +22,20 @@ def versions(facts: Facts) -> Finding:
     """gradwire, Python and torch."""
     found = f"gradwire {facts.gradwire}, Python {facts.python}, torch {facts.torch or '(none)'}"
     if facts.torch_problem is not None:
-        return Finding(
-            topic="versions",
-            severity="problem",
-            found=f"{found}; torch cannot be used: {facts.torch_problem}",
-            why="Everything but planning needs it.",
-            cure="Install torch for this Python and this machine: https://pytorch.org/get-started.",
+        return problem(
+            "versions",
+            f"{found}; torch cannot be used: {facts.torch_problem}",
+            "Everything but planning needs it.",
+            "Install torch for this Python and this machine: https://pytorch.org/get-started.",
         )
     if facts.torch_needed and _number(facts.torch or "") < _number(facts.torch_needed):
-        return Finding(
-            topic="versions",
-            severity="problem",
-            found=f"{found}; this gradwire needs torch {facts.torch_needed} or newer",
-            why="Older ones miss functions that it calls, and it was never tested with them.",
-            cure=f"pip install --upgrade 'torch>={facts.torch_needed}'",
+        return problem(
+            "versions",
+            f"{found}; this gradwire needs torch {facts.torch_needed} or newer",
+            "Older ones miss functions that it calls, and it was never tested with them.",
+            f"pip install --upgrade 'torch>={facts.torch_needed}'",
         )
-    return Finding(topic="versions", severity="ok", found=found)
+    return ok("versions", found)
 
 
 def backends(facts: Facts) -> Finding:
@@ -48,41 +46,38 @@ def backends(facts: Facts) -> Finding:
         f"; not {', '.join(absent)}" if absent else ""
     )
     if not facts.backends.get("gloo"):
-        return Finding(
-            topic="backends",
-            severity="problem",
-            found=found,
-            why="gradwire sends its control messages, and all gradients of CPU models, over gloo.",
-            cure="Install a torch wheel from https://pytorch.org/get-started; they have gloo.",
+        return problem(
+            "backends",
+            found,
+            "gradwire sends its control messages, and all gradients of CPU models, over gloo.",
+            "Install a torch wheel from https://pytorch.org/get-started; they have gloo.",
         )
     if facts.cuda_devices and not facts.backends.get("nccl"):
-        return Finding(
-            topic="backends",
-            severity="problem",
-            found=found + f", though there are {len(facts.cuda_devices)} GPUs",
-            why="Gradients on GPUs would travel over gloo, through the host's memory.",
-            cure="Install a torch wheel for CUDA on Linux; it has NCCL.",
+        return problem(
+            "backends",
+            found + f", though there are {len(facts.cuda_devices)} GPUs",
+            "Gradients on GPUs would travel over gloo, through the host's memory.",
+            "Install a torch wheel for CUDA on Linux; it has NCCL.",
         )
-    return Finding(topic="backends", severity="ok", found=found)
+    return ok("backends", found)
 
 
 def devices(facts: Facts) -> Finding:
     """GPUs, and what gradwire can do on them."""
     if not facts.cuda_devices:
         built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
-        return Finding(topic="devices", severity="ok", found=f"CPU only: {built}, and no GPU is visible")
+        return ok("devices", f"CPU only: {built}, and no GPU is visible")
     names = dict.fromkeys(facts.cuda_devices)
     shown = ", ".join(f"{facts.cuda_devices.count(name)} x {name}" for name in names)
     triton = f"Triton {facts.triton}" if facts.triton else "no Triton"
     found = f"{shown}; CUDA {facts.cuda}, NCCL {facts.nccl or '(none)'}, {triton}"
     if facts.gpu_kernels:
-        return Finding(topic="devices", severity="ok", found=found)
-    return Finding(
-        topic="devices",
-        severity="note",
-        found=f"{found}; gradwire has no GPU kernels here",
-        why="Compression of gradients on GPUs runs on the plain-torch reference: the same bytes, but slow.",
-        cure="Compare with plan=gw.Uniform(gw.Identity()) or gw.Uniform(gw.Cast('bfloat16')) before you use QSGD there.",
+        return ok("devices", found)
+    return note(
+        "devices",
+        f"{found}; gradwire has no GPU kernels here",
+        "Compression of gradients on GPUs runs on the plain-torch reference: the same bytes, but slow.",
+        "Compare with plan=gw.Uniform(gw.Identity()) or gw.Uniform(gw.Cast('bfloat16')) before you use QSGD there.",
     )
 
 
@@ -91,14 +86,13 @@ def kernels(facts: Facts) -> Finding:
     speed = f"{facts.encode_gbytes_s:.3g} GB/s of float32" if facts.encode_gbytes_s else "an unknown speed"
     if facts.kernel_problem is None:
         found = f"C++ kernels at SIMD level {facts.kernel_level}; one thread encodes 4 bits at {speed}"
-        return Finding(topic="kernels", severity="ok", found=found)
-    return Finding(
-        topic="kernels",
-        severity="problem",
-        found=f"no C++ kernels: {facts.kernel_problem}; the plain-torch reference encodes 4 bits at {speed}",
-        why="The results are the same, but the C++ kernels run at about the speed of memory; without them compression "
+        return ok("kernels", found)
+    return problem(
+        "kernels",
+        f"no C++ kernels: {facts.kernel_problem}; the plain-torch reference encodes 4 bits at {speed}",
+        "The results are the same, but the C++ kernels run at about the speed of memory; without them compression "
         "may cost more time than it saves.",
-        cure="Install a wheel of gradwire; or g++, and then gradwire from source: `pip install --force-reinstall --no-deps .` "
+        "Install a wheel of gradwire; or g++, and then gradwire from source: `pip install --force-reinstall --no-deps .` "
         "in a checkout. Until then plan=gw.Uniform(gw.Identity()).",
     )
 
@@ -116,41 +110,38 @@ def threads(facts: Facts) -> Finding:
     )
     if facts.threads * ranks > cores and facts.threads > 1:
         share = max(1, int(cores) // ranks)
-        return Finding(
-            topic="threads",
-            severity="note",
-            found=found,
-            why=f"{ranks * facts.threads} threads want {cores:g} cores: they take turns, and a step takes as long as its "
+        return note(
+            "threads",
+            found,
+            f"{ranks * facts.threads} threads want {cores:g} cores: they take turns, and a step takes as long as its "
             "slowest thread.",
-            cure=f"export OMP_NUM_THREADS={share} before the ranks start.",
+            f"export OMP_NUM_THREADS={share} before the ranks start.",
         )
     if facts.threads == 1 and ranks * 2 <= cores:
-        return Finding(
-            topic="threads",
-            severity="note",
-            found=found,
-            why=f"Backward and forward of a CPU model use {ranks} of {cores:g} cores. torchrun sets OMP_NUM_THREADS to 1 "
+        return note(
+            "threads",
+            found,
+            f"Backward and forward of a CPU model use {ranks} of {cores:g} cores. torchrun sets OMP_NUM_THREADS to 1 "
             "when it starts several ranks and the variable is not set.",
-            cure=f"For a CPU model export OMP_NUM_THREADS={int(cores) // ranks}; on GPUs leave it.",
+            f"For a CPU model export OMP_NUM_THREADS={int(cores) // ranks}; on GPUs leave it.",
         )
-    return Finding(topic="threads", severity="ok", found=found)
+    return ok("threads", found)
 
 
 def timeout(facts: Facts) -> Finding:
     """The clock by which survivors notice a rank that hangs."""
     if facts.gloo_timeout_s is None:
-        return Finding(topic="timeout", severity="ok", found="this torch does not tell its default timeout")
+        return ok("timeout", "this torch does not tell its default timeout")
     found = f"a group made without timeout= waits {_minutes(facts.gloo_timeout_s)} on gloo"
     if facts.nccl_timeout_s is not None:
         found += f", {_minutes(facts.nccl_timeout_s)} on NCCL"
     watchdog = " On NCCL the watchdog then ends the process." if facts.nccl_timeout_s is not None else ""
-    return Finding(
-        topic="timeout",
-        severity="note",
-        found=found,
-        why="A rank whose process dies is noticed at once; one that hangs, or whose network is cut, only when this time "
+    return note(
+        "timeout",
+        found,
+        "A rank whose process dies is noticed at once; one that hangs, or whose network is cut, only when this time "
         "is nearly over: that long the others wait before gradwire names the bucket and the rank." + watchdog,
-        cure="init_process_group(..., timeout=timedelta(minutes=5)): longer than the longest pause of one rank, such as "
+        "init_process_group(..., timeout=timedelta(minutes=5)): longer than the longest pause of one rank, such as "
         "saving or evaluating, and no longer.",
     )
 
@@ -159,7 +150,7 @@ def gloo(facts: Facts) -> Finding:
     """Where gloo would listen."""
     choice = facts.gloo
     if choice is None:
-        return Finding(topic="interface", severity="ok", found="unknown")
+        return ok("interface", "unknown")
     usable = [each for each in facts.interfaces if each.usable_across_nodes]
     usable.sort(key=lambda each: not each.likely_across_nodes)
     if usable:
@@ -169,24 +160,17 @@ def gloo(facts: Facts) -> Finding:
         cure = "no interface of this node has an address that other machines can reach: give one an address, and its name to "
         cure += "GLOO_SOCKET_IFNAME."
     if choice.problem is not None:
-        return Finding(
-            topic="interface",
-            severity="problem",
-            found=f"{choice.said_by}: {choice.problem}",
-            why="init_process_group('gloo') raises.",
-            cure=cure,
-        )
+        return problem("interface", f"{choice.said_by}: {choice.problem}", "init_process_group('gloo') raises.", cure)
     found = f"gloo listens at {choice.address} on {choice.interface or 'an unknown interface'}: {choice.said_by}"
     if is_loopback(choice.address):
-        return Finding(
-            topic="interface",
-            severity="note",
-            found=found,
-            why="Ranks of this machine find each other there; those of other machines are told to connect to their own "
+        return note(
+            "interface",
+            found,
+            "Ranks of this machine find each other there; those of other machines are told to connect to their own "
             "loopback, and init_process_group fails after its timeout or with 'Connection refused'.",
-            cure=f"For jobs of more than one machine: {cure}",
+            f"For jobs of more than one machine: {cure}",
         )
-    return Finding(topic="interface", severity="ok", found=found)
+    return ok("interface", found)
 
 
 def nccl(facts: Facts) -> Iterator[Finding]:
@@ -197,30 +181,26 @@ def nccl(facts: Facts) -> Iterator[Finding]:
     admitted = nccl_choice(variable, [each.name for each in facts.interfaces])
     if admitted:
         found = f"NCCL_SOCKET_IFNAME={variable} admits {', '.join(admitted)}"
-        yield Finding(topic="NCCL interface", severity="ok", found=found)
+        yield ok("NCCL interface", found)
         return
-    yield Finding(
-        topic="NCCL interface",
-        severity="problem",
-        found=f"NCCL_SOCKET_IFNAME={variable} admits no interface of {', '.join(each.name for each in facts.interfaces)}",
-        why="NCCL cannot bootstrap without one.",
-        cure="Give a prefix such as eth, a whole name as =eth0, or what to leave out as ^docker,lo; or unset it.",
+    yield problem(
+        "NCCL interface",
+        f"NCCL_SOCKET_IFNAME={variable} admits no interface of {', '.join(each.name for each in facts.interfaces)}",
+        "NCCL cannot bootstrap without one.",
+        "Give a prefix such as eth, a whole name as =eth0, or what to leave out as ^docker,lo; or unset it.",
     )
 
 
 def emulation_finding(problem: str | None) -> Finding:
     """Whether clusters can be emulated here; `problem` is what `testbed.permission_problem` says."""
     if problem is None:
-        return Finding(
-            topic="testbed", severity="ok", found="gradwire emulate, demo and bench can make network namespaces"
-        )
-    return Finding(
-        topic="testbed",
-        severity="note",
-        found=f"no cluster can be emulated: {problem}",
-        why="gradwire emulate stops, and gradwire demo computes the speed on a slow link instead of measuring it. "
+        return ok("testbed", "gradwire emulate, demo and bench can make network namespaces")
+    return note(
+        "testbed",
+        f"no cluster can be emulated: {problem}",
+        "gradwire emulate stops, and gradwire demo computes the speed on a slow link instead of measuring it. "
         "Training does not need it.",
-        cure="Run as root, start the container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, or allow user namespaces: "
+        "Run as root, start the container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, or allow user namespaces: "
         "sysctl -w user.max_user_namespaces=10000.",
     )
 

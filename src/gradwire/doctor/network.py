@@ -1,18 +1,15 @@
 """Network interfaces, and which of them gloo and NCCL would take."""
 
-import fcntl
 import ipaddress
-import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 
 import msgspec
+import psutil
 
 __all__ = ["GlooChoice", "Interface", "bindable_address", "gloo_choice", "interfaces", "is_loopback", "nccl_choice"]
 
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
-_IFF_UP = 1
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc")
 
 
@@ -57,39 +54,14 @@ def is_loopback(address: str | None) -> bool:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this machine, loopback first."""
-    version_6 = _addresses_6()
+    """The interfaces of this machine."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for _, name in socket.if_nameindex():
-            flags = _ask(control, _SIOCGIFFLAGS, name)
-            up = flags is not None and bool(struct.unpack("H", flags[:2])[0] & _IFF_UP)
-            answer = _ask(control, _SIOCGIFADDR, name)
-            address = version_6.get(name) if answer is None else socket.inet_ntoa(answer[4:8])
-            found.append(Interface(name, address, up))
+    for name, entries in psutil.net_if_addrs().items():
+        of_link = {entry.address: entry.address.startswith("fe80:") for entry in entries if entry.family in _INTERNET}
+        addresses = sorted(of_link, key=lambda address: (":" in address, of_link[address]))
+        found.append(Interface(name, addresses[0].partition("%")[0] if addresses else None, name in up))
     return tuple(found)
-
-
-def _ask(control: socket.socket, request: int, name: str) -> bytes | None:
-    """The part of `struct ifreq` behind the name; None where the interface has no such thing."""
-    try:
-        return fcntl.ioctl(control.fileno(), request, struct.pack("256s", os.fsencode(name)[:15]))[16:]
-    except OSError:
-        return None
-
-
-def _addresses_6() -> dict[str, str]:
-    """The IPv6 address of each interface, one that is routed rather than one of the link alone."""
-    found: dict[str, str] = {}
-    try:
-        with open("/proc/net/if_inet6") as table:
-            for line in table:
-                number, _, _, scope, _, name = line.split()
-                if name not in found or scope == "00":
-                    found[name] = str(ipaddress.IPv6Address(int(number, 16)))
-    except OSError:
-        pass
-    return found
 
 
 def bindable_address(host: str) -> str | None:
@@ -109,10 +81,7 @@ def bindable_address(host: str) -> str | None:
 
 
 def gloo_choice(
-    variable: str | None,
-    host: str,
-    known: Sequence[Interface],
-    resolve: Callable[[str], str | None] = bindable_address,
+    variable: str | None, host: str, known: Sequence[Interface], resolve: Callable[[str], str | None] = bindable_address
 ) -> GlooChoice:
     """What gloo would listen at: GLOO_SOCKET_IFNAME (names, with commas) if set, else the host name, else 127.0.0.1."""
     by_name = {each.name: each for each in known}

@@ -9,8 +9,8 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction
 from gradwire.doctor.machine import machine_findings
 from gradwire.doctor.network import is_loopback
-from gradwire.doctor.rendezvous import Survey
-from gradwire.doctor.report import Finding
+from gradwire.doctor.report import Finding, note, ok, problem
+from gradwire.doctor.survey import Survey
 
 __all__ = ["rate_text", "survey_findings"]
 
@@ -48,34 +48,31 @@ def _seconds(seconds: float) -> str:
 
 def _attendance(survey: Survey, world_size: int, timeout_s: float) -> Iterator[Finding]:
     if survey.stopped is not None:
-        yield Finding(
-            topic="ranks",
-            severity="problem",
-            found=survey.stopped,
-            why="The ranks could not be examined together.",
-            cure="Start every rank with the same command, MASTER_ADDR and MASTER_PORT; the address is one of rank 0's "
+        yield problem(
+            "ranks",
+            survey.stopped,
+            "The ranks could not be examined together.",
+            "Start every rank with the same command, MASTER_ADDR and MASTER_PORT; the address is one of rank 0's "
             "machine that the others can reach.",
         )
     elif survey.missing:
-        yield Finding(
-            topic="ranks",
-            severity="problem",
-            found=f"{rank_list(survey.missing)} of {world_size} did not come within {timeout_s:g} s",
-            why="The job would wait for them in init_process_group, and then fail.",
-            cure="Look at their own logs: did they start, with the same MASTER_ADDR and MASTER_PORT, and does a firewall "
+        yield problem(
+            "ranks",
+            f"{rank_list(survey.missing)} of {world_size} did not come within {timeout_s:g} s",
+            "The job would wait for them in init_process_group, and then fail.",
+            "Look at their own logs: did they start, with the same MASTER_ADDR and MASTER_PORT, and does a firewall "
             "let them reach it? Slow starts need a longer --timeout. No link was measured.",
         )
     else:
         nodes = len({facts.node for facts in survey.present.values()})
         where = f"on {nodes} nodes" if nodes > 1 else "on one node"
-        yield Finding(topic="ranks", severity="ok", found=f"all {world_size} ranks came, {where}")
+        yield ok("ranks", f"all {world_size} ranks came, {where}")
     if survey.twice:
-        yield Finding(
-            topic="ranks",
-            severity="problem",
-            found=f"several processes say that they are {rank_list(survey.twice)}",
-            why="Each would answer for the other, and the job hang or add the wrong gradients.",
-            cure="Give every process a RANK of its own; with torchrun, a --node-rank of its own to each node.",
+        yield problem(
+            "ranks",
+            f"several processes say that they are {rank_list(survey.twice)}",
+            "Each would answer for the other, and the job hang or add the wrong gradients.",
+            "Give every process a RANK of its own; with torchrun, a --node-rank of its own to each node.",
         )
 
 
@@ -88,13 +85,7 @@ def _problems_elsewhere(present: Mapping[int, Facts]) -> Iterator[Finding]:
             if finding.severity == "problem" and finding.found not in own:
                 seen.setdefault(finding.found, (finding, []))[1].append(rank)
     for finding, ranks in seen.values():
-        yield Finding(
-            topic=finding.topic,
-            severity="problem",
-            found=f"{rank_list(ranks)}: {finding.found}",
-            why=finding.why,
-            cure=finding.cure,
-        )
+        yield problem(finding.topic, f"{rank_list(ranks)}: {finding.found}", finding.why, finding.cure)
 
 
 def _connections(survey: Survey) -> Iterator[Finding]:
@@ -106,33 +97,30 @@ def _connections(survey: Survey) -> Iterator[Finding]:
         hint = ""
         if len(nodes) > 1 and on_loopback:
             hint = f"; {rank_list(on_loopback)} would listen at loopback, where other nodes cannot come"
-        yield Finding(
-            topic="gloo",
-            severity="problem",
-            found=f"{rank_list(survey.unreachable)} could not join a gloo group{hint} (rank {said[0]}: {_short(said[1])})",
-            why="init_process_group('gloo') would fail the same way; the ranks did reach MASTER_ADDR.",
-            cure="Export GLOO_SOCKET_IFNAME, on every node the name of the interface that reaches the other nodes, and "
+        yield problem(
+            "gloo",
+            f"{rank_list(survey.unreachable)} could not join a gloo group{hint} (rank {said[0]}: {_short(said[1])})",
+            "init_process_group('gloo') would fail the same way; the ranks did reach MASTER_ADDR.",
+            "Export GLOO_SOCKET_IFNAME, on every node the name of the interface that reaches the other nodes, and "
             "let all ports between the nodes pass the firewall.",
         )
     failed = [direction for direction in survey.directions if direction.problem is not None]
     if failed:
         first, others = failed[0], failed[1:]
         also = f"; so did {', '.join(_arrow(d) for d in others[:6])}{', ...' * (len(others) > 6)}" if others else ""
-        yield Finding(
-            topic="links",
-            severity="problem",
-            found=f"{_arrow(first)} failed ({_short(first.problem or '')}){also}",
-            why="A training step would fail or hang in the same place. Look at the first one: after a timeout gloo closes "
+        yield problem(
+            "links",
+            f"{_arrow(first)} failed ({_short(first.problem or '')}){also}",
+            "A training step would fail or hang in the same place. Look at the first one: after a timeout gloo closes "
             "a rank's other links too.",
-            cure="Look at the log of both ranks: did a process die? Then at the network between their nodes.",
+            "Look at the log of both ranks: did a process die? Then at the network between their nodes.",
         )
     if survey.silent:
-        yield Finding(
-            topic="ranks",
-            severity="problem",
-            found=f"{rank_list(survey.silent)} came, but fell silent while gloo connected or links were measured",
-            why="A process died or hangs, or its network is cut.",
-            cure="Look at its own log.",
+        yield problem(
+            "ranks",
+            f"{rank_list(survey.silent)} came, but fell silent while gloo connected or links were measured",
+            "A process died or hangs, or its network is cut.",
+            "Look at its own log.",
         )
 
 
@@ -146,30 +134,24 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
     share = 2 * (world_size - 1) / world_size
     plain_s = share * 4 * numel * 8 / (rate * 1e9)
     compressed_s = share * sum(qsgd_bytes([(numel, 4)], 128, "max")) * 8 / (rate * 1e9)
-    yield Finding(
-        topic="links",
-        severity="ok",
-        found=f"{len(measured)} direction{'s' * (len(measured) != 1)} measured; the slowest is {_arrow(slowest)}: "
+    yield ok(
+        "links",
+        f"{len(measured)} direction{'s' * (len(measured) != 1)} measured; the slowest is {_arrow(slowest)}: "
         f"{rate_text(rate)}, round trip {slowest.round_trip_us or 0:.0f} us. At that rate the gradients of "
         f"{MILLION_PARAMETERS}M parameters take {_seconds(plain_s)} a step in float32, {_seconds(compressed_s)} in 4 bits",
     )
     nodes = {rank: facts.node for rank, facts in survey.present.items()}
     for crosses, kind in ((True, "between nodes"), (False, "inside a node")):
         alike = [(g, d) for g, d in measured if (nodes.get(d.source) != nodes.get(d.destination)) == crosses]
-        usual = statistics.median(g for g, _ in alike) if len(alike) > 1 else 0.0
+        usual = statistics.median_high(g for g, _ in alike) if alike else 0.0  # of two, the faster
         slow = [(g, d) for g, d in alike if g * MUCH_SLOWER < usual]
-        if len(alike) == 2 and max(g for g, _ in alike) > MUCH_SLOWER * min(
-            g for g, _ in alike
-        ):  # two directions of one link
-            slow, usual = [min(alike, key=lambda pair: pair[0])], max(g for g, _ in alike)
         if slow:
-            yield Finding(
-                topic="links",
-                severity="note",
-                found=f"slower than the other links {kind} ({rate_text(usual)}): "
+            yield note(
+                "links",
+                f"slower than the other links {kind} ({rate_text(usual)}): "
                 + "; ".join(f"{_arrow(d)} {rate_text(g)}" for g, d in slow),
-                why="Every exchange goes at the pace of the slowest link.",
-                cure="Look at that node's adapter, cable, switch port and other traffic; repeat to see whether it stays.",
+                "Every exchange goes at the pace of the slowest link.",
+                "Look at that node's adapter, cable, switch port and other traffic; repeat to see whether it stays.",
             )
 
 

@@ -1,5 +1,6 @@
 """What the doctor says: findings, the links with their rates, and the facts of every rank."""
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -8,21 +9,24 @@ from gradwire.core.made import Made
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction
 
-__all__ = ["Finding", "Report", "Severity"]
+__all__ = ["Finding", "Report", "Severity", "note", "ok", "problem"]
 
 Severity = Literal["ok", "note", "problem"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at. A problem makes the exit code 1; a note may be right as it is."""
 
-    topic: str
     severity: Severity
+    topic: str
     found: str
     why: str = ""
     """Why it matters."""
     cure: str = ""
     """What to do about it; empty where nothing has to be done."""
+
+
+ok, note, problem = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "problem")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,16 +1,22 @@
 """The control exchange: at the end of a step every rank tells every other what became of its backward."""
 
 import struct
+import weakref
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from gradwire.collectives import Link, LinkError
+from gradwire.engine.drift import DriftWatch
+from gradwire.errors import DisagreementError
+from gradwire.exchange import Lanes
 
-__all__ = ["Report", "State", "exchange_bytes", "exchange_reports", "why_void"]
+__all__ = ["ControlExchange", "Report", "State", "exchange_bytes", "exchange_reports"]
 
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
@@ -45,6 +51,54 @@ class Report(NamedTuple):
     """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
+
+
+class ControlExchange:
+    """What the ranks of one model tell each other, and what follows from it."""
+
+    def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
+        self._lanes, self._drift = lanes, DriftWatch(drift_check_steps)
+        self.plan = 0
+        """The first 8 bytes of the digest of the plan that runs."""
+        self.joining = False
+        """Whether the rank is inside `handle.join()`."""
+        self.stepped = True
+        """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
+
+    def watch(self, names: Sequence[str], weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> None:
+        """Tell of these parameters from now on."""
+        self._names, self._weights = names, weights
+
+    def report(self, step: int, state: State, came: int, used: int, weights: int = 0) -> Report:
+        """What this rank says."""
+        return Report(step, state, self.plan, came, self.joining, weights, self.stepped, used)
+
+    def tell(self, step: int, state: State, came: int, used: int) -> "Future[list[Report]]":
+        """Tell all ranks how this rank's backward went, and hear the same of them."""
+        weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
+        own = self.report(step, state, came, used, weights)
+        self.stepped = True  # a step that was left out is told once
+        return self._lanes.control.submit(partial(exchange_reports, own, len(self._names)))
+
+    def why_void(self, reports: Sequence[Report], leaving_is_void: bool = True) -> str | None:
+        """Why the step must not count, in the same words on all ranks; None if it counts."""
+        if not leaving_is_void:
+            reports = [each._replace(state=State.DONE) if each.state is State.LEFT else each for each in reports]
+        return why_void(reports, self._lanes.group.global_ranks, len(self._names))
+
+    def check_drift(self, reports: Sequence[Report], step: int) -> None:
+        """Raises DisagreementError if ranks told different checksums of their weights. Collective then."""
+        if len({report.weights for report in reports if report.state is State.DONE}) < 2:
+            return
+        lanes = self._lanes
+        with lanes.told("checksums of all weights", step):
+            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed())).result()
+        trained = {
+            rank: raw
+            for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
+            if report.state is State.DONE
+        }
+        raise lanes.fail(DisagreementError(self._drift.difference(trained, self._names, step)))
 
 
 def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:

@@ -3,13 +3,9 @@
 import hashlib
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-
-from gradwire.collectives import Lane
-from gradwire.engine.control import Report, State, exchange_bytes
 
 __all__ = ["DriftWatch", "checksums"]
 
@@ -40,23 +36,12 @@ class DriftWatch:
     def digest(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> int:
         """One 64-bit number for all of them."""
         self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
-        return int.from_bytes(hashlib.blake2b(self._packed(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(self.packed(), digest_size=8).digest(), "little")
 
-    def found(self, reports: Iterable[Report]) -> bool:
-        """Whether ranks that trained have different digests."""
-        return len({report.weights for report in reports if report.state is State.DONE}) > 1
-
-    def difference(
-        self, control: Lane, reports: Sequence[Report], ranks: Sequence[int], names: Sequence[str], step: int
-    ) -> str:
-        """Find out together what differs, and say it. `ranks` are the global ones. Collective; raises LinkError."""
-        packed = control.submit(partial(exchange_bytes, self._packed())).result()
+    def difference(self, packed: Mapping[int, bytes], names: Sequence[str], step: int) -> str:
+        """What differs, in words. `packed`: what `packed()` gave on each rank that trained, by global rank."""
         words = self._words()
-        sums = {
-            rank: words.unpack(raw)
-            for rank, raw, report in zip(ranks, packed, reports, strict=True)
-            if report.state is State.DONE
-        }
+        sums = {rank: words.unpack(raw) for rank, raw in packed.items()}
         first, *others = sums
         index, other = next(
             (index, other)
@@ -71,7 +56,8 @@ class DriftWatch:
             "random layers without a common seed), or for faulty memory; restart from a checkpoint."
         )
 
-    def _packed(self) -> bytes:
+    def packed(self) -> bytes:
+        """The checksums of the last digest."""
         return self._words().pack(*self._sums)
 
     def _words(self) -> struct.Struct:

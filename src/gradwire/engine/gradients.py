@@ -89,6 +89,14 @@ class Gradient:
         self.handed = None
         self._memory.leave_to_script()
 
+    def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
+        """Of a parameter without a gradient in this backward: `grad` becomes the mean, or where no rank used the parameter what
+        it was, `own`."""
+        if used_anywhere:
+            parameter.grad = self.hand_out()
+        elif own is not None and parameter.grad is self.handed:
+            self.slot.view.copy_(own)
+
 
 def gradients_of(exchange: Exchange, names: Sequence[str]) -> list[Gradient]:
     """Those of these parameters."""

@@ -13,63 +13,33 @@ The states of a step, `StepState`:
 5. BROKEN, after a collective failed. It stays so.
 
 A rank without batches takes part in steps with zeros and without a backward (`run_out`).
-Reentrant checkpointing runs backwards inside the backward, each with its own end. When the graph shows that beforehand,
-gradients are only collected, and everything is sent when the outermost backward ends: right, without overlap.
+Reentrant checkpointing runs backwards inside the backward. When the graph shows that beforehand, gradients are only collected,
+and everything is sent when the outermost backward ends.
 """
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from enum import Enum
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 
 import torch
 from torch.autograd import Variable
 
-from gradwire.collectives import LinkError
-from gradwire.engine.control import Report, State, exchange_reports, why_void
-from gradwire.engine.drift import DriftWatch
+from gradwire.engine.control import ControlExchange, Report, State
 from gradwire.engine.gradients import Gradient, gradients_of
+from gradwire.engine.leaving import leave, was_left
+from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, Schedule, SeesBackward
 from gradwire.engine.seams import reentrant
 from gradwire.engine.seams.hooks import GradientHooks
-from gradwire.errors import DisagreementError, GradwireError, StepStateError
-from gradwire.exchange import Exchange, Lanes, StepReport
+from gradwire.engine.step_state import StepState
+from gradwire.errors import GradwireError, StepStateError
+from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.layout import Slot
 
-__all__ = ["Observer", "Reducer", "StepState"]
-
-
-class StepState(Enum):
-    """Where a reducer is in its step."""
-
-    IDLE = "idle"
-    RUNNING = "running"
-    CLOSING = "closing"
-    VOID = "void"
-    """All ranks raised; `reset` goes on."""
-    BROKEN = "broken"
-    """Nothing goes on."""
-
-
-class Observer:
-    """What is told of a reducer's steps. Register it with `Reducer.observe`, which does not keep it alive."""
-
-    def begins(self) -> None:
-        """The first gradient of a step came; nothing is sent yet."""
-
-    def finished(self, exposed_s: float) -> None:
-        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is told
-        first."""
-
-    def idle(self) -> None:
-        """All observers were told that the step is finished."""
-
-    def measured(self, report: StepReport) -> None:
-        """The lanes are done with a step: where steps overlap, when the next one has begun."""
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -77,15 +47,12 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
-        self.drift = DriftWatch(drift_check_steps)
+        self.control = ControlExchange(lanes, drift_check_steps)
+        """What ranks tell each other at the end of a step."""
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
         """False: backwards only accumulate."""
-        self.joining = False
-        """Whether the rank is inside `handle.join()`."""
-        self.stepped = True
-        """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.ready_order: list[int] = []
@@ -98,7 +65,8 @@ class Reducer:
         """What scripts get, in the order of the parameters."""
         self.watched = 0
         """How often it was given parameters."""
-        self._observers: list[weakref.ref[Observer]] = []
+        self.observers = Observers()
+        """Who is told of steps."""
         self._schedule: weakref.ref[Schedule] | None = None
         self._state = StepState.IDLE
         self._deferred = False
@@ -128,6 +96,7 @@ class Reducer:
         self._hooks.remove()
         self.names = list(parameters)
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self.control.watch(self.names, self.parameters)
         self._used, self._seen = 0, False
         self.watched += 1
         traits = self.schedule.traits
@@ -140,7 +109,7 @@ class Reducer:
         """Run this exchange from the next step on."""
         others = vars(self).get("exchange") is not exchange
         self.exchange = self.running = exchange
-        self._plan_word = int(exchange.plan.digest()[:16], 16)
+        self.control.plan = int(exchange.plan.digest()[:16], 16)
         self.slots: list[Slot] = [exchange.slots[name] for name in self.names]
         """Of the parameters, in the exchange of the step that runs, or ran last."""
         if others:
@@ -162,36 +131,6 @@ class Reducer:
         """The parameters that are still there."""
         return [reference() for reference in self.parameters]
 
-    # ---- who looks
-
-    def observe(self, observer: Observer) -> None:
-        """Tell this observer of steps, before all others."""
-        self._observers.insert(0, weakref.ref(observer))
-
-    def unobserve(self, observer: Observer) -> None:
-        """Tell it no more."""
-        self._observers = [reference for reference in self._observers if reference() not in (observer, None)]
-
-    def measured(self, report: StepReport) -> None:
-        """Schedules call it when the lanes are done with a step."""
-        for observer in self._observing():
-            observer.measured(report)
-
-    def finished(self, exposed_s: float) -> None:
-        """A step counts, and its backward returns."""
-        observers = list(self._observing())
-        for observer in observers:
-            observer.finished(exposed_s)
-        for observer in observers:
-            observer.idle()
-
-    def _observing(self) -> Iterator[Observer]:
-        for reference in list(self._observers):
-            if (observer := reference()) is not None:
-                yield observer
-
-    # ---- states
-
     @property
     def state(self) -> StepState:
         """Where it is in its step."""
@@ -200,7 +139,7 @@ class Reducer:
         return self._state
 
     @property
-    def _in_hand(self) -> bool:
+    def in_hand(self) -> bool:
         """Whether a backward began a step that is not over, or was left before its end."""
         return self._state is StepState.RUNNING or (self._state is StepState.CLOSING and bool(self.gradients))
 
@@ -228,7 +167,7 @@ class Reducer:
             schedule.after_forward(outputs)
 
     def _outermost(self, gradient: torch.Tensor) -> None:
-        if self.synchronise and not self._in_hand:
+        if self.synchronise and not self.in_hand:
             self._begin_in_backward()
 
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -240,7 +179,7 @@ class Reducer:
         if not self.synchronise:
             return
         self.lanes.check()
-        if not self._in_hand:
+        if not self.in_hand:
             if reentrant.inside():
                 raise StepStateError(
                     f"the first gradient of the step, {self.names[index]!r}, came from a backward inside the backward "
@@ -248,8 +187,9 @@ class Reducer:
                     "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
                 )
             self._begin_in_backward()
-        elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred:
-            self._refuse_second_backward(index)
+        elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred and not reentrant.inside():
+            # inside the backward we know each parameter's gradient is still counted once
+            raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
         self.running.check_lanes()
         self._came[index] = None
 
@@ -258,9 +198,10 @@ class Reducer:
         if not self.synchronise or self._deferred:
             return
         if index in self.filled:
-            raise self.leave(
+            raise leave(
+                self,
                 f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
-                "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False)."
+                "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
             )
         self._fill(index, parameter)
 
@@ -271,7 +212,7 @@ class Reducer:
                 "this backward runs as compiled autograd, whose end gradwire cannot see. Switch it off."
             )
         self._outer_task = torch._C._current_graph_task_id()
-        for observer in self._observing():
+        for observer in self.observers:
             observer.begins()
         self.schedule.on_begin()
         Variable._execution_engine.queue_callback(self._close)
@@ -294,38 +235,11 @@ class Reducer:
         """
         self.lanes.check()
         inside = torch._C._current_graph_task_id() != -1
-        if self._in_hand and not inside:
-            raise self._was_left("a new forward begins")
+        if self.in_hand and not inside:
+            raise was_left(self, "a new forward begins")
         return not inside
 
-    def _refuse_second_backward(self, index: int) -> None:
-        if reentrant.inside():
-            return  # inside the backward we know; each parameter's gradient is still counted once
-        raise self._was_left(f"gradient {self.names[index]!r} belongs to a new backward")
-
-    def _was_left(self, what_now: str) -> GradwireError:
-        return self.leave(
-            f"{what_now}, but step {self.step} of the last backward is not finished: {len(self.filled)} of "
-            f"{len(self.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
-            "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart."
-        )
-
-    @torch.no_grad()
-    def leave(self, words: str) -> GradwireError:
-        """End the step in order, with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
-        for index, gradient in enumerate(self.gradients):
-            if index not in self.filled:
-                gradient.take_over(None)
-                gradient.slot.view.zero_()
-                self.running.count(gradient.slot)
-        mendable = False
-        with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
-            self.running.executor.finish(self.tell(State.LEFT))
-            mendable = True
-        self._give_back()
-        return self.lanes.fail(StepStateError(words), mendable)
-
-    def _give_back(self) -> None:
+    def take_back_all(self) -> None:
         """No rank uses what was summed: residuals take it back."""
         for slot in self.slots:
             self.running.take_back(slot)
@@ -347,9 +261,10 @@ class Reducer:
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient, grad = self.gradients[index], parameter.grad
         if grad is None:
-            raise self.leave(
+            raise leave(
+                self,
                 f"the gradient of {self.names[index]!r} was gone when it was to be sent: a hook used it and set it to None (an "
-                "optimizer in backward?). gradwire averages after all hooks; step the optimizer after backward."
+                "optimizer in backward?). gradwire averages after all hooks; step the optimizer after backward.",
             )
         self.filled[index] = None
         gradient.take_over(grad)
@@ -361,8 +276,9 @@ class Reducer:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
         if grad.is_sparse:
             self.filled.pop(self.names.index(slot.name), None)
-            raise self.leave(
-                f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+            raise leave(
+                self,
+                f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False).",
             )
         torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
 
@@ -392,15 +308,11 @@ class Reducer:
 
     def settle_missing(self, missing: Missing) -> None:
         """Give a parameter without a gradient in this backward the mean, or where no rank used it what it had."""
-        parameter, gradient = self.parameters[missing.index](), self.gradients[missing.index]
+        gradient = self.gradients[missing.index]
         if not missing.used_anywhere:
             self.running.take_back(gradient.slot)
-        if parameter is None:
-            return
-        if missing.used_anywhere:
-            parameter.grad = gradient.hand_out()
-        elif missing.own is not None and parameter.grad is gradient.handed:
-            gradient.slot.view.copy_(missing.own)
+        if (parameter := self.parameters[missing.index]()) is not None:
+            gradient.settle(parameter, missing.own, missing.used_anywhere)
 
     # ---- closing
 
@@ -410,12 +322,7 @@ class Reducer:
         if used is not None:
             self._used = used
         self._state = StepState.CLOSING
-        weights = self.drift.digest(self.parameters) if self.drift.due(self.step) else 0
-        came = len(self.filled)
-        own = Report(self.step, state, self._plan_word, came, self.joining, weights, self.stepped, self._used)
-        told = self.lanes.control.submit(partial(exchange_reports, own, len(self.names)))
-        self.stepped = True  # a step that was left out is told once
-        return told
+        return self.control.tell(self.step, state, len(self.filled), self._used)
 
     @torch.no_grad()
     def _close(self) -> None:
@@ -445,7 +352,7 @@ class Reducer:
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
-        self.check_drift(reports)
+        self.control.check_drift(reports, self.step)
         used = reduce(or_, (report.used for report in reports))
         for index, slot in enumerate(self.slots):
             slot.owed = None if used >> index & 1 else slot.owed
@@ -453,24 +360,13 @@ class Reducer:
         self._seen = self._seen or state is State.DONE
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
-        self.finished(exposed_s)
+        self.observers.finished(exposed_s)
 
     def counted(self, reports: Sequence[Report]) -> None:
         """The step counts: the next one is another."""
         self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
         self._used, self._state = 0, StepState.IDLE
         self.step += 1
-
-    def check_drift(self, reports: Sequence[Report]) -> None:
-        """Raises if ranks told different checksums of their weights. Collective then."""
-        if not self.drift.found(reports):
-            return
-        try:
-            control, ranks = self.lanes.control, self.group.global_ranks
-            words = self.drift.difference(control, reports, ranks, self.names, self.step)
-        except LinkError as error:
-            raise self.broken("checksums of all weights", error) from error
-        raise self.lanes.fail(DisagreementError(words))
 
     def hear(
         self,
@@ -482,37 +378,12 @@ class Reducer:
         is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""
         wait(told)
         reports = told.result()
-        judged = reports
-        if not leaving_is_void:
-            judged = [each._replace(state=State.DONE) if each.state is State.LEFT else each for each in reports]
-        if problem := why_void(judged, self.group.global_ranks, len(self.names)):
+        if problem := self.control.why_void(reports, leaving_is_void):
             self.running.finish()
-            self._give_back()
+            self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
             raise self.lanes.fail(StepStateError(problem), mendable)
         return reports
-
-    # ---- when all ranks do something else
-
-    @torch.no_grad()
-    def announce_change(self) -> None:
-        """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
-        a step instead, which is void."""
-        self.lanes.check()
-        for index, gradient in enumerate(self.gradients):
-            parameter = self.parameters[index]()
-            if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
-                parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
-            gradient.take_over(None)
-        self.schedule.on_begin()
-        for flat in self.running.flats:
-            flat.zero_()
-        for slot in self.slots:
-            self.running.count(slot)
-        self.hear(self.tell(State.CHANGED), self.schedule.on_end)
-        self.running.finish()
-        self._give_back()
-        self._state = StepState.IDLE
 
     def converted(self) -> str | None:
         """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
@@ -521,30 +392,8 @@ class Reducer:
                 return repr(name)
         return None
 
-    def reset(self) -> None:
-        """Begin anew after a void step. Collective."""
-        schedule = self.schedule
-        if isinstance(schedule, Launches):
-            schedule.before_reset()
-        if self.lanes.failure is None and self._in_hand:
-            self._was_left("reset() was called")
-        if (failure := self.lanes.failure) is not None:
-            self._mend(failure)
-        if isinstance(schedule, Launches):
-            schedule.after_reset()
-
-    def _mend(self, failure: GradwireError) -> None:
-        if not self.lanes.mendable:
-            raise type(failure)(f"reset() cannot mend this: {failure}")
-        self.lanes.mendable = False
-        own = Report(self.step, State.DONE, self._plan_word, 0, self.joining, 0, self.stepped, 0)
-        try:
-            reports = self.lanes.control.submit(partial(exchange_reports, own, len(self.names))).result()
-        except LinkError as error:
-            raise self.broken("all ranks to call reset()", error) from error
-        self.step = 1 + max(report.step for report in reports)
-        self.lanes.mend()
-        self._state, self._used = StepState.IDLE, 0
-        for reference in self.parameters:
-            if (parameter := reference()) is not None:
-                parameter.grad = None
+    def idle(self, next_step: int | None = None) -> None:
+        """The step in hand is over, and did not count. `next_step`: all ranks go on with this one, without its gradients."""
+        self._state = StepState.IDLE
+        if next_step is not None:
+            self.step, self._used = next_step, 0

@@ -14,9 +14,11 @@ from gradwire.collectives import Link, LinkError
 from gradwire.core.plan import Plan
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.driver import Driver
+from gradwire.engine.observers import Observer
 from gradwire.engine.overlap import FirstGradient
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Reducer
+from gradwire.engine.recovery import announce_change
+from gradwire.engine.reducer import Reducer
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import Job, PutsOff, ShardsOptimizer
 from gradwire.engine.schedules.factory import make_schedule, why_not
@@ -58,7 +60,7 @@ class Session(Observer):
         self._compiled_before = compiled_frames()
         self._model = weakref.ref(model)
         self.reducer = Reducer(lanes, drift_check_steps)
-        self.reducer.observe(self)
+        self.reducer.observers.add(self)
         job = Job(model, optimizers, self._compiled_before)
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
@@ -163,7 +165,7 @@ class Session(Observer):
         self.settle()
         self._broadcast_buffers(None)  # ranks whose model did not change do so before the step that is void then
         self.settle()
-        self.reducer.announce_change()
+        announce_change(self.reducer)
         prepared, problem = None, None
         try:
             prepared = prepare(model, self.policy or self.plan, self.group.world_size, self.parameters.values())
@@ -270,12 +272,12 @@ class Session(Observer):
         if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:
             self._on_lane(job, "rank 0's buffers before forward")
         # in join() once a step, as ranks without a batch do
-        self._buffers.due = self.reducer.synchronise and not self.reducer.joining
+        self._buffers.due = self.reducer.synchronise and not self.reducer.control.joining
 
     def begins(self) -> None:
         """In join(), ranks without a batch send buffers before each step: where no training forward of the model did, as in a
         loop in eval mode or one that calls parts of the model, they are sent now."""
-        if self.reducer.joining and self._buffers.due:
+        if self.reducer.control.joining and self._buffers.due:
             self._broadcast_buffers(self._model())
 
     def join_the_others(self) -> None:

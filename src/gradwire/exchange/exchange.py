@@ -1,62 +1,37 @@
 """The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
 
-A step of an exchange:
-1. `begin` starts the lanes.
-2. `ready` tells that a tensor holds this rank's values. Its values times 1/world_size are copied into the tensor's place in its
-   bucket. When all tensors of a bucket are ready, the lanes may take up the bucket, in the plan's launch order.
-3. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
+A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values; these, times 1/world_size,
+are copied into the tensor's place in its bucket. A bucket whose tensors are all ready is taken up by the lanes, in the plan's
+launch order. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gradwire._version import __version__
-from gradwire.collectives import LinkError, Meter, ShardedSum, TwoPhase, share_scratch
+from gradwire.collectives import LinkError, Meter, share_scratch
 from gradwire.core.checks import near, printable, show
 from gradwire.core.plan import Plan
-from gradwire.core.specs import innermost
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskFailed, TaskTimes
 from gradwire.exchange.lanes import Lanes
-from gradwire.exchange.layout import Slot, build_buckets
+from gradwire.exchange.layout import Slot, build_buckets, random_streams
 from gradwire.exchange.memory import Remembered, added_up
+from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards, take_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
+from gradwire.exchange.tensors import TensorLike, check_fits, checked_tensors, like, tensor_facts
 
-__all__ = ["Exchange", "TensorMeta"]
+__all__ = ["Exchange"]
 
 T = TypeVar("T")
 
 _LAST_STEP = 2**62
-_MOST_ENCODES = 4
-"""Of any option: before both first steps and before both second ones."""
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """A tensor that an exchange will get later: contiguous.
-
-    >>> TensorMeta((10, 4)).empty().numel()
-    40
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-
-    def empty(self) -> torch.Tensor:
-        """A tensor of this kind that takes no memory."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-
-TensorLike: TypeAlias = torch.Tensor | TensorMeta
 
 
 class Exchange:
@@ -89,18 +64,18 @@ class Exchange:
         lanes = Lanes(process_group)
         problem, made, checked, device = None, None, {}, None
         try:
-            checked = _checked(tensors)
+            checked = checked_tensors(tensors)
             if isinstance(plan, str) and plan == "auto":
                 raise PlanError(
                     "plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec."
                 )
-            infos = [info_of(name, _like(tensor)) for name, tensor in checked.items()]
+            infos = [info_of(name, like(tensor)) for name, tensor in checked.items()]
             made, _ = plan_for(plan, infos, lanes.group.world_size)
-            device = _like(next(iter(checked.values()))).device
+            device = like(next(iter(checked.values()))).device
         except Exception as error:
             problem = error
         try:
-            lanes.open(_facts(made, checked, problem), device)
+            lanes.open(tensor_facts(made, checked, problem), device)
             if problem is not None:
                 raise problem
             assert made is not None
@@ -134,7 +109,7 @@ class Exchange:
         step: int,
         flats: Sequence[torch.Tensor] | None,
     ) -> None:
-        likes = {name: _like(tensor) for name, tensor in tensors.items()}
+        likes = {name: like(tensor) for name, tensor in tensors.items()}
         self._tensors: dict[str, TensorLike] = {}
         self._owns_lanes = self._closed = False
         self.lanes, self.group, self.plan = lanes, lanes.group, plan
@@ -144,9 +119,7 @@ class Exchange:
         """The step whose specs it runs."""
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
-        self.random = _random(plan, lanes.group.rank, next(iter(likes.values())).device)
-        """Keys of the random streams, int64 of shape (buckets, 8, 4): seed, step, encode, rank. Encodes 0 to 3 are those of a
-        scheme, 4 to 7 are the roundings of residuals that these store narrow."""
+        self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
         self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
         """Where each tensor lies, by name."""
@@ -163,8 +136,6 @@ class Exchange:
         """The tensors of the step that runs, and have not been waited for."""
         self._meters: list[Meter] = []
 
-    # ---- for whoever averages tensors
-
     def begin(self, phases: str = BOTH) -> None:
         """Begin a step. phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases
         (`scheme="alltoall"`).
@@ -180,7 +151,7 @@ class Exchange:
         if phases not in (BOTH, REDUCE, GATHER):
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
-            self._check_two_phases(phases)
+            check_two_phases(self.buckets, phases)
         self.begin_step(self.step, phases)
 
     def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
@@ -199,8 +170,7 @@ class Exchange:
                 torch.mul(source.detach(), 1.0 / self.group.world_size, out=slot.view)
         self._sources[name] = source
         if self._phases == GATHER and self._left[slot.bucket] == 1:
-            for chunk in self.buckets[slot.bucket].chunks:
-                chunk.take_shard(self.lanes.data[0].link.streams)  # type: ignore[attr-defined]  # of two phases
+            take_shards(self.buckets[slot.bucket], self.lanes.data[0].link.streams)
         self.count(slot, owes=self._phases != GATHER)
 
     def wait(self, name: str | None = None) -> None:
@@ -219,7 +189,7 @@ class Exchange:
             slot.name
             for bucket in buckets
             for slot in self.buckets[bucket].slots
-            if self._left[bucket] and self._waits(slot)
+            if self._left[bucket] and slot.name not in self._sources
         ]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StepStateError(
@@ -255,11 +225,8 @@ class Exchange:
     def own_shards(self) -> dict[str, list[tuple[int, int]]]:
         """By tensor, the runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, as
         they lie in memory. Raises PlanError for a plan without two phases."""
-        self._check_two_phases("own_shards")
-        shards: dict[str, list[tuple[int, int]]] = {name: [] for name in self.slots}
-        for slot, low, high, _ in self._shards():
-            shards[slot.name].append((low - slot.offset, high - slot.offset))
-        return shards
+        check_two_phases(self.buckets, "own_shards")
+        return own_runs(self.buckets)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
@@ -308,8 +275,6 @@ class Exchange:
         self._closed = True
         if self._owns_lanes:
             self.lanes.stop()
-
-    # ---- for the reducer, which knows what it does
 
     @property
     def flats(self) -> list[torch.Tensor]:
@@ -388,8 +353,6 @@ class Exchange:
             return self.lanes.broken(what, failed.cause, self.step)
         return self.lanes.failed_here(what, failed.cause, self.step)
 
-    # ---- inside
-
     def _check_open(self) -> None:
         if self._closed:
             raise StepStateError("this exchange was closed. Make another one.")
@@ -405,9 +368,6 @@ class Exchange:
             raise StepStateError(f"the exchange has no tensor {printable(name)}{near(name, self.slots)}.")
         return name
 
-    def _waits(self, slot: Slot) -> bool:
-        return slot.name not in self._sources
-
     def _source_of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
         slot = self.slots[self._known(name)]
         if not self._left:
@@ -419,48 +379,15 @@ class Exchange:
             raise StepStateError(
                 f"ready({name!r}) needs the tensor: the exchange was made with its shape and dtype alone."
             )
-        if source.is_sparse or source.shape != slot.view.shape or source.dtype != slot.view.dtype:
-            raise StepStateError(
-                f"tensor {name!r} has shape {tuple(source.shape)} and dtype {source.dtype}, and the exchange was made for "
-                f"{tuple(slot.view.shape)} and {slot.view.dtype}, dense. Make another exchange for it."
-            )
-        if source.device != slot.view.device:
-            raise StepStateError(
-                f"tensor {name!r} is on {source.device}, and the exchange works on {slot.view.device}."
-            )
+        check_fits(name, source, slot.view)
         return source
 
+    @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            if self._phases != REDUCE:
-                source.detach().copy_(slot.view)
-                return
-            own = torch.empty_strided(slot.view.shape, slot.view.stride(), dtype=source.dtype, device=source.device)
-            flat = own.copy_(source).as_strided((own.numel(),), (1,))
-            for of, low, high, values in self._shards():
-                if of is slot:
-                    flat[low - slot.offset : high - slot.offset] = values
-            source.detach().copy_(own)
-
-    def _shards(self) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
-        """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums."""
-        for buffers in self.buckets:
-            for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
-                assert isinstance(chunk, (TwoPhase, ShardedSum))
-                start = begin + chunk.start
-                end = start + chunk.total.numel()
-                for slot in buffers.slots:
-                    low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
-                    if low < high:
-                        yield slot, low, high, chunk.total[low - start : high - start]
-
-    def _check_two_phases(self, what: str) -> None:
-        for buffers in self.buckets:
-            if not all(isinstance(chunk, (TwoPhase, ShardedSum)) for chunk in buffers.chunks):
-                raise PlanError(
-                    f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "
-                    'with scheme="alltoall".'
-                )
+        if self._phases == REDUCE:
+            put_back_shards(self.buckets[slot.bucket], slot, source)
+        else:
+            source.detach().copy_(slot.view)
 
     def _make_anew(self) -> None:
         """With the specs of the step that begins next. What compressors remember is kept."""
@@ -469,43 +396,3 @@ class Exchange:
         self._tensors.update(tensors)
         self._owns_lanes, self._meters = True, meters
         self.memory.take_over(self.memory.fitting(carried))
-
-
-def _random(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
-    random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
-    for index, bucket in enumerate(plan.buckets):
-        random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
-    random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
-    random[:, :, 3] = rank
-    return random
-
-
-def _like(tensor: TensorLike) -> torch.Tensor:
-    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor.empty()
-
-
-def _checked(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise PlanError(f"tensors is {show(tensors)}: pass a mapping of names to tensors, at least one.")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, (torch.Tensor, TensorMeta)):
-            raise PlanError(f"tensors[{name!r}] is a {type(tensor).__name__}: pass a torch.Tensor or a gw.TensorMeta.")
-        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-            raise PlanError(f"tensors[{name!r}] has no dense memory ({tensor.layout}, {tensor.device}).")
-    devices = {str(_like(tensor).device) for tensor in tensors.values()}
-    if len(devices) > 1:
-        raise PlanError(f"the tensors lie on {', '.join(sorted(devices))}; an exchange works on one device.")
-    return dict(tensors)
-
-
-def _facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: Exception | None) -> dict[str, Any]:
-    """What ranks compare, most telling first."""
-    if plan is None:
-        return {"error": f"{type(problem).__name__}: {problem}"}
-    likes = {name: _like(tensor) for name, tensor in tensors.items()}
-    return {
-        "gradwire version": __version__,
-        "torch version": torch.__version__,
-        "tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
-        "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
-    }

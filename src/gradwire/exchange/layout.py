@@ -14,13 +14,13 @@ from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.specs import Identity
+from gradwire.core.specs import Identity, innermost
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
 
-__all__ = ["BucketBuffers", "Slot", "build_buckets", "cut"]
+__all__ = ["BucketBuffers", "Slot", "build_buckets", "cut", "random_streams"]
 
 
 @dataclass(eq=False)
@@ -66,6 +66,8 @@ class Slot:
             memory.add_(self.owed.to(memory.dtype))
 
 
+_MOST_ENCODES = 4
+"""Of any option: before both first steps and before both second ones."""
 _STEPPED_TOGETHER = 128
 """Shards that ranks step begin at multiples of so many elements from a tensor's start: then a fused optimizer's kernel, which
 steps whole vectors and the rest in another way, rounds each element as it does in the whole tensor."""
@@ -177,6 +179,17 @@ def _build(
             for encode, voice in chunk.voices.items():
                 random[[encode, encodes + encode], 3] = voice
     return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
+
+
+def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
+    """Keys of the random streams, int64 of shape (buckets, 8, 4): seed, step, encode, rank. Encodes 0 to 3 are those of a
+    scheme, 4 to 7 are the roundings of residuals that these store narrow."""
+    random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
+    for index, bucket in enumerate(plan.buckets):
+        random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
+    random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
+    random[:, :, 3] = rank
+    return random
 
 
 def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: int) -> list[int]:

@@ -1,26 +1,22 @@
-"""Which scheme runs a bucket's option: the shortest way there is, and a route for everything else in the tree."""
+"""Which scheme runs a bucket's option: that of the collective it is, and a route for everything else in the tree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gradwire.collectives import AllGather, Group, Piece, Ring, Route, Scheme, ShardedSum, Summing, Tree, TwoPhase
+from gradwire.collectives import Group, Piece, Route, Scheme, ShardedSum
+from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, Collective, collective_of
+from gradwire.core.entry_points import named
 from gradwire.core.plan import Bucket
-from gradwire.core.specs import Identity
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
-from gradwire.planner.carried import GATHERED, TWO_PHASE, codes_own_gradient
+from gradwire.planner.carried import codes_own_gradient
 from gradwire.planner.options import option_of
 
 __all__ = ["Make", "check_sharded", "scheme_of"]
 
 Make = Callable[[Any, Piece, Group, int], Scheme]
 """Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
-
-ALL_REDUCE = ("allreduce:inter",)
-RING = ("comp", "reducescatter:inter", "allgather:inter", "decomp")
-TREE = ("comp", "reduce:inter", "broadcast:inter", "decomp")
-PLAIN_TWO_PHASE = ("alltoall:inter", "allgather:inter")
 
 
 def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Make | None:
@@ -36,22 +32,23 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
                 f"{task.partition(':')[0]}:cpu."
             )
     spec = bucket.spec_of(bucket.tensors[0])
-    plain = isinstance(spec, Identity)
-    tasks = tuple(task.removesuffix(f":{device}") for task in bucket.option)
     if sharded:
         check_sharded(index, bucket)
         return _sharded
-    if plain and tasks == ALL_REDUCE:
+    if bucket.option == ALL_REDUCE and not spec.encodes:
         return None
-    if spec.rounds and tasks == ("comp", "allreduce:inter") * spec.rounds + ("decomp",):
-        return _of_ranks(Summing)
-    if "allgather" in spec.schemes and (tasks == GATHERED or (plain and tasks == ("allgather:inter",))):
-        return _of_ranks(AllGather)
-    if "alltoall" in spec.schemes and (tasks == TWO_PHASE or (plain and tasks == PLAIN_TWO_PHASE)):
-        return _of_ranks(TwoPhase)
-    if tasks in (RING, TREE):
-        _check(index, bucket, compresses=True, all_alike=True)
-        return _of_root(Ring if tasks == RING else Tree)
+    collective = collective_of(bucket.option)
+    if collective is not None:
+        options = [collective.on(device, spec.rounds), *([] if spec.encodes else [collective.link_tasks])]
+        if bucket.option in options:
+            if spec.encodes and not collective.carries(spec):
+                _check(index, bucket, True, collective.encodes_sums, collective.needs)
+            return _of(collective)
+        if collective.own_words:
+            raise PlanError(
+                f"bucket {index} has spec {spec!r} and option {list(bucket.option)}, of which its tensors on the {device} run "
+                f"{list(options[-1])} alone. Write that."
+            )
     option = option_of(bucket.option)
     _check(index, bucket, option.compresses, all_alike=not codes_own_gradient(bucket.option))
     return partial(_routed, option.tasks, device)
@@ -60,24 +57,26 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
 def check_sharded(index: int, bucket: Bucket) -> None:
     """Raises PlanError unless ranks can step a shard each between the two phases of this bucket."""
     has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, and the schedule has shard_optimizer"
-    if not all(isinstance(spec, Identity) for spec in bucket.specs):
+    if any(spec.encodes for spec in bucket.specs):
         raise PlanError(
             f"{has}: then parameters are gathered, which must be exact and the same on all ranks. Use gw.Identity(), or "
             "gw.Pipelined() without shard_optimizer."
         )
-    if bucket.option != PLAIN_TWO_PHASE:
+    if bucket.option != COLLECTIVES["alltoall"].uncompressed:
         raise PlanError(
             f"{has}: then each rank must own one shard between the two phases. Use scheme='alltoall', or leave it out."
         )
 
 
-def _check(index: int, bucket: Bucket, compresses: bool, all_alike: bool) -> None:
-    """`all_alike`: no encode is of a rank's own gradient alone."""
+def _check(
+    index: int, bucket: Bucket, compresses: bool, all_alike: bool, needs: Sequence[str] = ("alltoall", "allgather")
+) -> None:
+    """`all_alike`: no encode is of a rank's own gradient alone. `needs`: what the spec must name among its schemes."""
     spec = bucket.spec_of(bucket.tensors[0])
     has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}"
-    if not compresses and not isinstance(spec, Identity):
+    if not compresses and spec.encodes:
         raise PlanError(f"{has}, which encodes nothing: the spec would silently do nothing. Write gw.Identity().")
-    if compresses and not {"alltoall", "allgather"} <= set(spec.schemes):
+    if compresses and not set(needs) <= set(spec.schemes):
         raise PlanError(
             f"{has}. What this spec encodes cannot be added as often as that takes: it travels by "
             f"{' or '.join(spec.schemes)} alone. Choose that scheme, or another spec."
@@ -93,21 +92,12 @@ def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
     return ShardedSum(piece, group.rank, group.world_size)
 
 
-def _of_ranks(scheme: Any) -> Make:
-    """A flat scheme."""
+def _of(collective: Collective) -> Make:
+    """A collective, whose root is another rank for every bucket (notes D32)."""
+    runs = named(collective.runs)
 
     def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
-        made: Scheme = scheme(codec, piece, group.rank, group.world_size)
-        return made
-
-    return make
-
-
-def _of_root(scheme: Any) -> Make:
-    """A flat scheme whose root is another rank for every bucket (notes D32)."""
-
-    def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
-        made: Scheme = scheme(codec, piece, group.rank, group.world_size, root=index % group.world_size)
+        made: Scheme = runs(codec, piece, group, index % group.world_size)
         return made
 
     return make

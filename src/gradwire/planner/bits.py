@@ -1,4 +1,4 @@
-"""How many bits each tensor gets: the fewest bytes whose error stays within a budget (CGX section 5; notes D47 to D50).
+"""How many bits each tensor gets: the fewest bytes whose error stays within a budget (CGX, section 5).
 
 Errors are measured, not assumed: of each tensor and each way to encode it, the squared l2 error on the same gradient. They add
 up over tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (its
@@ -98,7 +98,7 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
 
 
 def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assignment:
-    """CGX's Algorithm 1, with what it leaves open settled by D48: clusters of (log size, log norm of the top values), both
+    """CGX's Algorithm 1, repaired (docs/papers/cgx.md): clusters of (log size, log norm of the top values), both
     standardised; the cluster with the lowest norm - size gets the fewest bits; then bits are raised until the budget holds."""
     _check(tensors, budget)
     ways = len(tensors[0].sizes)
@@ -121,7 +121,7 @@ def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assi
 
 
 def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
-    """CGX's simple rule (D49): by ascending norm over size from the fewest bits to the most; then raised to the budget."""
+    """CGX's simple rule: by ascending norm over size from the fewest bits to the most; then raised to the budget."""
     _check(tensors, budget)
     ranking = sorted(range(len(tensors)), key=lambda i: tensors[i].norm / max(1, tensors[i].numel))
     ways = [0] * len(tensors)

@@ -45,14 +45,14 @@ def least_step_us(
     for link in (INTER, INTRA):
         ways: list[tuple[Spec, float, tuple[float, float, float]]] = []
         for spec in (Identity(), *specs):
-            options = plain if isinstance(spec, Identity) else coded[spec]
+            options = coded[spec] if spec.encodes else plain
             ways += [(spec, *way) for way in pricer.link_loads(options, spec.rounds, link)]
         known: dict[tuple[object, ...], float] = {}
         least = []
         for tensor, exempt in tensors:
             key = (tensor.shape, tensor.dtype, exempt)
             if key not in known:
-                allowed = [spec for spec in (Identity(), *specs) if not exempt or isinstance(spec, Identity)]
+                allowed = [spec for spec in (Identity(), *specs) if not (exempt and spec.encodes)]
                 sizes = {spec: _least_bytes(tensor, spec) for spec in allowed}
                 known[key] = min(
                     sum(factor * size for factor, size in zip(factors, sizes[spec][:3], strict=True))

@@ -1,11 +1,10 @@
 """Which options can carry what a spec encodes."""
 
+from gradwire.core.collectives import collective_of
 from gradwire.core.specs import Spec
 
-__all__ = ["GATHERED", "TWO_PHASE", "carries", "codes_own_gradient"]
+__all__ = ["carries", "codes_own_gradient"]
 
-GATHERED = ("comp", "allgather:inter", "decomp")
-TWO_PHASE = ("comp", "alltoall:inter", "decomp", "comp", "allgather:inter", "decomp")
 _ANY_WAY = {"alltoall", "allgather"}
 
 
@@ -25,11 +24,7 @@ def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
     >>> carries(two_phase, QSGD(bits=4), "cpu"), carries(two_phase, PowerSGD(rank=4), "cpu")
     (True, False)
     """
-    tasks = tuple(task.removesuffix(f":{device}") for task in option)
-    if spec.rounds and tasks == ("comp", "allreduce:inter") * spec.rounds + ("decomp",):
-        return True
-    if tasks == GATHERED:
-        return "allgather" in spec.schemes
-    if tasks == TWO_PHASE:
-        return "alltoall" in spec.schemes
+    named = collective_of(option)
+    if named is not None and option == named.on(device, spec.rounds):
+        return named.carries(spec)
     return set(spec.schemes) >= _ANY_WAY and (not set(spec.state) - {"residual"} or codes_own_gradient(option))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gradwire.core.collectives import ALL_REDUCE, collective_of
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.schedules import Delayed
 from gradwire.core.specs import Identity, Spec
@@ -38,13 +39,14 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
 
 def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bucket:
     usual = bucket.spec_of(bucket.tensors[0])
-    if isinstance(usual, Identity):
+    if not usual.encodes:
         return bucket
     spec = Identity() if correction is None else correction
-    if isinstance(spec, Identity):
+    named = collective_of(bucket.option)
+    if not spec.encodes and named is not None:
+        option = named.uncompressed
+    elif not spec.encodes:
         option = tuple(task for task in bucket.option if not task.startswith(("comp:", "decomp:")))
-        if usual.rounds:  # sums on the wire in several rounds; one is enough
-            option = option[:1]
     elif usual.rounds or spec.rounds:
         option = tasks_of(spec.schemes[0], first.device, spec)
     else:
@@ -53,6 +55,6 @@ def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bu
         bucket,
         spec=spec,
         option=option,
-        reduce_dtype=first.dtype if option == ("allreduce:inter",) else "float32",
+        reduce_dtype=first.dtype if option == ALL_REDUCE else "float32",
         residual_dtype=bucket.residual_dtype if spec.feedback else "float32",
     )

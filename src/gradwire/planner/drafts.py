@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     @property
     def encodes(self) -> bool:
         """Whether anything is compressed."""
-        return not isinstance(self.spec, Identity)
+        return self.spec.encodes
 
 
 class Part(NamedTuple):
@@ -78,7 +78,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     exempt_vectors: bool = True
     """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
     restrict: str | None = None
-    """A restricted search of ByteComp (section 5.3; notes D26): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
+    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
     latter and all-compressed are for ByteComp's method only."""
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Job:
             [fs_of(t.backward_us) for t in tensors],
             self.rules.cpu_workers,
         )
-        self.specs = tuple(spec for spec in specs if not isinstance(spec, Identity))
+        self.specs = tuple(spec for spec in specs if spec.encodes)
         own = self.rules.device
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
@@ -214,8 +214,7 @@ class Job:
 
     def _judged(self, spec: Spec) -> list[Choice]:
         if spec not in self._by_spec:
-            plain = isinstance(spec, Identity)
-            options = [choice.option for choice in self.plain] if plain else self.coded[spec]
+            options = self.coded[spec] if spec.encodes else [choice.option for choice in self.plain]
             self._by_spec[spec] = _undominated(self, [Choice(spec, option) for option in options])
         return self._by_spec[spec]
 

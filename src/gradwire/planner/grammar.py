@@ -20,6 +20,8 @@ from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
+from gradwire.core.collectives import ROUTINES
+
 __all__ = [
     "COMPRESSED",
     "CONNECTIONS",
@@ -57,22 +59,6 @@ class Action(StrEnum):
     END = "end"
 
 
-WORDS = {
-    Action.COMM: ("allreduce",),
-    Action.COMM1: ("reducescatter", "reduce"),
-    Action.COMM2: ("allgather", "broadcast"),
-    Action.COMM_COMP: ("allgather",),
-    Action.COMM1_COMP: ("alltoall", "gather"),
-    Action.COMM2_COMP: ("allgather", "broadcast"),
-}
-"""The collective routines of each communication task (Tables 2 and 3)."""
-
-PAIRS = {"reducescatter": "allgather", "reduce": "broadcast", "alltoall": "allgather", "gather": "broadcast"}
-"""First step of a divisible scheme to its second."""
-
-SCHEMES = ("allreduce", "allgather", *(f"{first}+{second}" for first, second in PAIRS.items()))
-"""Names of schemes: the two indivisible ones, then the pairs. The first words tell pairs of one second step apart."""
-
 STEPS = {
     Action.COMM: "whole",
     Action.COMM_COMP: "whole",
@@ -96,6 +82,22 @@ UNCOMPRESSED = (Action.COMM, Action.COMM1, Action.COMM2)
 """Communication tasks that carry gradients as they are."""
 COMPRESSED = (Action.COMM_COMP, Action.COMM1_COMP, Action.COMM2_COMP)
 """Communication tasks that carry payloads."""
+
+WORDS = {
+    action: tuple(
+        routine.word
+        for routine in ROUTINES.values()
+        if step in (routine.payloads if action in COMPRESSED else routine.gradients)
+    )
+    for action, step in STEPS.items()
+}
+"""The collective routines of each communication task (Tables 2 and 3)."""
+
+PAIRS = {routine.word: routine.second for routine in ROUTINES.values() if routine.second}
+"""First step of a divisible scheme to its second."""
+
+SCHEMES = (*WORDS[Action.COMM], *WORDS[Action.COMM_COMP], *(f"{first}+{second}" for first, second in PAIRS.items()))
+"""Names of schemes: the two indivisible ones, then the pairs. The first words tell pairs of one second step apart."""
 
 CONNECTIONS = {
     Action.START: (Action.COMM, Action.COMM1, Action.COMP),

@@ -1,4 +1,4 @@
-"""Options that have names: what known systems do, ByteComp's restricted searches, and what gradwire runs beside the tree.
+"""Options that have names: what known systems do, ByteComp's restricted searches, and collectives beside the tree.
 
 >>> from gradwire.planner.options import option_of, select
 >>> names_of(option_of(["comp:gpu", "allgather:inter", "decomp:gpu"]))
@@ -9,19 +9,16 @@
 
 from collections.abc import Callable, Sequence
 
+from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, collective_of
 from gradwire.planner.grammar import DEVICES, Action
-from gradwire.planner.options import Option, option_of
+from gradwire.planner.options import Option, is_option, option_of
 
-__all__ = ["BESIDE", "RESTRICTED", "SYSTEMS", "beside_tree", "check_known", "names_of"]
-
-
-def _gathered(device: str) -> tuple[str, ...]:
-    return (f"comp:{device}", "allgather:inter", f"decomp:{device}")
+__all__ = ["RESTRICTED", "SYSTEMS", "beside_tree", "check_known", "names_of"]
 
 
-def _two_phase(device: str) -> tuple[str, ...]:
-    comp, decomp = f"comp:{device}", f"decomp:{device}"
-    return (comp, "alltoall:inter", decomp, comp, "allgather:inter", decomp)
+def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
+    """A collective with its codecs on each device."""
+    return tuple(COLLECTIVES[name].on(device) for device in DEVICES)
 
 
 def _between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
@@ -29,29 +26,19 @@ def _between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
 
 
 SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "DDP": (("allreduce:inter",),),
-    "DeAR": (("reducescatter:inter", "allgather:inter"),),
-    "GRACE": (_gathered("gpu"),),
-    "HiTopKComm": (_between_nodes(_gathered("gpu")),),
-    "BytePS-Compress": (_between_nodes(_two_phase("cpu")),),
-    "CGX": (_two_phase("gpu"),),
-    "CGX between nodes": (_between_nodes(_two_phase("gpu")),),
-    "gradwire allreduce": (("allreduce:inter",),),
-    "gradwire allgather": tuple(_gathered(device) for device in DEVICES),
-    "gradwire alltoall": tuple(_two_phase(device) for device in DEVICES),
+    "DDP": (ALL_REDUCE,),
+    "DeAR": (COLLECTIVES["ring"].uncompressed,),
+    "GRACE": (COLLECTIVES["allgather"].on("gpu"),),
+    "HiTopKComm": (_between_nodes(COLLECTIVES["allgather"].on("gpu")),),
+    "BytePS-Compress": (_between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
+    "CGX": (COLLECTIVES["alltoall"].on("gpu"),),
+    "CGX between nodes": (_between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
+    "gradwire allreduce": (ALL_REDUCE,),
+    "gradwire allgather": _everywhere("allgather"),
+    "gradwire alltoall": _everywhere("alltoall"),
 }
-"""The option of each system that is one path through the tree, as tasks; several where the device is open (notes D27, D35).
-'gradwire ...' are the schemes of `Policy`. 'CGX between nodes' is CGX's heterogeneous form."""
-
-
-BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "ring": tuple(
-        (f"comp:{device}", "reducescatter:inter", "allgather:inter", f"decomp:{device}") for device in DEVICES
-    ),
-    "tree": tuple((f"comp:{device}", "reduce:inter", "broadcast:inter", f"decomp:{device}") for device in DEVICES),
-}
-"""CGX's other reductions (notes D33), which are no options of the tree: payloads are decoded, added and encoded again at every
-hop of one collective, which the tree has for gradients only."""
+"""The option of each system that is one path through the tree, as tasks; several where the device is open.
+'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form."""
 
 
 def names_of(option: Option) -> tuple[str, ...]:
@@ -94,29 +81,18 @@ RESTRICTED: dict[str, Callable[[Option], bool]] = {
     "inter-alltoall": _compresses_inter_by("alltoall+allgather"),
     "alltoall+alltoall": _alltoall_twice,
 }
-"""ByteComp's crippled searches (section 5.3, notes D26) as predicates for `select`. All but all-compressed may leave a tensor
+"""ByteComp's crippled searches (section 5.3) as predicates for `select`. All but all-compressed may leave a tensor
 uncompressed. 'myopic' is not here: it has the whole tree, and judges options by their own times alone."""
 
 
 def beside_tree(tasks: Sequence[str]) -> str:
-    """What an option is that gradwire runs and ByteComp's tree does not have; '' if it is none of these.
+    """The name of the collective that has these tasks, if ByteComp's tree does not have them; else ''.
 
-    >>> beside_tree(["alltoall:inter", "allgather:inter"])
-    'reducescatter+allgather, built from all-to-all and a sum in rank order'
+    >>> beside_tree(["alltoall:inter", "allgather:inter"]), beside_tree(["reducescatter:inter", "allgather:inter"])
+    ('alltoall', '')
     """
-    tasks = tuple(tasks)
-    if tasks == ("allgather:inter",):
-        return "uncompressed gradients of all ranks to every rank, which adds them in rank order"
-    if tasks == ("alltoall:inter", "allgather:inter"):
-        return "reducescatter+allgather, built from all-to-all and a sum in rank order"
-    for name, options in BESIDE.items():
-        if tasks in options:
-            return f"CGX's {name}: decoded, added and encoded again at every hop"
-    rounds = len(tasks) // 2
-    for device in DEVICES:
-        if rounds and tasks == (f"comp:{device}", "allreduce:inter") * rounds + (f"decomp:{device}",):
-            return f"payloads summed on the wire, rounds: {rounds}"
-    return ""
+    named = collective_of(tuple(tasks))
+    return "" if named is None or is_option(tasks) else named.name
 
 
 def check_known(tasks: Sequence[str]) -> None:

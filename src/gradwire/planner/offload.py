@@ -1,8 +1,8 @@
 """ByteComp's Algorithm 2 (section 4.4.3): which compressed tensors encode and decode on CPUs instead.
 
 Tensors of equal size and option form a group. Of a group of which q tensors are offloaded, the first q in gradient-ready order
-are the best choice (Lemma 1; notes D1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an
-option (D25). All products of counts are tried while they are at most `most`; beyond that groups are improved in turn, each
+are the best choice (Lemma 1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an
+option. All products of counts are tried while they are at most `most`; beyond that groups are improved in turn, each
 over all its counts, until none changes (coordinate descent), which may miss the best.
 """
 

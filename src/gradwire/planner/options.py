@@ -18,7 +18,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, roots
 from gradwire.planner.refusals import refusal
 
-__all__ = ["Exchange", "Option", "option_of", "select", "tree"]
+__all__ = ["Exchange", "Option", "is_option", "option_of", "select", "tree"]
 
 
 class Exchange(NamedTuple):
@@ -78,7 +78,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> int:
-        """Comp tasks, 0 to 4. Each loses something, and a biased compressor needs a residual for each (notes D3)."""
+        """Comp tasks, 0 to 4. Each loses something, and a biased compressor needs a residual for each."""
         return self.actions.count(Action.COMP)
 
     @property
@@ -105,7 +105,7 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def skips(self) -> int:
         """How many of the `forwards` hand on payloads of several senders that nobody has added: the list of them travels,
-        and the next Decomp decodes and adds them all (ByteComp's footnote 2; notes D31)."""
+        and the next Decomp decodes and adds them all (ByteComp's footnote 2)."""
         count, lists = 0, False
         for before, after in pairwise(self.actions):
             if before is Action.COMP:
@@ -177,6 +177,11 @@ def select(
 @cache
 def _by_tasks() -> dict[tuple[str, ...], Option]:
     return {option.tasks: option for option in tree()}
+
+
+def is_option(tasks: Sequence[str]) -> bool:
+    """Whether these tasks are a path through the tree."""
+    return tuple(tasks) in _by_tasks()
 
 
 def option_of(tasks: Sequence[str]) -> Option:

@@ -2,7 +2,7 @@
 
 One compute resource runs backward and encodes in series: a bucket is encoded as soon as its last gradient is ready, before the
 backward of the next tensor. One link carries the exchanges in bucket order. The step ends with the last exchange, and with the
-decode of the last bucket where that is counted; it begins with backward (notes D18). Source: Cupcake, section 4.1, equation 1.
+decode of the last bucket where that is counted; it begins with backward. Source: Cupcake, section 4.1, equation 1.
 """
 
 import math
@@ -53,7 +53,7 @@ Decoding: TypeAlias = Literal["exposed", "lumped"]
 
 
 class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bucket costs, always against its *uncompressed* bytes: ratio and factor of the scheme are folded in (notes D20).
+    """What one bucket costs, always against its *uncompressed* bytes: ratio and factor of the scheme are folded in.
 
     Each is a pair (alpha_us, us_per_byte) or any function of bytes; `optimal` takes pairs only.
 
@@ -69,7 +69,7 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of all payloads of the world together."""
     decoding: Decoding = "exposed"
     """exposed: decodes run beside the rest, and only that of the last bucket is waited for; lumped: on the compute resource
-    together with the encode (notes D18)."""
+    together with the encode."""
     plain: CostField = None
     """Exchange of a bucket that is not compressed; only the HiPress rule needs it."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import msgspec
 
 from gradwire.core.checks import changed, freeze, unique, whole, word
+from gradwire.core.collectives import ALL_REDUCE, collective
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
@@ -22,9 +23,9 @@ from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import PlanError
 from gradwire.planner.rules import Where, as_rule, useless
-from gradwire.planner.schemes import SCHEMES, check_scheme, tasks_of
+from gradwire.planner.schemes import check_scheme, tasks_of
 
-__all__ = ["SCHEMES", "Policy", "Uniform", "launch_of"]
+__all__ = ["Policy", "Uniform", "launch_of"]
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
@@ -57,9 +58,9 @@ class Policy(Document, frozen=True, kw_only=True):
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
-    """How all buckets travel; None is what each spec names first in its `schemes`. One of SCHEMES; "ring" or "tree", CGX's
-    other reductions; a system's name, as "CGX between nodes"; or any option of docs/options.md by its tasks, with spaces
-    between. What is not compressed takes the same links as it is."""
+    """How all buckets travel; None is what each spec names first in its `schemes`. The name of a
+    collective (`gradwire options --collectives` lists them); a system's name, as "CGX between nodes"; or any option of
+    docs/options.md by its tasks, with spaces between. What is not compressed takes the same links as it is."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later ones.
     None: 1 MiB for each rank, 2 to 8 MiB, since a rank sends a bucket in as many messages as there are ranks and each has
@@ -127,7 +128,7 @@ class Policy(Document, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready (close-after rule, notes D17, smaller at both ends).
+        """Buckets in the order in which they become ready (each closes with the tensor that fills it; smaller at both ends).
 
         What is exempt among compressed tensors is little: two buckets at most but for `bucket_bytes`, the second small, since
         nothing hides the last exchange.
@@ -159,18 +160,19 @@ class Policy(Document, frozen=True, kw_only=True):
     def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
         own = {tensor.name: specs[tensor.name] for tensor in members}
         first = members[0]
-        plain = isinstance(own[first.name], Identity)
+        plain = not own[first.name].encodes
         possible = own[first.name].schemes
         divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in possible
         scheme = self.scheme or ("alltoall" if divisible else possible[0])
-        if scheme in SCHEMES and scheme not in possible:
+        named = collective(scheme)
+        if named is not None and own[first.name].encodes and not named.carries(own[first.name]):
             raise PlanError(
                 f"scheme is {scheme!r}, but tensor {first.name!r} has spec {own[first.name]!r}, which that scheme cannot carry. "
                 f"Use scheme={' or '.join(map(repr, possible))}, or leave it out."
             )
         nbytes = sum(tensor.nbytes for tensor in members)
         option = tasks_of(scheme, first.device, own[first.name])
-        on_wire = all(task == "allreduce:inter" for task in option if not task.startswith(("comp:", "decomp:")))
+        on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
         cut = not on_wire and nbytes > self.chunk_bytes
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
         wide = plain and (on_wire or first.dtype == "float64")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from gradwire.core.checks import DTYPE_BYTES
 from gradwire.core.costs import Points
 from gradwire.core.profile import TensorProfile
-from gradwire.core.specs import Identity, Spec
+from gradwire.core.specs import Spec
 from gradwire.core.specs.base import Run
 from gradwire.costs.codecs import CodecTimes, time_at
 from gradwire.costs.collectives import us_per_byte
@@ -35,7 +35,7 @@ def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
     """Of a bucket of these tensors, summed in float32."""
     raw = sum(tensor.nbytes for tensor in tensors)
     coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
-    if isinstance(spec, Identity):
+    if not spec.encodes:
         return Bytes(raw, 0, 0, coded)
     runs = [Run(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
     first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])

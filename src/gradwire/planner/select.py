@@ -1,10 +1,10 @@
 """ByteComp's Algorithm 1 (section 4.4.2): which option each tensor gets, tensor by tensor, by what the whole step gains.
 
-Tensors are visited from the largest to the smallest, of equal ones first the latest in gradient-ready order (notes D1). Each
+Tensors are visited from the largest to the smallest, of equal ones first the latest in gradient-ready order. Each
 gets the option with the shortest step while all others keep theirs. Before the first and after every decision, uncompressed
-tensors that were sent before a bubble are ruled out for good (D23): to send them faster only widens the bubble. All begin with
+tensors that were sent before a bubble are ruled out for good: to send them faster only widens the bubble. All begin with
 the one uncompressed option that is best for all; on a tie the option that a tensor has stays, then the one with fewer codec
-tasks (D24).
+tasks (docs/papers/bytecomp.md).
 
 **Exact** is the timeline of every candidate that is chosen or could be: that of `gradwire.sim.replay`, from the tensor on.
 
@@ -102,7 +102,7 @@ def _order(tensors: Iterable[int], sizes: Sequence[float]) -> list[int]:
 
 
 def by_own_times(tables: Sequence[Sequence[Program]]) -> tuple[int, ...]:
-    """ByteComp's myopic search (section 5.3, D26): each tensor gets the option whose own tasks take least, one after the
+    """ByteComp's myopic search (section 5.3): each tensor gets the option whose own tasks take least, one after the
     other."""
     chosen = {
         id(table): min(range(len(table)), key=lambda i: (sum(table[i].busy), table[i].codecs)) for table in tables

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from gradwire.core.collectives import ALL_REDUCE
 from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
@@ -151,7 +152,7 @@ FUSIONS: dict[str, Strategy] = {"fusion": _optimal, "bucket": close_after}
 
 def ddp(job: Job) -> Draft:
     """Plain DDP: all-reduce in buckets of 25 MB, one after the other."""
-    plain = next((choice for choice in job.plain if choice.option == ("allreduce:inter",)), job.plain[0])
+    plain = next((choice for choice in job.plain if choice.option == ALL_REDUCE), job.plain[0])
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
 
 

@@ -1,6 +1,6 @@
 """What if: step times over several clusters, by several methods, as scaling factors. Pure: no torch.
 
-The **scaling factor** of n ranks is T_n / (n * T_1), where T is samples a second (notes D53). A rank does the same work alone
+The **scaling factor** of n ranks is T_n / (n * T_1), where T is samples a second. A rank does the same work alone
 and among others, so it is the step of one rank alone, forward and backward, divided by the step of n ranks. 1 is perfect.
 """
 

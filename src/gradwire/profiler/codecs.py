@@ -15,7 +15,7 @@ import torch
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.costs import CodecCosts, Costs, Points
 from gradwire.core.made import Made
-from gradwire.core.specs import Identity, Run, Spec
+from gradwire.core.specs import Run, Spec
 from gradwire.costs.points import fit_points
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
@@ -48,7 +48,7 @@ def measure_codecs(
     )
     buffers = (gradients, torch.zeros_like(gradients))
     with _one_thread():
-        for spec in dict.fromkeys(spec for spec in specs if not isinstance(spec, Identity)):
+        for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
             encodes, decodes = [], []
             for nbytes in sizes:
                 encode_us, decode_us = _times(spec, nbytes, buffers, seconds)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gradwire.core.plan import Plan
+from gradwire.engine.observers import Observer
 from gradwire.engine.overlap import compiled
-from gradwire.engine.reducer import Observer
 from gradwire.engine.seams.hooks import GradientHooks, tensors_in
 from gradwire.engine.session import Session
 from gradwire.profiler.clock import Clock
@@ -77,7 +77,7 @@ class Recorder(Observer):
                 self._hooks.append(module.register_forward_pre_hook(enter))
                 self.modules.append(own)
         self._gradients = GradientHooks(self, None, Recorder._ready, parameters.values())
-        session.reducer.observe(self)
+        session.reducer.observers.add(self)
 
     @property
     def seen(self) -> int:
@@ -101,7 +101,7 @@ class Recorder(Observer):
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        self._session.reducer.unobserve(self)
+        self._session.reducer.observers.remove(self)
         self._session.lanes.hold = False
 
     def rows(self, quiet: bool) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from gradwire.core.checks import show, whole
 from gradwire.core.files import make_folder
 from gradwire.core.made import Made
-from gradwire.engine.reducer import Observer
+from gradwire.engine.observers import Observer
 from gradwire.engine.seams.hooks import GradientHooks, tensors_in
 from gradwire.engine.session import Session
 from gradwire.errors import PlanError, StepStateError
@@ -106,7 +106,7 @@ class Recording(Observer):
         model = self._model()
         if self._group.rank == 0 and model is not None:
             make_folder(self._path.parent)
-            self._reducer.observe(self)
+            self._reducer.observers.add(self)
             parameters = self._session.parameters.values()
             self._gradients = GradientHooks(self, Recording._coming, Recording._became_ready, parameters)
             self._hooks = [
@@ -124,7 +124,7 @@ class Recording(Observer):
             hook.remove()
         self._hooks = []
         self._gradients.remove()
-        self._reducer.unobserve(self)
+        self._reducer.observers.remove(self)
         self._lanes.times = None
         if self._forward is None and error is None:
             warnings.warn(

@@ -4,7 +4,7 @@ Whole numbers make sums independent of their order and ties true ties, so a step
 
 Everything follows from one rule: when something ends, first all that ends at the same moment is noted, then every resource
 that is free takes what comes first in its queue. Queues are ordered:
-- on compute: codec tasks that a link waits for, in launch order, then last decodes, then backward and forward (D22), then late
+- on compute: codec tasks that a link waits for, in launch order, then last decodes, then backward and forward, then late
   decodes;
 - on a link: strictly by launch order, or, with lanes, by the moment of being ready;
 - in the CPU pool: by the moment of being ready.

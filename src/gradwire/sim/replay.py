@@ -73,7 +73,7 @@ class Replayed(NamedTuple):
     """When each bucket's last exchange ended."""
 
     def last_bubble(self) -> int:
-        """When the last bubble began, -1 if there is none: no bucket's exchange was open then, and one begins later (D23)."""
+        """When the last bubble began, -1 if there is none: no bucket's exchange was open then, and one begins later."""
         bubble, until = -1, NEVER
         for begin, end in sorted(zip(self.begins, self.ends, strict=True)):
             if begin > until:

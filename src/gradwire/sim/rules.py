@@ -26,10 +26,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Where gradients are computed: gpu or cpu. Codec tasks on the other device run in the CPU pool."""
     codec_on: str = "compute"
     """Where codec tasks on the gradients' device run. compute: they and the computation exclude each other, and a ready
-    codec task runs before the next tensor's backward (D22). own thread: in the CPU pool, without load on compute."""
+    codec task runs before the next tensor's backward. own thread: in the CPU pool, without load on compute."""
     decode: str = "at once"
     """When the last decode of a bucket runs. at once: like an encode; after backward: when compute has nothing else to do;
-    with encode: its time is added to the first encode; none: decodes cost nothing (the papers' drawings; D18). A decode
+    with encode: its time is added to the first encode; none: decodes cost nothing (the papers' drawings). A decode
     that a later exchange waits for is never put off."""
     lanes: int = 0
     """0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator. n: pieces are dealt to

@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from gradwire.core.cluster import Cluster
+from gradwire.core.collectives import LINKS
 from gradwire.core.costs import Costs
 from gradwire.core.launch import launch_tasks
-from gradwire.core.plan import LINK_TASKS, Bucket
+from gradwire.core.plan import Bucket
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Schedule
 from gradwire.costs import Price, PricedBucket, Prices
@@ -194,7 +195,8 @@ class Simulator:
     def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[Task]], list[list[Label]]]:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
-        order = launch_tasks(plan.launch, [bucket.pieces for bucket in priced], skew=not lanes)
+        launch = _launched(plan.launch, [len(phases) for phases in segments])
+        order = launch_tasks(launch, [bucket.pieces for bucket in priced], skew=not lanes)
         places = {entry: place for place, entry in enumerate(order)}
         row_of: dict[tuple[int, int], int] = {}
         rows: list[list[Task]] = []
@@ -230,7 +232,7 @@ class Simulator:
         return Task(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
 
     def _resource(self, what: str, where: str) -> int:
-        if what in LINK_TASKS:
+        if where in LINKS:
             return INTRA if where == "intra" else self._one_link
         return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
 
@@ -250,10 +252,18 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
     segments: list[list[int]] = [[]]
     sent = False
     for index, price in enumerate(tasks):
-        what = price.task.partition(":")[0]
+        what, _, where = price.task.partition(":")
         if sent and what != "decomp":
             segments.append([])
             sent = False
         segments[-1].append(index)
-        sent = sent or what in LINK_TASKS
+        sent = sent or where in LINKS
     return segments
+
+
+def _launched(launch: Sequence[tuple[int, str]], phases: Sequence[int]) -> Sequence[tuple[int, str]]:
+    """The launch order of buckets with so many phases each: the plan's, unless corrections have fewer, which run bucket by
+    bucket."""
+    if len(launch) == sum(phases):
+        return launch
+    return [(bucket, "") for bucket in dict.fromkeys(bucket for bucket, _ in launch) for _ in range(phases[bucket])]

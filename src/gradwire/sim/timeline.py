@@ -62,7 +62,7 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All links idle between the exchanges of two buckets: compressing what was sent before it gains nothing (D23)."""
+    """All links idle between the exchanges of two buckets: compressing what was sent before it gains nothing."""
 
     start_us: float
     end_us: float
@@ -74,7 +74,7 @@ class Timeline(Document, frozen=True, kw_only=True):
     """One step in the long run: `steps` of them in the `delayed` schedule, which makes a correction every k-th.
 
     step = optimizer + forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions
-    (section 3; D21).
+    (section 3).
     """
 
     what: ClassVar[str] = "timeline"

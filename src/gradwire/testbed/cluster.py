@@ -1,11 +1,14 @@
 """An emulated cluster: namespaces as nodes, and runs of ranks on them."""
 
+import contextlib
 import itertools
 import logging
 import os
 import shutil
 import signal
+import sys
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -14,11 +17,12 @@ from gradwire.testbed import namespaces, network
 from gradwire.testbed.output import LineCallback, print_with_prefix
 from gradwire.testbed.permission import needs_user_namespace, permission_problem
 from gradwire.testbed.rates import parse_rate
-from gradwire.testbed.signals import ExitOnTermination, recorded
-from gradwire.testbed.supervisor import Grace, Outcome, RankCommand, Supervisor
+from gradwire.testbed.signals import exit_on_termination, recorded
+from gradwire.testbed.supervisor import Grace, Outcome, RankCommand, Supervisor, rank_variables
 
 log = logging.getLogger("gradwire.testbed")
 
+_LAUNCHER = Path(__file__).with_name("launch.py")
 MOST_NODES = 1000  # a bridge takes 1023 ports
 
 _serials = itertools.count()
@@ -58,7 +62,7 @@ class Cluster:
         self._busy = threading.Lock()
         self._runs = 0
         self._limited = False  # has or had a limit between nodes: there is a token bucket to change
-        self._terminations = ExitOnTermination()
+        self._terminations = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         problem = permission_problem()
@@ -69,7 +73,7 @@ class Cluster:
                 f"no emulated cluster can be made here: {problem}. Run as root, use `gradwire emulate`, or call "
                 "gradwire.testbed.reexec_in_user_namespace_if_needed first, which also says what else would help."
             )
-        self._terminations.install()
+        self._terminations.enter_context(exit_on_termination())
         try:
             _report(namespaces.sweep())
             network.build(self._hub, self._nodes)
@@ -84,10 +88,7 @@ class Cluster:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Kill, remove, restore; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
         with recorded() as received:
@@ -97,7 +98,7 @@ class Cluster:
             if received.first is not None and error is None:
                 signal.raise_signal(received.first)
         finally:
-            self._terminations.restore()
+            self._terminations.close()
 
     def set_inter(self, rate: str | None) -> None:
         """Change the rate of every node's link, both directions; None removes the limit. Ranks may be running."""
@@ -158,43 +159,30 @@ class Cluster:
         try:
             port = 29500 + self._runs % 1000  # not the last run's, whose connections may linger
             self._runs += 1
-            hosts_file = network.hosts_file(self.nodes)
             commands = [
                 RankCommand(
-                    rank=rank,
-                    namespace=self._nodes[rank // self.ranks_per_node],
-                    host=f"node{rank // self.ranks_per_node}",
-                    hosts_file=hosts_file,
-                    processors=self._processors_of(rank // self.ranks_per_node),
-                    argv=argv,
-                    environment=environment | self._variables(rank, port, environment),
+                    rank,
+                    self._entering(rank // self.ranks_per_node) + argv,
+                    environment | self._variables(rank, port, environment),
                 )
                 for rank in range(self.world_size)
             ]
-            supervisor = Supervisor(on_line or print_with_prefix, self._end_leftovers, self.grace)
+            supervisor = Supervisor(on_line or print_with_prefix, self.grace, self._end_leftovers)
             return supervisor.run(commands, timeout)
         finally:
             self._busy.release()
 
+    def _entering(self, node: int) -> list[str]:
+        """The words before a command that run it on a node."""
+        enter = [namespaces.find_tool("ip") or "ip", "netns", "exec", self._nodes[node]]
+        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), f"node{node}"]
+        processors = ",".join(map(str, self._processors_of(node)))
+        return [*enter, *launch, network.hosts_file(self.nodes), processors]
+
     def _variables(self, rank: int, port: int, environment: dict[str, str]) -> dict[str, str]:
-        """What torchrun sets for a rank, and the interface that each backend would else guess."""
-        node, local_rank = divmod(rank, self.ranks_per_node)
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "NODE_RANK": str(node),
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": network.address_of(0),
-            "MASTER_PORT": str(port),
+            **rank_variables(rank, self.nodes, self.ranks_per_node, network.address_of(0), port, network.INTERFACE),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
-            "GLOO_SOCKET_IFNAME": network.INTERFACE,
-            "TP_SOCKET_IFNAME": network.INTERFACE,
-            "NCCL_SOCKET_IFNAME": network.INTERFACE,
             namespaces.OWNER_VARIABLE: namespaces.this_owner(),
         }
 

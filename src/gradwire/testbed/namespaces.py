@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -28,6 +29,11 @@ _KILL_SECONDS = 5.0
 def tool_environment() -> dict[str, str]:
     """The environment with the administrator's folders, where `ip` and `tc` often are, on PATH; messages in English."""
     return os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
+
+
+def find_tool(name: str) -> str | None:
+    """Where a program of the administrator is."""
+    return shutil.which(name, path=tool_environment()["PATH"])
 
 
 def run_tool(arguments: list[str], lines: Iterable[str] = ()) -> str:

@@ -3,11 +3,10 @@
 import contextlib
 import functools
 import os
-import shutil
 import subprocess
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.namespaces import kill_marked_orphans, tool_environment
+from gradwire.testbed.namespaces import find_tool, kill_marked_orphans, tool_environment
 
 _GUARD = "GRADWIRE_IN_USER_NAMESPACE"
 _USER_NAMESPACE = ["unshare", "-Urnm", "--map-root-user"]
@@ -30,7 +29,7 @@ def permission_problem() -> str | None:
 
     It tries, in namespaces that vanish with the trial; the answer is kept for the life of the process.
     """
-    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool, path=_tool_path()) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
     if missing:
         package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"
         return f"the program{'s' * (len(missing) > 1)} {' and '.join(missing)} cannot be found (install {package})"
@@ -75,7 +74,7 @@ def reexec_in_user_namespace_if_needed(argv: list[str]) -> None:
     kill_marked_orphans()  # from inside the new user namespace they would be out of reach
     environment = tool_environment() | {_GUARD: "1"}
     in_fresh_run = ["sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh"]
-    program = shutil.which("unshare", path=_tool_path()) or "unshare"
+    program = find_tool("unshare") or "unshare"
     os.execve(program, [*_USER_NAMESPACE, *in_fresh_run, *argv], environment)
 
 
@@ -117,7 +116,3 @@ def _probe(prefix: list[str]) -> str | None:
     if finished.returncode == 0:
         return None
     return " ".join(finished.stderr.split()) or f"exit code {finished.returncode}"
-
-
-def _tool_path() -> str:
-    return tool_environment()["PATH"]

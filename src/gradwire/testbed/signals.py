@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -33,40 +33,27 @@ class Received:
 def recorded() -> Iterator[Received]:
     """Record stopping signals instead of acting on them; ignored ones (nohup) stay ignored. Main thread only."""
     received = Received()
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            handler = signal.getsignal(number)
-            if handler is not signal.SIG_IGN and handler is not None:
-                before[number] = signal.signal(number, received.note)
-    try:
+    with _handled(lambda number: signal.getsignal(number) not in (signal.SIG_IGN, None), received.note):
         yield received
+
+
+def exit_on_termination() -> contextlib.AbstractContextManager[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit(128 + signal) where their default, death without cleanup, would apply."""
+    return _handled(lambda number: number != signal.SIGINT and signal.getsignal(number) is signal.SIG_DFL, _exit)
+
+
+@contextlib.contextmanager
+def _handled(
+    chosen: Callable[[signal.Signals], bool], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """The chosen stopping signals go to the handler. Only the main thread may ask for that; elsewhere nothing changes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in STOPPING if in_main and chosen(number)}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class ExitOnTermination:
-    """Between `install` and `restore`, SIGTERM and SIGHUP raise SystemExit(128 + signal), so that `with` cleans up."""
-
-    def __init__(self) -> None:
-        self._installed: list[int] = []
-
-    def install(self) -> None:
-        """Only where the default, death without cleanup, would apply."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._installed.append(number)
-                signal.signal(number, _exit)
-
-    def restore(self) -> None:
-        """Put back what `install` replaced."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        while self._installed:
-            signal.signal(self._installed.pop(), signal.SIG_DFL)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _exit(number: int, _frame: FrameType | None) -> NoReturn:

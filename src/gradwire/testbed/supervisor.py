@@ -3,42 +3,55 @@
 import contextlib
 import logging
 import os
-import selectors
-import shutil
+import queue
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from typing import IO
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.namespaces import tool_environment
-from gradwire.testbed.output import LineCallback, LineSplitter
+from gradwire.testbed.output import LineCallback
 from gradwire.testbed.signals import Received, recorded
 
 log = logging.getLogger("gradwire.testbed")
 
 TIMED_OUT = 124  # as timeout(1) has it
 
-_LAUNCHER = Path(__file__).with_name("launch.py")
 _TICK_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
-_READ_BYTES = 256 * 1024
+_MOST_LINES = 10_000
+_LONGEST_LINE = 16 * 1024 * 1024  # characters; what is longer is handed on in parts, so that memory stays bounded
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank executes, on which node, with which whole environment."""
+    """What one rank executes, with which whole environment."""
 
     rank: int
-    namespace: str
-    host: str
-    hosts_file: str
-    processors: list[int]
     argv: list[str]
     environment: dict[str, str]
+
+
+def rank_variables(
+    rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str
+) -> dict[str, str]:
+    """What torchrun sets for a rank, and the interface that each backend would else guess."""
+    node, local_rank = divmod(rank, ranks_per_node)
+    world_size = str(nodes * ranks_per_node)
+    return {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        **dict.fromkeys(("GROUP_RANK", "NODE_RANK"), str(node)),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface),
+    }
 
 
 @dataclass(frozen=True)
@@ -57,22 +70,16 @@ class Outcome:
     received: int | None
 
 
-@dataclass
-class _Stream:
-    rank: int
-    name: str
-    splitter: LineSplitter = field(default_factory=LineSplitter)
-
-
 class Supervisor:
-    """One run of all ranks. `end_leftovers` kills what ranks leave in their namespaces."""
+    """One run of all ranks. `end_leftovers` kills what ranks leave behind."""
 
-    def __init__(self, on_line: LineCallback, end_leftovers: Callable[[], object], grace: Grace) -> None:
+    def __init__(self, on_line: LineCallback, grace: Grace, end_leftovers: Callable[[], object] = lambda: None) -> None:
         self._on_line = on_line
         self._end_leftovers = end_leftovers
         self._grace = grace
-        self._selector = selectors.DefaultSelector()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self._said: queue.Queue[tuple[int, str, str | None]] = queue.Queue(_MOST_LINES)
+        self._watchers = 0  # threads that have not put their last: a stream, or with no name the rank, has ended
+        self._running: dict[int, subprocess.Popen[str]] = {}  # by rank
         self._code = 0
         self._steps: list[tuple[float, int]] | None = None  # the way to the end: (when, signal to send), soonest first
         self._stopping = False  # by a signal, or by the timeout: failures are no news any more
@@ -85,7 +92,7 @@ class Supervisor:
                 for command in commands:
                     self._start(command)
                 while self._running:
-                    self._handle_events(_TICK_SECONDS)
+                    self._hand_on(_TICK_SECONDS)
                     self._react(received, deadline)
             except BaseException:
                 self._on_line = _discard
@@ -98,51 +105,63 @@ class Supervisor:
         return Outcome(self._code, received.first)
 
     def _start(self, command: RankCommand) -> None:
-        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), command.host, command.hosts_file]
-        launch.append(",".join(map(str, command.processors)))
         try:
             process = subprocess.Popen(
-                [_find_ip(), "netns", "exec", command.namespace, *launch, *command.argv],
+                command.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                bufsize=0,
+                encoding="utf-8",
+                errors="backslashreplace",
                 env=command.environment,
                 start_new_session=True,  # the terminal's Ctrl-C reaches the supervisor alone, which passes it on once
             )
         except OSError as error:
             raise TestbedError(f"rank {command.rank} could not be started: {error}. See `ulimit -a`.") from error
         self._running[command.rank] = process
-        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, command.rank)
-        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
-            assert pipe is not None
-            self._selector.register(os.dup(pipe.fileno()), selectors.EVENT_READ, _Stream(command.rank, name))
-            pipe.close()
+        watchers: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+            (self._read, (command.rank, "stdout", process.stdout)),
+            (self._read, (command.rank, "stderr", process.stderr)),
+            (self._await_end, (command.rank, process.pid)),
+        ]
+        for watch, arguments in watchers:
+            self._watchers += 1
+            threading.Thread(target=watch, args=arguments, daemon=True).start()
 
-    def _handle_events(self, timeout: float) -> bool:
-        events = self._selector.select(timeout)
-        for key, _ in events:
-            if isinstance(key.data, _Stream):
-                self._read(key.fd, key.data)
-            else:
-                self._reap(key.fd, key.data)
-        return bool(events)
+    def _read(self, rank: int, name: str, pipe: IO[str]) -> None:
+        r"""Lines end at \n, \r\n and \r (progress bars); what is no UTF-8 becomes backslash escapes."""
+        with pipe:
+            for line in iter(lambda: pipe.readline(_LONGEST_LINE), ""):
+                self._said.put((rank, name, line.removesuffix("\n")))
+        self._said.put((rank, name, None))
 
-    def _read(self, descriptor: int, stream: _Stream) -> None:
-        data = os.read(descriptor, _READ_BYTES)
-        if not data:
-            self._selector.unregister(descriptor)
-            os.close(descriptor)
-        for line in stream.splitter.feed(data) if data else stream.splitter.finish():
-            self._on_line(stream.rank, stream.name, line)
+    def _await_end(self, rank: int, pid: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its id stays taken: signals reach nobody else
+        self._said.put((rank, "", None))
 
-    def _reap(self, descriptor: int, rank: int) -> None:
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
+    def _hand_on(self, seconds: float) -> bool:
+        """Give the caller what ranks say, for so long or until one ends; whether there was anything."""
+        until, heard = time.monotonic() + seconds, False
+        while (left := until - time.monotonic()) > 0:
+            try:
+                rank, name, line = self._said.get(timeout=left)
+            except queue.Empty:
+                break
+            heard = True
+            if line is not None:
+                self._on_line(rank, name, line)
+                continue
+            self._watchers -= 1
+            if not name and rank in self._running:
+                self._reap(rank)
+                break
+        return heard
+
+    def _reap(self, rank: int) -> None:
         status = self._running.pop(rank).wait()
         code = status if status >= 0 else 128 - status
-        if code and not self._code:
-            self._code = code
+        self._code = self._code or code
         if code and self._running and self._steps is None:
             wait = self._grace.after_failure
             log.warning("rank %d ended with exit code %d; the others are ended in %.0f s", rank, code, wait)
@@ -175,21 +194,12 @@ class Supervisor:
 
     def _close(self) -> None:
         """Take in what is still in the pipes, and the dead. Only a process that left its namespace can hold this up."""
-        try:
-            while self._selector.get_map() and self._handle_events(_DRAIN_SECONDS):
-                pass
-        finally:
-            for key in list(self._selector.get_map().values()):
-                os.close(key.fd)
-            self._selector.close()
-            for process in self._running.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_DRAIN_SECONDS)
+        while self._watchers and self._hand_on(_DRAIN_SECONDS):
+            pass
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DRAIN_SECONDS)
 
 
 def _discard(rank: int, stream: str, line: str) -> None:
     """What ranks say after the caller's own callback has failed."""
-
-
-def _find_ip() -> str:
-    return shutil.which("ip", path=tool_environment()["PATH"]) or "ip"

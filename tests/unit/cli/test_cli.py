@@ -33,6 +33,8 @@ gradwire bench
   --spec
   --record
   --json
+gradwire compressors
+  --json
 gradwire demo
   --steps = 70
   --out = runs/demo
@@ -61,6 +63,7 @@ gradwire options
   --compressed
   --restrict
   --named
+  --collectives
   --count
   --json
 gradwire plan

@@ -523,7 +523,7 @@ def test_adding_sums_payloads() -> None:
 
 
 def test_tensors_of_a_family_share_one_payload_with_their_own_bits() -> None:
-    """Notes D5: each tensor is encoded as it would be alone."""
+    """Several bits in one bucket: each tensor is encoded as it would be alone."""
     numels, widths = (300, 7, 129, 1), (2, 8, 5, 3)
     offsets = list(itertools.accumulate(numels, initial=0))
     rows = [Segment(offsets[i], numels[i], tensor_key(f"t{i}"), 0, widths[i]) for i in range(4)]

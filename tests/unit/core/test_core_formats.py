@@ -1,4 +1,4 @@
-"""Profile, cluster, costs and plan: strict, frozen, JSON in and out (design section 6)."""
+"""Profile, cluster, costs and plan: strict, frozen, JSON in and out."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ COSTS = """
 {"version": 1, "codecs": [{"spec": {"id": "qsgd", "bits": 4, "block": 128}, "device": "gpu",
    "encode": [[4096, 12.0], [4194304, 40.0]], "decode": [[4096, 9.0], [4194304, 25.0]]}]}
 """
-# The design prints one bucket and launches two; the second bucket here makes the example whole.
+# Two buckets, so that the launch order has something to say.
 PLAN = """
 {"version": 1, "fingerprint": "sha256 of (name, shape, dtype) in order", "schedule": {"kind": "backward"},
  "buckets": [{"tensors": ["fc.bias", "fc.weight"], "spec": {"id": "qsgd", "bits": 4, "block": 128},

@@ -32,7 +32,7 @@ from gradwire.core import (
     register_spec,
     spec_from_dict,
 )
-from gradwire.core.specs import Run, innermost, registered_specs, spec_from_text
+from gradwire.core.specs import Run, example_specs, innermost, registered_specs, spec_from_text
 from gradwire.errors import SpecError
 
 blocks = st.sampled_from([2**power for power in range(5, 14)])
@@ -121,7 +121,7 @@ def test_sizes_are_whole_numbers_that_grow_with_the_tensors(spec: Spec, numels: 
 def test_every_registered_spec_is_drawn_and_declares_how_it_travels() -> None:
     drawn = {QSGD, Cast, FP8, Natural, Int8, TernGrad, TopK, BlockTopK, Threshold, RandomK, Truncate, Identity}
     drawn |= {TwoBit, SignSGD, Signum, EFSignSGD, OneBit, DGC, PowerSGD, ErrorFeedback}
-    assert drawn == set(registered_specs().values())
+    assert drawn == set(registered_specs().values()) == {type(spec) for spec in example_specs()}
     for spec in (Identity(), QSGD(), TopK(0.01), RandomK(0.01), RandomK(0.01, indices="own"), PowerSGD(), SignSGD()):
         assert set(spec.schemes) <= {"allreduce", "alltoall", "allgather"}
         assert ("allreduce" in spec.schemes) == (spec.rounds > 0 or spec == Identity())

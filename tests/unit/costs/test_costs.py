@@ -74,7 +74,7 @@ class TestCollectives:
         ],
     )
     def test_formulas_of_four_ranks(self, word, messages, factor):
-        """Notes 2.2."""
+        """As in the table of gradwire.costs.collectives."""
         assert group_traffic(word, 4, "inter").inter == (messages, factor)
         assert flat_traffic(word, nodes=4, ranks_per_node=1) == group_traffic(word, 4, "inter")
 
@@ -160,7 +160,7 @@ class TestSteps:
         assert [step.parts for step in steps_of(GRACE, 4, 2)] == [1, 1, 8]
 
     def test_the_owner_of_a_part_neither_encodes_nor_decodes_its_own(self):
-        """Notes D2: of 4 parts 3 are encoded, 3 payloads of the own part decoded; then all 4 sums."""
+        """The own part is added unencoded: of 4 parts 3 are encoded, 3 payloads of the own part decoded; then all 4 sums."""
         work = [(step.share, step.parts) for step in steps_of(TWO_PHASE, 4, 1) if step.traffic is None]
         assert work == [(0.75, 1), (0.25, 3), (0.25, 1), (1.0, 1)]
 

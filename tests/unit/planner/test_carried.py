@@ -7,6 +7,7 @@ from test_planner_joint import CODECS, made_up
 import gradwire as gw
 from gradwire.core import Costs, Spec
 from gradwire.core.plan import Bucket
+from gradwire.core.specs import example_specs
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of
 from gradwire.planner.carried import carries
@@ -19,18 +20,9 @@ from gradwire.planner.schemes import tasks_of
 from gradwire.planner.starts import ddp
 from gradwire.sim.simulator import FS_PER_US
 
-SPECS: list[Spec] = [
-    gw.QSGD(bits=4),
-    gw.PowerSGD(rank=4),
-    gw.RandomK(0.01),
-    gw.ErrorFeedback(gw.RandomK(0.01)),
-    gw.SignSGD(),
-    gw.Signum(),
-    gw.EFSignSGD(),
-    gw.DGC(),
-    gw.TopK(0.01),
-    gw.Cast("bfloat16"),
-]
+WAYS = {(spec.schemes, spec.rounds, spec.state): spec for spec in example_specs() if spec.encodes}
+SPECS: list[Spec] = [*WAYS.values(), gw.ErrorFeedback(gw.RandomK(0.01))]
+"""Of the registered specs one for each way to travel and to remember."""
 
 
 @pytest.mark.parametrize("device", DEVICES)

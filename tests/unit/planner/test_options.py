@@ -35,7 +35,7 @@ BETWEEN_WHOLE, BETWEEN_DIVIDED = PATTERNS[2][1:], PATTERNS[3][1:]
 
 
 def recursion(c, d):
-    """Sizes of ByteComp's sub-trees with c devices for Comp and d for Decomp: the recursion of the design, section 7."""
+    """Sizes of ByteComp's sub-trees with c devices for Comp and d for Decomp, by the recursion of docs/options.md."""
     t1 = 1 + c * d
     t2 = d + d * t1
     t5 = t1 + c * t2

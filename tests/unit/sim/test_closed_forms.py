@@ -28,7 +28,7 @@ from gradwire.planner.partition import FusionCosts, evaluate
 def walked_mean_us(
     every: int, compute_us: float, exchange_us: float, codec_us: float, compressed_us: float, on_compute_us: float
 ) -> float:
-    """CD-SGD as two clocks (notes 2.5): the exchange of one step runs beside the next step's compute, which then waits for it."""
+    """CD-SGD as two clocks: the exchange of one step runs beside the next step's compute, which then waits for it."""
     rounds = 50
     now = 0.0
     marks = []
@@ -50,7 +50,7 @@ def test_cd_sgd_is_the_mean_of_its_steps() -> None:
         found = cd_sgd_mean_us(every, compute, exchange, codec, compressed, on_compute)
         assert found == pytest.approx(walked_mean_us(every, compute, exchange, codec, compressed, on_compute))
         formula = ((every - 1) * max(compute + on_compute, codec + compressed) + max(compute, exchange)) / every
-        assert found == pytest.approx(formula)  # notes D46
+        assert found == pytest.approx(formula)
 
 
 def test_cd_sgd_is_other_methods_at_its_ends() -> None:
@@ -127,7 +127,7 @@ def test_equation_6_is_equation_7_over_one_worker() -> None:
 
 
 def test_table_2_of_dear() -> None:
-    """10 Gb/s, 64 GPUs: 61.6 for ResNet-50 (25.6 million parameters), at the 220 ms of compute that notes 2.4 infers."""
+    """10 Gb/s, 64 GPUs: 61.6 for ResNet-50 (25.6 million parameters), at the 220 ms of compute that the table's row implies."""
     phase_us = 25.6e6 * 4 * 8 / 10e9 * 1e6
     assert max_speedup(64, 220e3 / 3, 220e3 * 2 / 3, phase_us, phase_us) == pytest.approx(61.6, abs=0.5)
 

@@ -149,7 +149,7 @@ class TestByHand:
         assert times(timeline, "decomp") == [(47, 47)]
 
     def test_two_divisible_buckets_in_bucket_order_and_interleaved(self):
-        """60 and 40 without the last decode, as in the design's section 7."""
+        """60 us in bucket order, 40 us interleaved; the last decode takes 10 us more."""
         model = profile((40, 0.0), (40, 0.0))
         rest = (model, cluster(), codec(0.0, 10.0))
         assert simulate(plan_of(model, [TWO_PHASE] * 2, Cast()), *rest).step_us == 60 + 10
@@ -246,7 +246,7 @@ class TestSchedules:
         k=st.sampled_from([None, 1, 2, 5, 20]),
     )
     def test_delayed_is_equation_7_of_cd_sgd(self, tau, ratio, delta, scale, k):
-        """With encode on the compute cores (notes D46), where encode and exchange of a step go one after the other."""
+        """With encode on the compute cores, where encode and exchange of a step go one after the other."""
         phi, psi = 4 * ratio * scale, 4 * scale
         model = profile((phi, float(tau)))
         spec = Truncate(ratio=float(ratio), unsafe=True)

@@ -170,7 +170,7 @@ class TestClosedForms:
         alpha_g=st.integers(0, 9),
     )
     def test_cupcakes_timeline(self, tensors, cuts, alpha_h, alpha_g):
-        """Notes 2.1: encodes end at B + y alpha_h + beta_h S; an exchange begins then or when the link is free."""
+        """Cupcake's timeline: encodes end at B + y alpha_h + beta_h S; an exchange begins then or when the link is free."""
         model = profile(*[(4 * numel, float(us)) for numel, us in tensors])
         edges = [0, *sorted(cut for cut in cuts if cut < len(tensors)), len(tensors)]
         groups = [list(range(a, b)) for a, b in pairwise(edges)]

@@ -1,20 +1,30 @@
 """What a spec is, and the registry by which JSON names it."""
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
+from gradwire.core import entry_points
 from gradwire.core.checks import changed, near, show, under
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
-__all__ = ["Law", "Run", "Spec", "SpecField", "as_spec", "register_spec", "registered_specs", "spec_from_dict"]
+__all__ = [
+    "Law",
+    "Run",
+    "Spec",
+    "SpecField",
+    "as_spec",
+    "example_specs",
+    "installed_specs",
+    "register_spec",
+    "registered_specs",
+    "spec_from_dict",
+]
 
 _REGISTRY: dict[str, type["Spec"]] = {}
-ENTRY_POINTS = "gradwire.specs"
-"""The group in which other packages name their specs; they name compressors in gradwire.compressors."""
 
 
 class Run(NamedTuple):
@@ -58,6 +68,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many times payloads are summed on the wire, as float32; 0 where they are gathered and decoded instead."""
     state: ClassVar[tuple[str, ...]] = ()
     """What it remembers between steps of every element, float32 each. 'residual': what was not sent yet."""
+    example: ClassVar[tuple[Any, ...]] = ()
+    """Usual values of the fields that have no default, for lists that show one spec of every class."""
+    encodes: ClassVar[bool] = True
+    """Whether gradients are encoded. Identity's are not: they travel as they are."""
 
     @property
     def owns_momentum(self) -> bool:
@@ -151,29 +165,38 @@ def registered_specs() -> dict[str, type[Spec]]:
 
 def installed_specs() -> dict[str, type[Spec]]:
     """The registered classes by id and those of all installed packages."""
-    for found in entry_points(group=ENTRY_POINTS):
-        _load(found)
+    for name in entry_points.names(entry_points.SPECS):
+        _installed(name)
     return registered_specs()
 
 
+def example_specs() -> tuple[Spec, ...]:
+    """One spec of every installed class, with the usual settings, by id. A class without `example` whose fields have no
+    defaults is left out.
+
+    >>> [spec for spec in example_specs() if spec.id.startswith("t")]
+    [TernGrad(), TopK(0.01), Truncate(4.0), TwoBit()]
+    """
+    return tuple(cls(*cls.example) for _, cls in sorted(installed_specs().items()) if _has_example(cls))
+
+
+def _has_example(cls: type[Spec]) -> bool:
+    return all(not field.required for field in msgspec.structs.fields(cls)[len(cls.example) :])
+
+
 def _installed(name: object) -> type[Spec] | None:
-    """The class that an installed package has under this id."""
-    for found in entry_points(group=ENTRY_POINTS, name=name) if isinstance(name, str) else ():
-        _load(found)
-    return _REGISTRY.get(name) if isinstance(name, str) else None
+    """The registered class of this id, or that of an installed package."""
+    if not isinstance(name, str):
+        return None
+    if name not in _REGISTRY and name in entry_points.names(entry_points.SPECS):
+        entry_points.load(entry_points.SPECS, name, partial(_registered_as, name), SpecError)
+    return _REGISTRY.get(name)
 
 
-def _load(found: EntryPoint) -> None:
-    """Entry points are `id = "module:SpecClass"`."""
-    try:
-        cls = found.load()
-        if getattr(cls, "id", None) != found.name:
-            raise SpecError(f"its class {cls!r} has another id: name the entry point as the class's `id`.")
-        register_spec(cls)
-    except Exception as error:
-        raise SpecError(
-            f"entry point {found.name} = {found.value!r} of {ENTRY_POINTS} cannot be used: {error}"
-        ) from error
+def _registered_as(name: str, cls: type[Spec]) -> None:
+    if getattr(cls, "id", None) != name:
+        raise SpecError(f"its class {cls!r} has another id. Name the entry point as the class's `id`.")
+    register_spec(cls)
 
 
 def spec_from_dict(data: Mapping[str, object]) -> Spec:
@@ -190,7 +213,7 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
     if "id" not in data:
         raise SpecError(f"id is missing in {show(dict(data))}: it says which compressor. Known: {', '.join(known)}.")
     name = data["id"]
-    cls = (_REGISTRY.get(name) if isinstance(name, str) else None) or _installed(name)
+    cls = _installed(name)
     if cls is None:
         raise SpecError(
             f"id is {show(name)}, which is no registered compressor: it must be one of {', '.join(known)}"

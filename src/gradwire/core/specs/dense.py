@@ -18,6 +18,7 @@ class Identity(Spec, frozen=True):
 
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
+    encodes: ClassVar[bool] = False
 
     @property
     def law(self) -> Law:
@@ -112,10 +113,11 @@ class Natural(Spec, frozen=True):
 @register_spec
 class Truncate(Spec, frozen=True):
     """Fake compression for measurements: of everything encoded together only the first 1/ratio is sent, and the rest
-    arrives as zeros (CGX, Fig. 1; notes D13). A model cannot be trained with it: `unsafe=True` says that you know.
+    arrives as zeros (CGX, Fig. 1). A model cannot be trained with it: `unsafe=True` says that you know.
     """
 
     id: ClassVar[str] = "truncate"
+    example: ClassVar[tuple[float]] = (4.0,)
 
     ratio: float
     """How many times smaller: 1 or more."""

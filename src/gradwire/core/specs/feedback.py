@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.specs.base import Law, Run, Spec, SpecField, as_spec, register_spec
-from gradwire.core.specs.dense import Identity
+from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
 
@@ -15,7 +15,7 @@ __all__ = ["ErrorFeedback", "innermost"]
 
 @register_spec
 class ErrorFeedback(Spec, frozen=True):
-    """Carries what `inner` lost to the next step, one residual per encode (notes D3).
+    """Carries what `inner` lost to the next step, one residual per encode.
 
     With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates. `inner` is
     taken as it is best here (`under_feedback`): QSGD rounds to nearest unless told otherwise.
@@ -23,6 +23,7 @@ class ErrorFeedback(Spec, frozen=True):
     """
 
     id: ClassVar[str] = "error_feedback"
+    example: ClassVar[tuple[Spec]] = (QSGD(bits=2),)
     state: ClassVar[tuple[str, ...]] = ("residual",)
 
     inner: SpecField
@@ -30,10 +31,8 @@ class ErrorFeedback(Spec, frozen=True):
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
         inner = self.inner
-        if isinstance(inner, Identity):
-            raise SpecError(
-                "inner is Identity(), which loses nothing, so there is nothing to carry. Use Identity() alone."
-            )
+        if not inner.encodes:
+            raise SpecError(f"inner is {inner!r}, which loses nothing, so there is nothing to carry. Use it alone.")
         if inner.feedback:
             raise SpecError(f"inner is {inner!r}: one residual already carries all of the error. Use it alone.")
         if inner.state or isinstance(inner, SignSGD):

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from gradwire.core.checks import near, show
-from gradwire.core.specs.base import Spec, installed_specs
+from gradwire.core.specs.base import Spec, installed_specs, registered_specs
 from gradwire.errors import SpecError
 
 __all__ = ["spec_from_text"]
@@ -33,8 +33,10 @@ def _spec(node: ast.expr, text: str) -> Spec:
     call = ast.Call(func=node, args=[], keywords=[]) if isinstance(node, ast.Name) else node
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise SpecError(f"{show(text)} is no spec: write one as in Python, such as QSGD(bits=4).")
-    by_name = {cls.__name__: cls for cls in installed_specs().values()}
     name = call.func.id
+    by_name = {cls.__name__: cls for cls in registered_specs().values()}
+    if name not in by_name:
+        by_name = {cls.__name__: cls for cls in installed_specs().values()}
     if name not in by_name:
         raise SpecError(
             f"there is no spec {show(name)}: it must be one of {', '.join(sorted(by_name))}{near(name, by_name)}."

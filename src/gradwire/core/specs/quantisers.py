@@ -16,7 +16,7 @@ __all__ = ["QSGD", "Int8", "TernGrad", "TwoBit"]
 
 @register_spec
 class QSGD(Spec, frozen=True):
-    """Quantisation to `bits` bits with one scale per block (QSGD; CGX's compressor; notes D6, D7).
+    """Quantisation to `bits` bits with one scale per block (QSGD; CGX's compressor).
 
     Raises SpecError for a value outside its range.
     """
@@ -144,7 +144,7 @@ class Int8(Spec, frozen=True):
 
 @register_spec
 class TwoBit(Spec, frozen=True):
-    """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's; notes D8): elements of gradient plus residual of
+    """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's): elements of gradient plus residual of
     at least t travel as t, of at most -t as -t, all others as zero, and what was not sent stays.
     """
 

@@ -48,7 +48,7 @@ class Signum(Spec, frozen=True):
 @register_spec
 class EFSignSGD(Spec, frozen=True):
     """The sign of gradient plus residual, times their mean magnitude in the block; what is lost stays in the residual
-    (Karimireddy et al. 2019; notes D10)."""
+    (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"
     state: ClassVar[tuple[str, ...]] = ("residual",)
@@ -76,7 +76,7 @@ class EFSignSGD(Spec, frozen=True):
 @register_spec
 class OneBit(Spec, frozen=True):
     """One bit an element: the mean of the block's elements of at least zero, or the mean of those below, of gradient plus
-    residual; what is lost stays in the residual (Seide et al. 2014; notes D9)."""
+    residual; what is lost stays in the residual (Seide et al. 2014)."""
 
     id: ClassVar[str] = "onebit"
     state: ClassVar[tuple[str, ...]] = ("residual",)

@@ -41,6 +41,7 @@ class TopK(_Selected, frozen=True):
     """
 
     id: ClassVar[str] = "topk"
+    example: ClassVar[tuple[float]] = (0.01,)
 
     ratio: float
     """The part that is sent, rounded up, at least one element."""
@@ -69,6 +70,7 @@ class BlockTopK(Spec, frozen=True):
     """The elements of largest magnitude of every block: no search through the tensor, indices of one byte."""
 
     id: ClassVar[str] = "block_topk"
+    example: ClassVar[tuple[float]] = (0.01,)
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
 
     ratio: float
@@ -104,6 +106,7 @@ class Threshold(_Selected, frozen=True):
     """
 
     id: ClassVar[str] = "threshold"
+    example: ClassVar[tuple[float]] = (1e-3,)
 
     threshold: float
     """The smallest magnitude that is sent, for mean gradients."""
@@ -124,13 +127,14 @@ class Threshold(_Selected, frozen=True):
 
 @register_spec
 class RandomK(Spec, frozen=True):
-    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them (notes D12). No index
+    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them. No index
     travels: both sides draw the same ones.
 
     Without error feedback what is sent is multiplied by the length of its run, which makes the mean right.
     """
 
     id: ClassVar[str] = "randomk"
+    example: ClassVar[tuple[float]] = (0.01,)
 
     ratio: float
     """The part that is sent, rounded up, at least one element."""
@@ -166,7 +170,7 @@ class RandomK(Spec, frozen=True):
 
 @register_spec
 class DGC(_Selected, frozen=True):
-    """Deep gradient compression (Lin et al. 2018; notes D11): Top-k of what momentum and residual gathered, both cleared
+    """Deep gradient compression (Lin et al. 2018): Top-k of what momentum and residual gathered, both cleared
     where an element is sent.
 
     It owns the momentum: u = momentum * u + gradient, v = v + u, and the largest of v travel. Train with an optimizer

@@ -42,7 +42,7 @@ class BackwardSchedule:
     def on_closed(self, closed: Closed) -> None:
         for missing in closed.missing:
             self._reducer.settle_missing(missing)
-        self._reducer.measured(StepReport(self._meters, closed.exposed_s))
+        self._reducer.observers.measured(StepReport(self._meters, closed.exposed_s))
 
     def settle(self) -> None:
         """Nothing is under way."""

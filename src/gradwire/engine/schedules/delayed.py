@@ -37,15 +37,21 @@ from gradwire.core.schedules import Delayed
 from gradwire.engine.buffers import BufferCopy, ModelBuffers
 from gradwire.engine.control import Report, State
 from gradwire.engine.drift import checksums
-from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Job, Traits
 from gradwire.engine.schedules.corrections import Corrections
-from gradwire.engine.schedules.launched import Launched, Update, by_bucket, check_gradients, finish_quietly
+from gradwire.engine.schedules.launched import (
+    Launched,
+    Update,
+    by_bucket,
+    check_delayed,
+    check_gradients,
+    finish_quietly,
+)
 from gradwire.engine.schedules.weights import (
     TwoWeights,
     check_local,
-    check_local_updates,
     has_local_update,
     local_moves,
 )
@@ -53,7 +59,7 @@ from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.seams.settling import SettleFirst
 from gradwire.engine.seams.splitting import why_at_once
 from gradwire.engine.seams.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange import StepReport
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import added_up
@@ -102,22 +108,7 @@ class DelayedSchedule:
     @staticmethod
     def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See `ScheduleClass`."""
-        schedule = prepared.plan.schedule
-        assert isinstance(schedule, Delayed)
-        check_one_optimizer(
-            optimizers,
-            prepared,
-            many="the delayed schedule updates all weights at once, a step later",
-            others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
-        )
-        owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
-        if owners and (schedule.k is not None or schedule.warmup_steps):
-            raise PlanError(
-                f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
-                "gw.Delayed(k=None), or a spec without momentum."
-            )
-        if schedule.local_update and schedule.local_lr != 0:
-            check_local_updates(optimizers)
+        check_delayed(prepared, optimizers)
 
     def attach(self) -> None:
         reducer = self._reducer
@@ -213,7 +204,7 @@ class DelayedSchedule:
         """What `when_idle` put off, if anything: nothing is under way then."""
         if self._last_act is not None and self._landed is not None:
             act, self._last_act = self._last_act, None
-            self._reducer.check_drift(self._landed[0])
+            self._reducer.control.check_drift(self._landed[0], self._reducer.step)
             act()
 
     def send_nothing(self, state: State) -> None:
@@ -335,7 +326,7 @@ class DelayedSchedule:
             self._sent_buffers.put_into(model)
         self._landed = (reports, exposed)
         self._reducer.counted(reports)
-        self._reducer.measured(StepReport(self._meters, exposed))
+        self._reducer.observers.measured(StepReport(self._meters, exposed))
 
     def _take(self, launched: Launched, reports: Sequence[Report]) -> None:
         """The mean is due, but of parameters that no rank used."""
@@ -364,9 +355,9 @@ class DelayedSchedule:
         self._arrive()
         if self._landed is not None:
             (reports, exposed), self._landed = self._landed, None
-            self._reducer.check_drift(reports)
+            self._reducer.control.check_drift(reports, self._reducer.step)
             self._between = True
-            self._reducer.finished(exposed)
+            self._reducer.observers.finished(exposed)
             self._between = False
 
     # ---- saving

@@ -70,7 +70,7 @@ class Gathers:
                 self.settle_bucket(bucket)
             meters = self._reducer.running.finish()
             self._running_out.clear()
-            self._reducer.measured(StepReport(meters, self.exposed_s))
+            self._reducer.observers.measured(StepReport(meters, self.exposed_s))
             return True
 
     def forget(self) -> None:

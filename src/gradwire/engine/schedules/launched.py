@@ -9,12 +9,15 @@ import torch
 
 from gradwire.collectives.streams import Mark
 from gradwire.core.plan import Plan
+from gradwire.core.schedules import Delayed
 from gradwire.engine.control import Report, State
-from gradwire.errors import StepStateError
+from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.schedules.weights import check_local_updates
+from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import Slot
 
-__all__ = ["Launched", "Update", "by_bucket", "check_gradients", "finish_quietly"]
+__all__ = ["Launched", "Update", "by_bucket", "check_delayed", "check_gradients", "finish_quietly"]
 
 Update = Callable[[Sequence[torch.nn.Parameter]], None]
 """Makes the global weights of these parameters, with the gradients that they hold."""
@@ -39,6 +42,26 @@ def by_bucket(plan: Plan, slots: Sequence[Slot]) -> list[list[int]]:
     for index, slot in enumerate(slots):
         buckets[slot.bucket].append(index)
     return list(buckets.values())
+
+
+def check_delayed(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises PlanError where the delayed schedule cannot run with these optimizers."""
+    schedule = prepared.plan.schedule
+    assert isinstance(schedule, Delayed)
+    check_one_optimizer(
+        optimizers,
+        prepared,
+        many="the delayed schedule updates all weights at once, a step later",
+        others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
+    )
+    owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
+    if owners and (schedule.k is not None or schedule.warmup_steps):
+        raise PlanError(
+            f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
+            "gw.Delayed(k=None), or a spec without momentum."
+        )
+    if schedule.local_update and schedule.local_lr != 0:
+        check_local_updates(optimizers)
 
 
 def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

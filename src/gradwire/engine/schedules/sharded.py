@@ -24,8 +24,9 @@ import torch
 from gradwire.collectives import Link, LinkError
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import Report
+from gradwire.engine.leaving import leave
 from gradwire.engine.prepare import Prepared, check_one_optimizer
-from gradwire.engine.reducer import Reducer, StepState
+from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Job, Traits
 from gradwire.engine.schedules.gathers import Gathers
 from gradwire.engine.schedules.pipelined import PipelinedSchedule, warn_once
@@ -37,6 +38,7 @@ from gradwire.engine.seams.later import looking, make_current, use_later
 from gradwire.engine.seams.settling import SettleFirst
 from gradwire.engine.seams.splitting import why_none_later
 from gradwire.engine.seams.stepping import Stepping, outermost, step_in_place_of
+from gradwire.engine.step_state import StepState
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.exchange.options import check_sharded
@@ -178,7 +180,7 @@ class ShardedSchedule:
                 "would be added to: with shard_optimizer no rank holds all of it. Call optimizer.zero_grad() before each "
                 "backward; to accumulate gradients use handle.no_sync() for all backwards but the last."
             )
-            raise reducer.leave(words) if running else StepStateError(words)
+            raise leave(reducer, words) if running else StepStateError(words)
 
     def on_begin(self) -> None:
         if self._step_is_due:
@@ -188,7 +190,7 @@ class ShardedSchedule:
 
     def _gather_as_it_was(self) -> None:
         """The script left out the step. Other ranks may have made it, so this one takes their shards too."""
-        self._reducer.stepped, self._left_out = False, True
+        self._reducer.control.stepped, self._left_out = False, True
         self._gathers.await_sums()
         self._of_shards.take_weights()
         self._gather()

@@ -1,0 +1,315 @@
+"""Collectives: the routines that exchanges are made of, and every way through them that has a name. Data, and no torch.
+
+Plans, policies, the grammar of options, costs, the simulator, the engine, the command line and the docs read these tables.
+A collective of another package is a `Collective` in the entry points of `gradwire.collectives`. At least one of its link tasks
+has a word of its own, so that no plan means two things.
+
+>>> collective("ring").on("cpu")
+('comp:cpu', 'reducescatter:inter', 'allgather:inter', 'decomp:cpu')
+>>> collective_of(("comp:gpu", "allgather:inter", "decomp:gpu")).name
+'allgather'
+"""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import Any
+
+from gradwire.core import entry_points
+from gradwire.core.checks import show
+from gradwire.core.specs.base import Spec
+from gradwire.errors import PlanError
+
+__all__ = [
+    "ALL_REDUCE",
+    "CODEC_TASKS",
+    "COLLECTIVES",
+    "LINKS",
+    "LINK_TASKS",
+    "ROUTINES",
+    "Collective",
+    "Routine",
+    "collective",
+    "collective_of",
+    "installed_collectives",
+    "is_link_word",
+    "link_words",
+    "register_collective",
+    "uncompressed",
+]
+
+CODEC_TASKS = ("comp", "decomp")
+"""Tasks of an option that run on a device: gpu or cpu."""
+LINKS = ("intra", "inter")
+"""Where link tasks run: inside a node, or between nodes."""
+
+
+@dataclass(frozen=True)
+class Routine:
+    """What one link task does among the ranks that it joins."""
+
+    word: str
+    gets: str
+    """Who gets what a rank holds: everybody all of it, the root all of it, or the owners each their shard."""
+    _: KW_ONLY
+    gradients: tuple[str, ...] = ()
+    """Which step of an exchange it can be where gradients travel as they are: whole, first or second."""
+    payloads: tuple[str, ...] = ()
+    """The same where payloads travel."""
+    adds: bool = False
+    """Whether what several ranks hold is added; else it is put side by side."""
+    second: str = ""
+    """Of a first step: the second step that belongs to it."""
+
+
+ROUTINES = {
+    routine.word: routine
+    for routine in (
+        Routine("allreduce", "everybody", gradients=("whole",), adds=True),
+        Routine("reducescatter", "owners", gradients=("first",), adds=True, second="allgather"),
+        Routine("reduce", "root", gradients=("first",), adds=True, second="broadcast"),
+        Routine("alltoall", "owners", payloads=("first",), second="allgather"),
+        Routine("gather", "root", payloads=("first",), second="broadcast"),
+        Routine("allgather", "everybody", gradients=("second",), payloads=("whole", "second")),
+        Routine("broadcast", "everybody", gradients=("second",), payloads=("second",)),
+    )
+}
+"""ByteComp's collective routines (Tables 2 and 3), by the word of their link task."""
+LINK_TASKS = tuple(ROUTINES)
+"""Words of link tasks; `is_link_word` knows those of other packages too."""
+ALL_REDUCE = ("allreduce:inter",)
+"""The option of plain DDP."""
+
+_PLAIN_FIRST = {
+    coded.word: plain.word
+    for coded in ROUTINES.values()
+    for plain in ROUTINES.values()
+    if "first" in coded.payloads and "first" in plain.gradients and coded.gets == plain.gets
+}
+"""First steps of payloads, and those that do the same with gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A way in which one bucket is synchronised, with a name. Immutable; `register_collective` checks it."""
+
+    name: str
+    """What a policy's `scheme` and the command line call it."""
+    about: str
+    """What it does, in one sentence without its full stop."""
+    tasks: tuple[str, ...]
+    """As in a bucket's `option`, with comp and decomp without the device."""
+    phases: tuple[str, ...]
+    """Of each link task the phase it belongs to: reduce, gather, or whole where one task does both."""
+    runs: str | Callable[..., Any]
+    """What the engine makes for each piece of a bucket, as "module:name" or itself: a `gradwire.collectives.Scheme` with one
+    phase for each link task, called with the compressor, the `Piece`, the `Group` and the rank that rooted exchanges use."""
+    steps: str | Callable[..., Any] = ""
+    """What it costs, as "module:name" or itself: called with the option, the nodes, the ranks a node and the routing it
+    returns one `gradwire.costs.steps.Step` for each task. "" follows the routines, which only gradwire's own words allow."""
+    plain: bool = False
+    """Whether `runs` also sends gradients that are not encoded, by the same link tasks. If not they take the same links by
+    other routines, and all-reduce where a word is no routine."""
+    needs: tuple[str, ...] = ("allgather",)
+    """What a spec must name among its `schemes`, if it does not name this collective."""
+    encodes_sums: bool = False
+    """Whether no encode is of a rank's own gradient alone: then a spec may remember nothing but residuals."""
+    in_rounds: bool = False
+    """Whether all tasks but the last are repeated, once for each of the spec's `rounds`."""
+
+    @property
+    def link_tasks(self) -> tuple[str, ...]:
+        """The tasks that run on links."""
+        return tuple(task for task in self.tasks if task not in CODEC_TASKS)
+
+    @property
+    def own_words(self) -> tuple[str, ...]:
+        """Words of link tasks that are no routine of gradwire's."""
+        words = (task.partition(":")[0] for task in self.link_tasks)
+        return tuple(word for word in dict.fromkeys(words) if word not in ROUTINES)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its gather phase can run apart from its reduce phase."""
+        return "gather" in self.phases
+
+    def on(self, device: str, rounds: int = 1) -> tuple[str, ...]:
+        """Its option, with codecs on 'gpu' or 'cpu'."""
+        tasks = tuple(f"{task}:{device}" if task in CODEC_TASKS else task for task in self.tasks)
+        return tasks[:-1] * rounds + tasks[-1:] if self.in_rounds else tasks
+
+    def option(self, device: str, spec: Spec) -> tuple[str, ...]:
+        """The option of a bucket with this spec on this device."""
+        return self.on(device, max(1, spec.rounds)) if spec.encodes else self.uncompressed
+
+    @property
+    def uncompressed(self) -> tuple[str, ...]:
+        """The option of gradients that are not encoded."""
+        if self.plain:
+            return self.link_tasks
+        return ALL_REDUCE if self.own_words else uncompressed(self.tasks)
+
+    def carries(self, spec: Spec) -> bool:
+        """Whether what the spec encodes can travel like this."""
+        named = self.name in spec.schemes or set(self.needs) <= set(spec.schemes)
+        return named and not (self.encodes_sums and set(spec.state) - {"residual"})
+
+
+def uncompressed(option: tuple[str, ...]) -> tuple[str, ...]:
+    """The same exchanges of gradients as they are: what gathered payloads then adds on the way.
+
+    >>> uncompressed(("comp:cpu", "alltoall:inter", "allgather:inter", "decomp:cpu"))
+    ('reducescatter:inter', 'allgather:inter')
+    """
+    exchanges = [task.partition(":") for task in option if task.partition(":")[2] in LINKS]
+    words = [_PLAIN_FIRST.get(word, word) for word, _, _ in exchanges]
+    if len(words) % 2:  # an odd one is the whole exchange in the middle
+        words[len(words) // 2] = "allreduce"
+    return tuple(f"{word}:{link}" for word, (_, _, link) in zip(words, exchanges, strict=True))
+
+
+COLLECTIVES = {
+    each.name: each
+    for each in (
+        Collective(
+            name="allreduce",
+            about="Payloads are added on the wire, round after round",
+            tasks=("comp", *ALL_REDUCE, "decomp"),
+            phases=("whole",),
+            runs="gradwire.collectives.schemes:Summing",
+            plain=True,
+            needs=("allreduce",),
+            in_rounds=True,
+        ),
+        Collective(
+            name="allgather",
+            about="Every payload goes to every rank, and each adds them in rank order",
+            tasks=("comp", "allgather:inter", "decomp"),
+            phases=("whole",),
+            runs="gradwire.collectives.schemes:AllGather",
+            plain=True,
+        ),
+        Collective(
+            name="alltoall",
+            about="Each shard goes to its owner, which adds in rank order and encodes again; the sums go to all (CGX's SRA)",
+            tasks=("comp", "alltoall:inter", "decomp", "comp", "allgather:inter", "decomp"),
+            phases=("reduce", "gather"),
+            runs="gradwire.collectives.schemes:TwoPhase",
+            plain=True,
+            needs=("alltoall",),
+        ),
+        Collective(
+            name="ring",
+            about="CGX's ring: each shard goes around, decoded, added and encoded again at every hop",
+            tasks=("comp", "reducescatter:inter", "allgather:inter", "decomp"),
+            phases=("reduce", "gather"),
+            runs="gradwire.collectives.hops:Ring",
+            steps="gradwire.costs.hops:ring_steps",
+            needs=("alltoall", "allgather"),
+            encodes_sums=True,
+        ),
+        Collective(
+            name="tree",
+            about="CGX's tree: sums go up to a root and down again, decoded, added and encoded again at every hop up",
+            tasks=("comp", "reduce:inter", "broadcast:inter", "decomp"),
+            phases=("reduce", "gather"),
+            runs="gradwire.collectives.hops:Tree",
+            steps="gradwire.costs.hops:tree_steps",
+            needs=("alltoall", "allgather"),
+            encodes_sums=True,
+        ),
+    )
+}
+"""Gradwire's own collectives, by name."""
+
+_REGISTRY = dict(COLLECTIVES)
+_BY_WORD: dict[str, Collective] = {}
+"""Collectives of other packages, by the words that they bring."""
+
+
+def register_collective(added: Collective) -> Collective:
+    """Make a collective known by its name and by its words. Raises PlanError for one that is not whole, or not new."""
+    if not isinstance(added, Collective):
+        raise PlanError(
+            f"{show(added)} is a {type(added).__name__}: it must be a gradwire.core.collectives.Collective."
+        )
+    has = f"collective {added.name!r}"
+    if _REGISTRY.get(added.name, added) != added or not added.name:
+        raise PlanError(f"{has} has a name that is missing or taken. Choose another.")
+    for task in added.tasks:
+        word, _, link = task.partition(":")
+        if not (task in CODEC_TASKS or (word and word not in CODEC_TASKS and link in LINKS)):
+            raise PlanError(f"{has} has task {task!r}: it must be comp, decomp, or word:inter or word:intra.")
+    if not added.own_words or any(_BY_WORD.get(word, added) != added for word in added.own_words):
+        raise PlanError(
+            f"{has} has link tasks {', '.join(added.link_tasks)}: at least one needs a word that no other collective has, "
+            "or a plan with these tasks would mean two things. Choose another word."
+        )
+    gathers = added.phases.count("gather")
+    if (
+        len(added.phases) != len(added.link_tasks)
+        or set(added.phases) - {"reduce", "gather", "whole"}
+        or set(added.phases[len(added.phases) - gathers :]) - {"gather"}
+        or gathers == len(added.phases)
+    ):
+        raise PlanError(
+            f"{has} has phases {list(added.phases)} for link tasks {list(added.link_tasks)}: each has one, reduce, gather or "
+            "whole, and those of gather come last, behind another."
+        )
+    if not added.steps:
+        raise PlanError(f"{has} has no steps: without them nobody knows what its own words cost. Give a function.")
+    _REGISTRY[added.name] = added
+    _BY_WORD.update(dict.fromkeys(added.own_words, added))
+    collective_of.cache_clear()
+    return added
+
+
+def installed_collectives() -> dict[str, Collective]:
+    """All collectives by name: gradwire's own, then those of other packages."""
+    for name in entry_points.names(entry_points.COLLECTIVES):
+        _installed(name)
+    return dict(_REGISTRY)
+
+
+def collective(name: str) -> Collective | None:
+    """The collective of this name, if there is one. Raises PlanError if the package that has it cannot be loaded."""
+    if name not in _REGISTRY and name in entry_points.names(entry_points.COLLECTIVES):
+        _installed(name)
+    return _REGISTRY.get(name)
+
+
+def _installed(name: str) -> None:
+    def use(added: Collective) -> None:
+        if getattr(added, "name", name) != name:
+            raise PlanError(f"its collective has the name {added.name!r}. Name the entry point as the collective.")
+        register_collective(added)
+
+    if name not in _REGISTRY:
+        entry_points.load(entry_points.COLLECTIVES, name, use, PlanError)
+
+
+def is_link_word(word: str) -> bool:
+    """Whether a link task of this word exists, here or in an installed package."""
+    if word not in ROUTINES and word not in _BY_WORD and word not in CODEC_TASKS:
+        installed_collectives()
+    return word in ROUTINES or word in _BY_WORD
+
+
+def link_words() -> tuple[str, ...]:
+    """All words of link tasks, those of installed packages too."""
+    installed_collectives()
+    return (*ROUTINES, *_BY_WORD)
+
+
+@lru_cache(maxsize=4096)
+def collective_of(option: tuple[str, ...]) -> Collective | None:
+    """The collective whose tasks these are, encoded on one device or not at all; None where an option has no name."""
+    words = [task.partition(":")[0] for task in option]
+    brought = next((word for word in words if word not in ROUTINES and word not in CODEC_TASKS), None)
+    candidates = list(_REGISTRY.values())
+    if brought is not None:
+        candidates = [_BY_WORD[brought]] if is_link_word(brought) else []
+    if "comp" not in words:
+        return next((each for each in candidates if each.plain and option == each.link_tasks), None)
+    device = option[words.index("comp")].partition(":")[2]
+    return next((each for each in candidates if option == each.on(device, words.count("comp"))), None)

@@ -1,0 +1,78 @@
+"""The tensors of an exchange: what it is given, or what it will get."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from gradwire._version import __version__
+from gradwire.core.checks import show
+from gradwire.core.plan import Plan
+from gradwire.errors import PlanError, StepStateError
+
+__all__ = ["TensorLike", "TensorMeta", "check_fits", "checked_tensors", "like", "tensor_facts"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor that an exchange will get later: contiguous.
+
+    >>> TensorMeta((10, 4)).empty().numel()
+    40
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this kind that takes no memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+TensorLike: TypeAlias = torch.Tensor | TensorMeta
+
+
+def like(tensor: TensorLike) -> torch.Tensor:
+    """A tensor of the same kind: this one, or one without memory."""
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor.empty()
+
+
+def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
+    """Raises PlanError for what an exchange cannot average."""
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise PlanError(f"tensors is {show(tensors)}: pass a mapping of names to tensors, at least one.")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, (torch.Tensor, TensorMeta)):
+            raise PlanError(f"tensors[{name!r}] is a {type(tensor).__name__}: pass a torch.Tensor or a gw.TensorMeta.")
+        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
+            raise PlanError(f"tensors[{name!r}] has no dense memory ({tensor.layout}, {tensor.device}).")
+    devices = {str(like(tensor).device) for tensor in tensors.values()}
+    if len(devices) > 1:
+        raise PlanError(f"the tensors lie on {', '.join(sorted(devices))}; an exchange works on one device.")
+    return dict(tensors)
+
+
+def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: Exception | None) -> dict[str, Any]:
+    """What ranks compare, most telling first."""
+    if plan is None:
+        return {"error": f"{type(problem).__name__}: {problem}"}
+    likes = {name: like(tensor) for name, tensor in tensors.items()}
+    return {
+        "gradwire version": __version__,
+        "torch version": torch.__version__,
+        "tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
+        "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
+    }
+
+
+def check_fits(name: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Raises StepStateError where a tensor cannot stand in for the one that an exchange was made with; `view` is its place."""
+    if tensor.is_sparse or tensor.shape != view.shape or tensor.dtype != view.dtype:
+        raise StepStateError(
+            f"tensor {name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and the exchange was made for "
+            f"{tuple(view.shape)} and {view.dtype}, dense. Make another exchange for it."
+        )
+    if tensor.device != view.device:
+        raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {view.device}.")

@@ -1,0 +1,29 @@
+"""Packages beside gradwire, as pip would lay them out, made without pip: what tests of entry points share."""
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import gradwire
+
+__all__ = ["EXAMPLES", "install", "lay_out"]
+
+EXAMPLES = Path(gradwire.__file__).parents[2] / "examples"
+
+
+def install(example: str, folder: Path) -> None:
+    """A package of examples/, found by its entry points once the folder is on the path."""
+    project = tomllib.loads((EXAMPLES / example / "pyproject.toml").read_text())["project"]
+    for module in (EXAMPLES / example).glob("*.py"):
+        (folder / module.name).write_text(module.read_text())
+    lay_out(folder, project["name"], project["entry-points"])
+
+
+def lay_out(folder: Path, name: str, points: dict[str, dict[str, str]]) -> None:
+    """What says that a package is installed, and its entry points by group."""
+    info = folder / f"{name.replace('-', '_')}-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    lines = [f"[{group}]\n" + "".join(f"{n} = {value}\n" for n, value in own.items()) for group, own in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    importlib.invalidate_caches()
