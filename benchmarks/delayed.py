@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.closed_forms import cd_sgd_mean_us
 from benchmarks.common import RESULTS, write, write_between
+from benchmarks.papers.closed_forms import cd_sgd_mean_us
 from gradwire.bench.names import WRONG_PREFIX
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"

@@ -19,6 +19,8 @@ from rich.console import Console
 from benchmarks.bars import draw_bars
 from benchmarks.common import RESULTS, write
 from benchmarks.figures_page import page
+from benchmarks.papers.closed_forms import dear_us
+from benchmarks.papers.methods import hipress
 from benchmarks.testbeds import (
     ALGORITHMS,
     SYSTEMS_OF,
@@ -38,9 +40,7 @@ from gradwire.errors import FormatError
 from gradwire.planner.drafts import Job
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
-from gradwire.planner.starts import hipress
 from gradwire.report.pictures import Panel, draw_lines
-from gradwire.sim.closed_forms import dear_us
 from gradwire.sim.events import COMPUTE
 
 BYTECOMPS = ("Rand-k", "DGC", "EF-SignSGD")

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import RESULTS, write
-from gradwire.planner.cupcake import algorithm_1
+from benchmarks.papers.cupcake import algorithm_1
+from benchmarks.papers.strawmen import compare, layer_names
 from gradwire.planner.fusion import FusionCosts, optimal
-from gradwire.planner.strawmen import compare, layer_names
 
 ALLOWED_MS = {314: 10.0, 10_000: 1000.0}
 BACKWARD_US = 120e3

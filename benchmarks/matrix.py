@@ -2,16 +2,16 @@
 
     python -m benchmarks matrix [--loss-steps 150]
 
-The README's table stands between two comments, `gradwire.bench.matrix_tables.README_MARKS`; without them it is printed.
+The README's table stands between two comments, `benchmarks.campaigns.matrix_tables.README_MARKS`; without them it is printed.
 """
 
 import argparse
 from pathlib import Path
 
+from benchmarks.campaigns.matrix import MatrixRequest, measured_cells
+from benchmarks.campaigns.matrix_checks import verdict_lines
+from benchmarks.campaigns.matrix_tables import in_readme, matrix_page, readme_block
 from benchmarks.common import RESULTS
-from gradwire.bench.matrix import MatrixRequest, measured_cells
-from gradwire.bench.matrix_checks import verdict_lines
-from gradwire.bench.matrix_tables import in_readme, matrix_page, readme_block
 from gradwire.core.files import write_whole
 
 ROOT = Path(__file__).parent.parent

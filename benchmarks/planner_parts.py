@@ -8,12 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.oracle import best_step_us, partitions
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.costs.imported import import_file
 from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import make
-from gradwire.planner.oracle import best_step_us, partitions
 from gradwire.sim.rules import Rules, changed_rules
 from gradwire.sim.simulator import FS_PER_US
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.campaigns.schemes import SCHEMES, SchemesRun
+from benchmarks.campaigns.schemes_runner import SIZES, median_us, run_schemes, size_name, verdict
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import emulation_problem
-from gradwire.bench.schemes import SCHEMES, SchemesRun
-from gradwire.bench.schemes_runner import SIZES, median_us, run_schemes, size_name, verdict
 from gradwire.core.files import write_whole
 from gradwire.core.specs import QSGD
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.papers.methods import FUSIONS as RIVALS
+from benchmarks.papers.methods import hipress
 from gradwire.core import Cluster, Costs, Link, Profile
 from gradwire.core.specs import DGC, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.costs.imported import import_file
@@ -14,8 +16,7 @@ from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED, SYSTEMS
 from gradwire.planner.options import Option, select
-from gradwire.planner.starts import FUSIONS, best_of, bytecomp, fused, hipress
-from gradwire.planner.strawmen import close_before
+from gradwire.planner.starts import FUSIONS, best_of, bytecomp, close_before, fused
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
 
@@ -135,7 +136,7 @@ def selective(job: Job) -> Draft:
 
 def cupcake(job: Job, strategy: str = "fusion") -> Draft:
     """Cupcake's best fusion, or a rule that it is compared with."""
-    return fused(job, FUSIONS[strategy], Choice(job.specs[0], gathered(job)))
+    return fused(job, (FUSIONS | RIVALS)[strategy], Choice(job.specs[0], gathered(job)))
 
 
 def selected(job: Job) -> Draft:

@@ -11,9 +11,10 @@ from rich.console import Console
 from worlds import Worlds
 
 import gradwire as gw
-from gradwire.bench.left_out import exchange_alone, keep_only
+from benchmarks.campaigns.left_out import exchange_alone, keep_only
+from benchmarks.campaigns.phases import phases_methods, phases_tables
+from benchmarks.papers.closed_forms import max_speedup
 from gradwire.bench.names import WRONG_PREFIX, check_method, parse_policy
-from gradwire.bench.phases import phases_methods, phases_tables
 from gradwire.bench.progress import Silent
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench
@@ -203,6 +204,7 @@ def test_speedups_are_those_of_equation_6() -> None:
     ddp = run.cell("mlp", "500mbit", "ddp")
     # forward and update 30 ms under a gather of 40, backward 60 ms over a reduce of 40
     assert ddp is not None and ddp.max_speedup == pytest.approx(2 * 90 / (40 + 60))
+    assert ddp.max_speedup == pytest.approx(max_speedup(2, 30e3, 60e3, 40e3, 40e3))
     assert ddp.speedup_alone == pytest.approx(2 * 90 / 200)
     twice = run.cell("mlp", "500mbit", phases_methods()[2])
     assert twice is not None and twice.max_speedup == pytest.approx(2 * 90 / (80 + 80))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from worlds import Worlds
 
 import gradwire as gw
-from gradwire.bench.predictions import Predicted, PredictRun, ddp_plan, summary
+from benchmarks.campaigns.predictions import Predicted, PredictRun, ddp_plan, summary
 from gradwire.collectives import Grid
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.made import Made

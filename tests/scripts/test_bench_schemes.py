@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 import gradwire as gw
+from benchmarks.campaigns.schemes import BITS, SCHEMES, Exchange, SchemesRecord, SchemesRun, predicted_us, repeats_for
+from benchmarks.campaigns.schemes_runner import run_schemes, schemes_tables, verdict
 from gradwire.bench.progress import Silent
-from gradwire.bench.schemes import BITS, SCHEMES, Exchange, SchemesRecord, SchemesRun, predicted_us, repeats_for
-from gradwire.bench.schemes_runner import run_schemes, schemes_tables, verdict
 from gradwire.core import Cluster, Link, TensorInfo
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.bench import predict
+from benchmarks.campaigns import predict
+from benchmarks.campaigns.predict import PLANNED, PredictRequest, predictable, run_predict
+from benchmarks.campaigns.predictions import PredictRun, prediction_table
+from gradwire.bench import runner
 from gradwire.bench.loopback import Loopback
-from gradwire.bench.predict import PLANNED, PredictRequest, predictable, run_predict
-from gradwire.bench.predictions import PredictRun, prediction_table
 from gradwire.bench.progress import Silent
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest
@@ -75,7 +76,7 @@ def measured(request: BenchRequest, problem: str | None, watch: object) -> Bench
 
 @pytest.fixture
 def testbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "Testbed", FakeTestbed)
+    monkeypatch.setattr(runner, "Cluster", FakeTestbed)
     monkeypatch.setattr(predict, "run_bench", measured)
 
 

@@ -240,6 +240,11 @@ def test_what_a_schedule_is_like_is_asked_of_it() -> None:
     assert not wrong
 
 
+def test_nothing_imports_what_a_wheel_does_not_have() -> None:
+    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
+    assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
+
+
 def within_any_cli(names: frozenset[str]) -> bool:
     return any(within(name, ("gradwire.cli",)) for name in names)
 

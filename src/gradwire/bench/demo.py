@@ -7,7 +7,6 @@ and the time at the demo's rate is computed from those: the measured step, or th
 that is longer, for both methods alike. That is as if every byte were hidden behind compute, which flatters DDP.
 """
 
-import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,9 @@ import numpy as np
 from rich.table import Table
 
 from gradwire.bench.names import UNLIMITED
-from gradwire.bench.predict import PredictRequest, profiled
 from gradwire.bench.recorded import beside, measured, method_folder
 from gradwire.bench.results import BenchRun, Cell, Interval
-from gradwire.bench.runner import BenchRequest, Watch, run_bench
+from gradwire.bench.runner import BenchRequest, Watch, run_bench, run_profile
 from gradwire.bench.statistics import median_ratio, wire_us
 from gradwire.bench.table import milliseconds
 from gradwire.core.files import make_folder
@@ -208,9 +206,8 @@ def summary_table(summary: DemoSummary) -> Table:
 
 def _profile(request: BenchRequest, out: Path, watch: Watch) -> str:
     """Measure what the page's prediction is made from. Returns why that failed: the demo has its numbers without."""
-    alone = dataclasses.replace(request, methods=[METHODS_WITHOUT_LINK["gradwire"]])
     try:
-        profiled(PredictRequest(alone, SPECS, PROFILE_STEPS), JOB, LINK, out, watch)
+        run_profile(request, JOB, LINK, SPECS, PROFILE_STEPS, out, watch)
     except TestbedError as error:
         return f"The step is not predicted: {error}"
     return ""

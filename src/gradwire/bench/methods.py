@@ -10,7 +10,7 @@ gradwire:SPEC   gradwire with any policy, for example gradwire:qsgd4, or with an
 gradwire:auto   gradwire decides (gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive decides on bits), and with
                 gradwire:auto@all in all schedules
 wrong-on-purpose:PART:POLICY
-                the same policy with only a PART of each step: reduce-only, gather-only, compute-only, exchange-only
+                the same policy with only a PART of each step, in gradwire's repository only (`benchmarks/campaigns/left_out.py`)
 
 Each has its own model and optimizer from the same seed, and its own process group, so that all of them can live in
 one process and take turns.
@@ -32,15 +32,15 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.auto.decision import Decision
 from gradwire.auto.driver import Auto
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.left_out import exchange_alone, keep_only
-from gradwire.bench.names import EXCHANGE_ONLY, GRADWIRE_PREFIX, arguments_of, check_method, part_of_step
+from gradwire.bench.names import GRADWIRE_PREFIX, WRONG_PREFIX, arguments_of, check_method
 from gradwire.bench.results import Decided
+from gradwire.core.repository import from_repository
 from gradwire.errors import StepStateError
 
 if TYPE_CHECKING:
     import gradwire as gw
 
-__all__ = ["Method", "build"]
+__all__ = ["Gradwire", "Method", "build"]
 
 POWERSGD_RANK = 4
 POWERSGD_START = 2
@@ -257,46 +257,6 @@ class Gradwire(Method):
         self.handle.detach()
 
 
-class PartOfStep(Gradwire):
-    """gradwire with only a part of each step, `part` of `names.PARTS`. What it trains is wrong on purpose."""
-
-    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, part: str, policy: str) -> None:
-        super().__init__(job, seed, process_group, policy, drift_check_steps=0)  # ranks drift apart, as they must
-        self.part = part
-        self._steps_done = 0
-
-    def step(self, batch: Batch) -> float:
-        """A step without the rest. Of exchange-only the first is a whole one, and the others compute nothing at all."""
-        exchange = (
-            self.handle.session.reducer.running
-        )  # of the last step: a policy's plan may have been made anew since
-        self._steps_done += 1
-        if self.part != EXCHANGE_ONLY:
-            keep_only(self.part, exchange)
-            return super().step(batch)
-        if self._steps_done == 1:
-            return super().step(batch)
-        if self._steps_done == 2:
-            self.settle()
-            self.forward_us = self.backward_us = 0.0
-        exchange_alone(exchange, self._steps_done - 2)
-        return 0.0
-
-    @property
-    def bytes_planned(self) -> int | None:
-        return super().bytes_planned if self._usual_exchange() else None
-
-    def codec_seconds(self) -> float | None:
-        return super().codec_seconds() if self._usual_exchange() else None
-
-    def _usual_exchange(self) -> bool:
-        """Whether all of a usual step's exchange ran, and no correction."""
-        return self.part == EXCHANGE_ONLY and self.handle.session.reducer.running is self.handle.session.exchange
-
-    def record(self, folder: Path) -> None:
-        """Nothing that is wrong on purpose becomes the record of a training run."""
-
-
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes of all gradients of the model in their own dtype."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -325,6 +285,9 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
     check_method(name)
     if name in _BUILDERS:
         return _BUILDERS[name](job, seed, process_group)
-    if (left := part_of_step(name)) is not None:
-        return PartOfStep(job, seed, process_group, *left)
+    if name.startswith(WRONG_PREFIX):
+        part: Method = from_repository("campaigns.left_out", f"the method {name!r}").PartOfStep(
+            job, seed, process_group, name
+        )
+        return part
     return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

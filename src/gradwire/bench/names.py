@@ -10,7 +10,7 @@ import msgspec
 from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
 from gradwire.core.reading import check_plain, parse
-from gradwire.core.schedules import as_schedule
+from gradwire.core.repository import from_repository
 from gradwire.core.specs import Spec, installed_specs, spec_from_text
 from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
@@ -18,7 +18,6 @@ from gradwire.planner.policy import Policy, Uniform
 
 __all__ = [
     "DECIDING",
-    "EXCHANGE_ONLY",
     "GRADWIRE_PREFIX",
     "JOB_NAMES",
     "PLAIN_METHODS",
@@ -29,7 +28,6 @@ __all__ = [
     "check_method",
     "parse_policy",
     "parse_spec",
-    "part_of_step",
     "split_names",
 ]
 
@@ -39,8 +37,6 @@ GRADWIRE_PREFIX = "gradwire:"
 WRONG_PREFIX = "wrong-on-purpose:"
 """Of methods that leave a part of the step out, to see what the rest takes. What they train is wrong, so nothing that a result
 of training has, such as a loss or a speedup, is kept of them."""
-EXCHANGE_ONLY = "exchange-only"
-PARTS = ("reduce-only", "gather-only", "compute-only", EXCHANGE_ONLY)
 UNLIMITED = "unlimited"
 _ALL_SCHEDULES = ("backward", "pipelined", "delayed")
 DECIDING: dict[str, dict[str, Any]] = {
@@ -76,8 +72,8 @@ def check_method(name: str) -> str:
     """
     if name in PLAIN_METHODS:
         return name
-    if (left := part_of_step(name)) is not None:
-        _check_part(*left)
+    if name.startswith(WRONG_PREFIX):
+        from_repository("campaigns.parts", f"the method {name[:300]!r}").check_part(name)
         return name
     if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(
@@ -86,36 +82,6 @@ def check_method(name: str) -> str:
         )
     arguments_of(name.removeprefix(GRADWIRE_PREFIX))
     return name
-
-
-def part_of_step(name: str) -> tuple[str, str] | None:
-    """What is left of the step, and the policy, of a method that is wrong on purpose; None for every other.
-
-    >>> part_of_step("wrong-on-purpose:reduce-only:qsgd4@pipelined")
-    ('reduce-only', 'qsgd4@pipelined')
-    """
-    if not name.startswith(WRONG_PREFIX):
-        return None
-    part, _, policy = name.removeprefix(WRONG_PREFIX).partition(":")
-    return part, policy
-
-
-def _check_part(part: str, policy: str) -> None:
-    if part not in PARTS:
-        raise FormatError(
-            f"{part!r} is no part of a step that can run by itself. Write {WRONG_PREFIX}PART:POLICY, where PART is "
-            f"{' or '.join(PARTS)}."
-        )
-    plan = arguments_of(policy)["plan"]
-    if not isinstance(plan, Policy):
-        raise FormatError(
-            f"{part} of {policy[:300]!r}: its buckets are not known beforehand. Write a policy, such as qsgd4@pipelined."
-        )
-    if part != EXCHANGE_ONLY and as_schedule(plan.schedule).corrects:
-        raise FormatError(
-            f"{part} of {policy[:300]!r}: what is left out would only be left out of steps that correct nothing. Write "
-            "@delayednone."
-        )
 
 
 def arguments_of(text: str) -> dict[str, Any]:

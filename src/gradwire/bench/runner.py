@@ -23,12 +23,13 @@ from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRec
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core.files import make_folder
 from gradwire.core.made import Made
+from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.cluster import MOST_NODES
 from gradwire.testbed.output import LineCallback
 
-__all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench"]
+__all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench", "run_profile"]
 
 FEWEST_WARMUP_STEPS = 3
 """DDP lays its buckets out anew after its first step, and torch's PowerSGD hook begins with the third."""
@@ -144,6 +145,31 @@ def run_bench(request: BenchRequest, problem: str | None, watch: Watch, save_to:
             for job in request.jobs:
                 runner.measure_group(network, job, link)
     return runner.result()
+
+
+def run_profile(
+    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: Watch
+) -> tuple[str, ...]:
+    """Run `gradwire profile` on the request's emulated cluster; its files are written to `folder`. Returns what it warned of.
+
+    Raises TestbedError if it fails, with what its ranks said.
+    """
+    said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
+    argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job, "--out", str(folder)]
+    argv += ["--steps", str(steps)]
+    for spec in specs:
+        argv += ["--spec", repr(spec)]
+    with Cluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
+        with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
+            code = network.run(
+                argv,
+                env={"OMP_NUM_THREADS": "1"},
+                on_line=lambda rank, stream, line: said.append(f"[{rank}] {line}"),
+                timeout=request.group_timeout_s,
+            )
+    if code:
+        raise TestbedError(f"the profiling of {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
+    return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
 
 
 def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], list[str]]:

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.bench.names import UNLIMITED, part_of_step
+from gradwire.bench.names import UNLIMITED, WRONG_PREFIX
 from gradwire.bench.results import Alone, Cell, Interval, MethodRecord, StepTimes, WorkerRecord
-from gradwire.sim.closed_forms import max_speedup
 
-__all__ = ["alone_from", "cells_from", "max_speedup_of", "median_ratio", "paired_ratio", "step_times", "wire_us"]
+__all__ = ["alone_from", "cells_from", "max_speedup_of", "median_ratio", "step_times", "wire_us"]
 
 FRAME_BYTES = 1514
 FRAME_PAYLOAD_BYTES = 1448
@@ -54,15 +53,6 @@ def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: 
     return Interval(ratio=float(np.median(baseline_us) / np.median(times_us)), low=float(low), high=float(high))
 
 
-def paired_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """How many times faster than the baseline, by pairs measured next to each other: the median of their ratios, with a 95 %
-    percentile bootstrap interval over pairs. A drift of the machine is the same for both of a pair."""
-    ratios = np.asarray(baseline_us, dtype=np.float64) / np.asarray(times_us, dtype=np.float64)
-    chosen = np.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])
-    return Interval(ratio=float(np.median(ratios)), low=float(low), high=float(high))
-
-
 def alone_from(record: WorkerRecord) -> Alone:
     """T_1, from a record of the floor with one rank."""
     method = record.methods[0]
@@ -95,7 +85,7 @@ def cells_from(
         wire = wire_us(planned, gbps) if planned is not None and (ranks_per_node == 1 or link == UNLIMITED) else None
         ideal = max(compute_us, wire) if compute_us is not None and wire is not None else None
         reachable = compute_us is not None and wire is not None and codec is not None
-        wrong = part_of_step(method.method) is not None
+        wrong = method.method.startswith(WRONG_PREFIX)
         scaling, scaling_stdev = _scaling(None if wrong else alone, times)
         gbps_alone = record.measured_gbps if ranks_per_node == 1 or link == UNLIMITED else None
         cells.append(
@@ -141,7 +131,8 @@ def max_speedup_of(alone: Alone | None, world_size: int, planned_bytes: int | No
     if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
         return None
     phase_us = planned_bytes / 2 * 8 / (gbps * 1e3)
-    return max_speedup(world_size, alone.step.mean_us - alone.backward_us, alone.backward_us, phase_us, phase_us)
+    forward_us = alone.step.mean_us - alone.backward_us
+    return world_size * alone.step.mean_us / (max(forward_us, phase_us) + max(alone.backward_us, phase_us))
 
 
 def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interval | None:

@@ -2,22 +2,16 @@
 
 import os
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gradwire.cli.app import app
 from gradwire.errors import FormatError, GradwireError
 
-if TYPE_CHECKING:
-    from gradwire.bench.runner import BenchRequest
-
 __all__ = ["bench", "demo", "doctor", "emulate", "profile"]
-
-MATRIX_WIDTH = 260
 
 
 @app.command()
@@ -122,36 +116,40 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None,
 ) -> None:
-    """Measure jobs x links x methods, all methods of a job side by side in one run."""
+    """Measure jobs x links x methods, all methods of a job side by side in one run.
+
+    --matrix, --predict, and --what with anything but methods, need gradwire's repository: a wheel does not have them.
+    """
     from rich.console import Console
 
     _check_extra("sklearn")
-    from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
     from gradwire.bench.names import split_names
-    from gradwire.bench.phases import phases_methods, phases_tables
-    from gradwire.bench.predict import predictable
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import FULL_WIDTH, tables
     from gradwire.core.checks import word
+    from gradwire.core.repository import from_repository
 
     word("what", what, ("methods", "ceiling", "phases", "options"))
     if json is not None and not json.parent.is_dir():
         raise FormatError(f"--json {json}: there is no folder {json.parent}. Make it; nothing was measured yet.")
-    _refuse_others(context, "matrix" if matrix else "predict" if predict else what)
+    kind = "matrix" if matrix else "predict" if predict else what
+    _refuse_others(context, kind)
+    campaigns: Any = (
+        None if kind == "methods" else from_repository("campaigns.commands", f"`gradwire bench {_flag(kind)}`")
+    )
     if matrix:
-        _bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out, again)
+        campaigns.bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out, again)
         return
     if what == "options":
         grid = 2 if nodes is None else nodes, 2 if ranks_per_node is None else ranks_per_node
-        _bench_options(split_names(links or "200mbit"), *grid, json)
+        campaigns.bench_options(split_names(links or "200mbit"), *grid, json)
         return
-    own_methods = {"ceiling": ceiling_methods, "phases": phases_methods}
-    chosen = own_methods[what]() if what in own_methods else split_names(methods)
+    chosen = campaigns.METHODS[what]() if what != "methods" else split_names(methods)
     request = BenchRequest(
         jobs=split_names(jobs),
         links=split_names(links or f"100mbit,500mbit,1000mbit{'' if predict else ',unlimited'}"),
-        methods=predictable(chosen) if predict else chosen,
+        methods=campaigns.predictable(chosen) if predict else chosen,
         nodes=2 if nodes is None else nodes,
         ranks_per_node=1 if ranks_per_node is None else ranks_per_node,
         steps=steps,
@@ -162,13 +160,12 @@ def bench(
         record=record,
     )
     if predict:
-        _bench_predictions(request, spec or ["QSGD(bits=4)", "ErrorFeedback(TopK(0.01))"], json)
+        campaigns.bench_predictions(request, spec or ["QSGD(bits=4)", "ErrorFeedback(TopK(0.01))"], json)
         return
     run = run_bench(request, emulation_problem(), ProgressView(Console(stderr=True)), json)
     console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
-    own_tables = {"ceiling": ceiling_tables, "phases": phases_tables}
-    if what in own_tables:
-        for table, words in own_tables[what](run):
+    if campaigns is not None:
+        for table, words in campaigns.TABLES[what](run):
             console.print(table)
             console.print(words)
     else:
@@ -211,97 +208,18 @@ def _refuse_others(context: typer.Context, kind: str) -> None:
     for name in given:
         if name not in _USED[kind]:
             used = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(_USED[kind]))
-            how = f"--{kind}" if kind in ("matrix", "predict") else f"--what {kind}"
             raise FormatError(
-                f"--{name.replace('_', '-')} has no effect with {how}, which looks at {used}. Leave it out."
+                f"--{name.replace('_', '-')} has no effect with {_flag(kind)}, which looks at {used}. Leave it out."
             )
+
+
+def _flag(kind: str) -> str:
+    return f"--{kind}" if kind in ("matrix", "predict") else f"--what {kind}"
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _bench_predictions(request: "BenchRequest", specs: list[str], json: Path | None) -> None:
-    """Profile, predict, measure; print what was predicted beside what was measured."""
-    from rich.console import Console
-
-    from gradwire.bench.names import parse_spec
-    from gradwire.bench.predict import PredictRequest, run_predict
-    from gradwire.bench.predictions import prediction_table, summary
-    from gradwire.bench.progress import ProgressView
-    from gradwire.bench.runner import emulation_problem
-    from gradwire.bench.table import FULL_WIDTH
-
-    asked = PredictRequest(request, [parse_spec(each) for each in specs])
-    run = run_predict(asked, emulation_problem(), ProgressView(Console(stderr=True)), json)
-    Console(width=FULL_WIDTH).print(prediction_table(run))
-    typer.echo(summary(run))
-    failures = [
-        f"{cell.job}, {cell.link}, {cell.method}: {cell.failure}" for cell in run.cells if cell.failure is not None
-    ]
-    for failure in failures:
-        typer.echo(f"FAILED: {failure}", err=True)
-    if failures:
-        raise typer.Exit(1)
-
-
-def _bench_matrix(
-    jobs: list[str], links: str | None, nodes: int | None, loss_steps: int, seed: int, out: Path, again: bool
-) -> None:
-    """Measure the cells that are missing; print all that were asked for, and what they show."""
-    from rich.console import Console
-
-    from gradwire.bench.matrix import LINKS, NODES, MatrixRequest, run_matrix
-    from gradwire.bench.matrix_checks import verdict_lines
-    from gradwire.bench.matrix_tables import terminal_tables
-    from gradwire.bench.names import split_names
-    from gradwire.bench.progress import ProgressView
-    from gradwire.bench.runner import emulation_problem
-
-    request = MatrixRequest(
-        folder=out,
-        jobs=jobs,
-        links=split_names(links) if links is not None else LINKS,
-        nodes=NODES if nodes is None else (nodes,),
-        loss_steps=loss_steps,
-        seed=seed,
-        again=again,
-    )
-    say = partial(typer.echo, err=True)
-    cells, failures = run_matrix(request, emulation_problem(), ProgressView(Console(stderr=True)), say)
-    console = Console() if sys.stdout.isatty() else Console(width=MATRIX_WIDTH)
-    for table in terminal_tables(cells):
-        console.print(table)
-    console.print(f"Ranks share {os.cpu_count()} cores.")
-    for line in verdict_lines(cells):
-        typer.echo(line)
-    for failure in failures:
-        typer.echo(f"FAILED, and its cell is not kept: {failure}", err=True)
-    if failures:
-        raise typer.Exit(1)
-
-
-def _bench_options(links: list[str], nodes: int, ranks_per_node: int, json: Path | None) -> None:
-    """Measure schemes over each link; with several links the file gets the link's name before its suffix."""
-    from rich.console import Console
-
-    from gradwire.bench.progress import ProgressView
-    from gradwire.bench.runner import emulation_problem
-    from gradwire.bench.schemes_runner import run_schemes, schemes_tables, verdict
-    from gradwire.bench.table import FULL_WIDTH
-
-    watch = ProgressView(Console(stderr=True))
-    console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
-    for link in links:
-        run = run_schemes(link, nodes, ranks_per_node, emulation_problem(), watch)
-        for table in schemes_tables(run):
-            console.print(table)
-        console.print(verdict(run))
-        if json is not None:
-            run.save(json if len(links) == 1 else json.with_stem(f"{json.stem}-{link}"))
-        for problem in run.measured.problems:
-            typer.echo(f"Note: {problem}")
 
 
 @app.command()

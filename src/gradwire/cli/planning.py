@@ -188,7 +188,9 @@ def plan(
     ] = None,
     method: Annotated[
         str,
-        typer.Option(help="joint, fusion, cupcake, bucket, even, layerwise, hipress, bytecomp or ddp."),
+        typer.Option(
+            help="joint, fusion, bucket, bytecomp or ddp; in gradwire's repository also cupcake, even, layerwise and hipress."
+        ),
     ] = "joint",
     devices: Annotated[
         str | None, typer.Option(help="Comma-separated: where codecs may run. Default: where all were measured.")
@@ -228,7 +230,7 @@ def plan(
     from gradwire.core import Cluster, Costs, Profile
     from gradwire.planner.drafts import Job, Limits
     from gradwire.planner.methods import explanation, make
-    from gradwire.planner.sweep import SWEPT, check_some_may, sweep_methods
+    from gradwire.planner.sweep import SWEPT, check_some_may, methods_here, sweep_methods
     from gradwire.sim.rules import changed_rules
 
     times = Profile.load(profile)
@@ -245,7 +247,9 @@ def plan(
     points = points_of(links, inter, nodes, picture)
     if points:
         refuse_with_sweep(out=out, method=None if method == "joint" else method)
-        chosen = SWEPT if methods is None else split_names(methods)
+        chosen = methods_here() if methods is None else split_names(methods)
+        if methods is None and (absent := [method for method in SWEPT if method not in chosen]):
+            typer.echo(f"Left out, because only gradwire's repository has them: {', '.join(absent)}.", err=True)
         with bar("Planning", len(points) * len(chosen)) as seen:
             rows = sweep_methods(times, points, codecs, specs, limits, rules, chosen, seen)
         show_sweep(rows, times, picture, json)

@@ -9,7 +9,7 @@ neighbour, a bucket cut in two, two neighbours of a class merged. It ends when n
 simulated as `evaluations` allows; a count and not a time, so that the same input gives the same plan.
 
 Nothing is proven of the result but that it is no worse than any start. How far it may be from the best says
-`Prediction.lower_bound_us`; `gradwire.planner.oracle.best_step_us` finds the truth for a handful of tensors.
+`Prediction.lower_bound_us`; `benchmarks.papers.oracle.best_step_us` finds the truth for a handful of tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence

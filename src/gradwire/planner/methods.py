@@ -1,24 +1,36 @@
 """Plans by name of a method, and what they decided, in words."""
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from gradwire.core.checks import word
 from gradwire.core.plan import Plan
+from gradwire.core.repository import from_repository
 from gradwire.errors import PlanError
 from gradwire.planner.cures import BYTECOMP_ONLY, numbered
 from gradwire.planner.drafts import Draft, Job
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
-from gradwire.planner.starts import FUSIONS, best_of, bytecomp_moved, ddp, fused, hipress
+from gradwire.planner.starts import FUSIONS, Moved, bytecomp_moved, ddp, fused_by
 from gradwire.sim.simulator import FS_PER_US
 
-__all__ = ["METHODS", "Made", "explanation", "make"]
+__all__ = ["METHODS", "RIVALS", "Made", "explanation", "make", "method_named"]
 
-METHODS = ("joint", *FUSIONS, "hipress", "bytecomp", "ddp")
-"""joint: `gradwire.planner.joint`. fusion: the exact fusion; cupcake: Cupcake's own search; bucket, even, layerwise: the rules
-it is compared with; each with the one choice of spec and option that is best for all. hipress, bytecomp: every tensor alone,
-by these papers' rules. ddp: plain all-reduce."""
+Planner: TypeAlias = Callable[[Job], Draft | Moved]
+
+METHODS: dict[str, Planner] = {
+    "joint": joint,
+    **{name: partial(fused_by, strategy=strategy) for name, strategy in FUSIONS.items()},
+    "bytecomp": bytecomp_moved,
+    "ddp": ddp,
+}
+"""joint: `gradwire.planner.joint`. fusion: the exact fusion; bucket: the best of 2 to 64 MB; each with the one choice of spec and
+option that is best for all. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce."""
+
+RIVALS = ("cupcake", "even", "layerwise", "hipress")
+"""Methods of papers, to compare with. They are in `benchmarks/papers`, which only the repository has."""
 
 
 class Made(NamedTuple):
@@ -33,9 +45,21 @@ class Made(NamedTuple):
     """What more there is to say of the search."""
 
 
+def method_named(name: str) -> Planner:
+    """What plans by this method.
+
+    Raises PlanError for a name that is none, and GradwireError for one of `RIVALS` where the repository is not there.
+    """
+    word("method", name, (*METHODS, *RIVALS), error=PlanError)
+    if name in METHODS:
+        return METHODS[name]
+    rivals: dict[str, Planner] = from_repository("papers.methods", f"the method {name}").METHODS
+    return rivals[name]
+
+
 def make(job: Job, method: str = "joint") -> Made:
-    """The plan of a method. Raises PlanError for a method that is none, or if it needs a spec and there is none."""
-    word("method", method, METHODS, error=PlanError)
+    """The plan of a method. Raises as `method_named` does, and PlanError if the method needs a spec and there is none."""
+    planned = method_named(method)
     restrict = job.limits.restrict
     if restrict in BYTECOMP_ONLY and method != "bytecomp":
         cures = ["use the method bytecomp", f"use another restriction: {', '.join(sorted({*RESTRICTED} - {restrict}))}"]
@@ -44,7 +68,8 @@ def make(job: Job, method: str = "joint") -> Made:
             f"their own way. {numbered(cures)}"
         )
     began = time.perf_counter()
-    draft, note = bytecomp_moved(job) if method == "bytecomp" else (_draft(job, method), "")
+    found = planned(job)
+    draft, note = found if isinstance(found, Moved) else (found, "")
     allowed = job.limits.memory_bytes
     if allowed is not None and (needed := job.extra_bytes(draft)) > allowed:
         raise PlanError(
@@ -53,20 +78,6 @@ def make(job: Job, method: str = "joint") -> Made:
         )
     plan = job.plan(draft, ddp(job))
     return Made(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
-
-
-def _draft(job: Job, method: str) -> Draft:
-    if method == "joint":
-        return joint(job)
-    if method == "ddp":
-        return ddp(job)
-    choices = job.choices()
-    if method == "hipress":
-        return hipress(job, choices)
-    coded = [choice for choice in choices if choice.encodes]
-    drafts = [fused(job, FUSIONS[method], choice) for choice in coded or choices]
-    # where none keeps to a limit of memory, any one tells how much is needed
-    return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
 def explanation(job: Job, made: Made) -> str:

@@ -1,6 +1,6 @@
 """Whole plans to start a search from, and to compare with: by each method, for one job."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -9,30 +9,33 @@ from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
 from gradwire.planner.carried import carries
-from gradwire.planner.cupcake import algorithm_1
 from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Job, Part
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.partition import FusionCosts, Strategy
+from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
 from gradwire.planner.policy import Policy
 from gradwire.planner.select import by_own_times, select_options
-from gradwire.planner.strawmen import close_after, close_before, even_split, layer_wise
 from gradwire.sim.replay import NEVER, Program
 
 __all__ = [
     "FUSIONS",
+    "Moved",
     "best_of",
     "bytecomp",
     "bytecomp_moved",
+    "close_after",
+    "close_before",
     "ddp",
     "drafts_to_start_from",
     "fused",
-    "hipress",
+    "fused_by",
+    "shortest",
     "sorted_parts",
 ]
 
 _MIB = 2**20
+_TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
 FEW = 32
 """Tensors up to which ByteComp's selection is among the starts: it takes a simulation or more for each."""
 
@@ -57,6 +60,15 @@ def fused(job: Job, strategy: Strategy, choice: Choice) -> Draft:
             parts.append(Part(tuple(places[start:end]), own))
             start = end
     return Draft(sorted_parts(parts))
+
+
+def fused_by(job: Job, strategy: Strategy) -> Draft:
+    """As `fused`, with the choice that is best for all buckets together."""
+    choices = job.choices()
+    coded = [choice for choice in choices if choice.encodes]
+    drafts = [fused(job, strategy, choice) for choice in coded or choices]
+    # where none keeps to a limit of memory, any one tells how much is needed
+    return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
 def _gaps(job: Job, places: Sequence[int]) -> list[float]:
@@ -88,17 +100,53 @@ def _optimal(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusio
     return optimal(backward_us, nbytes, line[0], line[1], line[2]).boundaries
 
 
-def _cupcake(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
-    return algorithm_1(backward_us, nbytes, costs, seconds=10.0).fusion.boundaries
+def close_after(
+    backward_us: Sequence[float],
+    nbytes: Sequence[float],
+    costs: FusionCosts,
+    *,
+    limits: Iterable[float] = _TRIED_BYTES,
+) -> tuple[int, ...]:
+    """Cupcake's bucket fusion: a bucket closes with the tensor that brings it above a limit. The best of 2, 4, ... 64 MB."""
+
+    def boundaries(limit: float) -> tuple[int, ...]:
+        ends, filled = [], 0.0
+        for end, size in enumerate(nbytes, 1):
+            filled += size
+            if filled > limit or end == len(nbytes):
+                ends.append(end)
+                filled = 0.0
+        return tuple(ends)
+
+    return shortest(map(boundaries, limits), backward_us, nbytes, costs)
 
 
-FUSIONS: dict[str, Strategy] = {
-    "fusion": _optimal,
-    "cupcake": _cupcake,
-    "bucket": close_after,
-    "even": even_split,
-    "layerwise": layer_wise,
-}
+def close_before(
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limit: float = 5 * _MIB
+) -> tuple[int, ...]:
+    """A buffer that is never exceeded: a bucket closes before the tensor that would do so, and a larger tensor is alone.
+
+    5 MB is DeAR-FB; DDP's is 25, Horovod's 64.
+    """
+    check_tensors(backward_us, nbytes)
+    ends, filled = [], 0.0
+    for start, size in enumerate(nbytes):
+        if start and filled + size > limit:
+            ends.append(start)
+            filled = 0.0
+        filled += size
+    return (*ends, len(nbytes))
+
+
+def shortest(
+    candidates: Iterable[tuple[int, ...]], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
+) -> tuple[int, ...]:
+    """Of several boundaries those with the shortest step."""
+    check_tensors(backward_us, nbytes)
+    return min(candidates, key=lambda ends: evaluate(ends, backward_us, nbytes, costs))
+
+
+FUSIONS: dict[str, Strategy] = {"fusion": _optimal, "bucket": close_after}
 """Methods that cut the tensors, by name."""
 
 
@@ -130,15 +178,6 @@ def _size_buckets(job: Job, choice: Choice, limit: int) -> list[tuple[int, ...]]
 def _filled(job: Job, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
     """These buckets with a choice, and with the first uncompressed one where they may not have it."""
     return Draft(sorted_parts([Part(b, choice if job.may(b, choice) else job.plain[0]) for b in buckets]))
-
-
-def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
-    """Every tensor alone, and compressed if its own tasks then take less (docs/papers/cupcake.md)."""
-    parts = []
-    for place in range(len(job.profile.tensors)):
-        allowed = [choice for choice in choices if job.may([place], choice)]
-        parts.append(min((Part((place,), choice) for choice in allowed), key=lambda part: sum(job.program(part).busy)))
-    return Draft(tuple(parts))
 
 
 class Moved(NamedTuple):

@@ -17,9 +17,9 @@ from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
-from gradwire.errors import PlanError
+from gradwire.errors import GradwireError, PlanError
 from gradwire.planner.drafts import Job, Limits
-from gradwire.planner.methods import METHODS, make
+from gradwire.planner.methods import METHODS, RIVALS, make, method_named
 from gradwire.planner.starts import ddp
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
@@ -34,6 +34,7 @@ __all__ = [
     "as_table",
     "check_some_may",
     "clusters",
+    "methods_here",
     "sweep_methods",
     "sweep_plan",
 ]
@@ -111,6 +112,19 @@ def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> N
         )
 
 
+def methods_here() -> list[str]:
+    """Those of `SWEPT` that are there: the rivals are in the repository only."""
+    return [method for method in SWEPT if method == "bound" or _is_here(method)]
+
+
+def _is_here(method: str) -> bool:
+    try:
+        method_named(method)
+    except GradwireError:
+        return False
+    return True
+
+
 def sweep_methods(
     profile: Profile,
     points: Sequence[Cluster],
@@ -123,7 +137,9 @@ def sweep_methods(
 ) -> list[Row]:
     """Each method's plan on each cluster. Raises PlanError for a method that is none, and as planning does."""
     for method in methods:
-        word("method", method, (*METHODS, "bound"), error=PlanError)
+        word("method", method, (*METHODS, *RIVALS, "bound"), error=PlanError)
+        if method != "bound":
+            method_named(method)
     _check_compute(profile)
     check_some_may(profile, specs, limits or Limits())
     rows = []

@@ -6,17 +6,26 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.campaigns.matrix import DECIDING_STEPS, MatrixRequest, expected_seconds, measured_cells, run_matrix
+from benchmarks.campaigns.matrix_cells import (
+    AGGRESSIVE,
+    EXACT,
+    METHODS,
+    POWERSGD,
+    SAFE,
+    MatrixCell,
+    paired_ratio,
+    smooth,
+)
+from benchmarks.campaigns.matrix_checks import checks, verdict_lines
+from benchmarks.campaigns.matrix_tables import README_MARKS, in_readme, matrix_page, readme_block, terminal_tables
 from gradwire.auto.planning import words_of
 from gradwire.bench.jobs import make_job
-from gradwire.bench.matrix import DECIDING_STEPS, MatrixRequest, expected_seconds, measured_cells, run_matrix
-from gradwire.bench.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, MatrixCell, smooth
-from gradwire.bench.matrix_checks import checks, verdict_lines
-from gradwire.bench.matrix_tables import README_MARKS, in_readme, matrix_page, readme_block, terminal_tables
 from gradwire.bench.progress import Silent
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.results import BenchRun, Cell, Decided, WorkerOrder
 from gradwire.bench.runner import BenchRequest, gbps_of
-from gradwire.bench.statistics import paired_ratio, step_times
+from gradwire.bench.statistics import step_times
 from gradwire.bench.worker import Contest
 from gradwire.core import Identity, TensorInfo
 from gradwire.core.made import Made
@@ -210,7 +219,7 @@ class FakeBench:
 @pytest.fixture
 def fake(monkeypatch):
     bench = FakeBench()
-    monkeypatch.setattr("gradwire.bench.matrix.run_bench", bench)
+    monkeypatch.setattr("benchmarks.campaigns.matrix.run_bench", bench)
     return bench
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from gradwire.bench.ceiling import ceiling_methods, ceiling_tables
+from benchmarks.campaigns.ceiling import ceiling_methods, ceiling_tables
+from benchmarks.campaigns.predict import predictable
 from gradwire.bench.names import DECIDING, arguments_of, check_method, parse_policy, split_names
-from gradwire.bench.predict import predictable
 from gradwire.bench.results import BenchRun, Cell, Interval, StepTimes
 from gradwire.bench.runner import BenchRequest
 from gradwire.core import QSGD, Backward, Cast, Delayed, ErrorFeedback, Identity, Pipelined

@@ -17,7 +17,9 @@ MODULES = [
     for package in (gradwire.core, gradwire.costs, gradwire.planner, gradwire.report, gradwire.sim)
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
 ]
-MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded"]
+MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded", "benchmarks.papers.closed_forms"]
+MODULES += [f"benchmarks.campaigns.{name}" for name in ("matrix_cells", "parts", "schemes_runner")]
+MODULES += ["benchmarks.papers.strawmen"]
 
 
 @pytest.mark.parametrize("module", MODULES)

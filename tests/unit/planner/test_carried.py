@@ -14,7 +14,7 @@ from gradwire.planner.carried import carries
 from gradwire.planner.drafts import Job, Limits
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, make
+from gradwire.planner.methods import METHODS, RIVALS, make
 from gradwire.planner.options import tree
 from gradwire.planner.schemes import tasks_of
 from gradwire.planner.starts import ddp
@@ -51,7 +51,7 @@ def job_with(spec: Spec, nodes: int = 2, ranks_per_node: int = 1, limits: Limits
     return Job(profile, cluster, Costs(codecs=codecs), [spec], limits)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "ddp"])
+@pytest.mark.parametrize("method", [method for method in (*METHODS, *RIVALS) if method != "ddp"])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_every_method_plans_what_the_engine_runs(spec: Spec, method: str) -> None:
     for nodes, ranks_per_node in ((2, 1), (2, 2)):

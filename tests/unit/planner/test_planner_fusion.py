@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 
-from gradwire.errors import PlanError
-from gradwire.planner.cupcake import algorithm_1
-from gradwire.planner.fusion import Affine, Fusion, FusionCosts, evaluate, optimal
-from gradwire.planner.oracle import brute_force, pareto
-from gradwire.planner.strawmen import (
+from benchmarks.papers.cupcake import algorithm_1
+from benchmarks.papers.oracle import brute_force, pareto
+from benchmarks.papers.strawmen import (
     STRATEGIES,
-    close_after,
-    close_before,
     compare,
     even_split,
     hipress_compresses,
@@ -26,6 +22,9 @@ from gradwire.planner.strawmen import (
     mg_wfbp,
     nearby_layers,
 )
+from gradwire.errors import PlanError
+from gradwire.planner.fusion import Affine, Fusion, FusionCosts, evaluate, optimal
+from gradwire.planner.starts import close_after, close_before
 
 Pair = tuple[float, float]
 Case = tuple[list[float], list[float], Pair, Pair, Pair]

@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.papers.oracle import best_step_us
 from gradwire.cli import app
 from gradwire.core import (
     QSGD,
@@ -24,8 +25,7 @@ from gradwire.core import (
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, explanation, make
-from gradwire.planner.oracle import best_step_us
+from gradwire.planner.methods import METHODS, RIVALS, explanation, make
 from gradwire.planner.programs import bytes_of
 from gradwire.planner.starts import bytecomp, ddp, drafts_to_start_from
 from gradwire.sim.rules import Rules, rules_of
@@ -113,7 +113,7 @@ def test_never_worse_than_a_start_and_the_same_again(seed):
 def test_the_bound_is_below_all_methods_and_not_below_compute_or_wire(seed):
     job = job_of(seed, 12)
     bound = job.lower_bound_us()
-    for method in METHODS:
+    for method in (*METHODS, *RIVALS):
         assert make(job, method).plan.prediction.step_us >= bound
     assert bound >= job.line.after[-1] / FS_PER_US * (1 - 1e-9)
 
@@ -190,7 +190,7 @@ def plan(files, *more, costs=True):
 
 
 @pytest.mark.filterwarnings("ignore:the prunings")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *RIVALS])
 def test_every_method_gives_a_plan_that_can_be_simulated(files, method):
     done = plan(files, "--spec", "qsgd4", "--method", method, "--json", "-o", str(files / "plan.json"))
     assert done.exit_code == 0, done.output

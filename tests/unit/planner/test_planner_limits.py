@@ -10,7 +10,7 @@ from gradwire.core import Costs, Identity
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Job, Limits
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, explanation, make
+from gradwire.planner.methods import METHODS, RIVALS, explanation, make
 from gradwire.planner.named import RESTRICTED
 from gradwire.planner.options import option_of
 from gradwire.planner.starts import drafts_to_start_from
@@ -59,7 +59,7 @@ def test_too_little_memory_says_how_much_is_enough():
     assert joint(job_of(2, 8, limits=Limits(memory_bytes=enough)))
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "joint"])
+@pytest.mark.parametrize("method", [method for method in (*METHODS, *RIVALS) if method != "joint"])
 def test_every_method_keeps_to_the_memory_allowed_or_says_what_it_needs(method):
     with pytest.raises(PlanError, match=rf"the plan of {method} needs (\d+)") as refused:
         make(job_of(2, 8, limits=Limits(memory_bytes=1)), method)

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_forms import (
+from benchmarks.papers.closed_forms import (
     all_gather_us,
     all_reduce_us,
     bit_sgd_us,
     cd_sgd_mean_us,
     cd_sgd_us,
     dear_saving_us,
+    dear_us,
     local_update_us,
+    max_speedup,
     reduce_scatter_us,
     s_sgd_us,
     wfbp_us,
 )
 from gradwire.errors import PlanError
 from gradwire.planner.partition import FusionCosts, evaluate
-from gradwire.sim.closed_forms import dear_us, max_speedup
 
 
 def walked_mean_us(

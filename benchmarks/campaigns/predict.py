@@ -4,10 +4,8 @@ The profiling is a run of its own on the same emulated cluster: `gradwire profil
 goes into their predictions.
 """
 
-import collections
 import importlib.metadata
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, UNLIMITED, parse_policy
-from gradwire.bench.predictions import LinkFit, Predicted, PredictRun, ddp_plan
-from gradwire.bench.runner import FAILURE_LINES, BenchRequest, Watch, run_bench
+from benchmarks.campaigns.predictions import LinkFit, Predicted, PredictRun, ddp_plan
+from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, parse_policy
+from gradwire.bench.runner import BenchRequest, Watch, run_bench, run_profile
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -31,9 +29,8 @@ from gradwire.planner.drafts import Job
 from gradwire.planner.methods import make
 from gradwire.sim.rules import rules_of
 from gradwire.sim.timeline import Timeline, simulate
-from gradwire.testbed import Cluster as Testbed
 
-__all__ = ["PLANNED", "PredictRequest", "predictable", "profiled", "run_predict"]
+__all__ = ["PLANNED", "PredictRequest", "predictable", "run_predict"]
 
 PLANNED = "planned"
 """The plan that the joint planner makes from what was profiled."""
@@ -70,7 +67,7 @@ class _Found(NamedTuple):
     profile: Profile
     cluster: Cluster
     costs: Costs
-    said: tuple[str, ...]
+    warned: tuple[str, ...]
 
 
 def run_predict(request: PredictRequest, problem: str | None, watch: Watch, save_to: Path | None = None) -> PredictRun:
@@ -103,7 +100,9 @@ def run_predict(request: PredictRequest, problem: str | None, watch: Watch, save
 
 def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: Watch) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
-    found = profiled(request, job, link, folder, watch)
+    warned = run_profile(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
+    links = Cluster.load(folder / "cluster.json")
+    found = _Found(Profile.load(folder / "profile.json"), links, Costs.load(folder / "costs.json"), warned)
     plans = {method: _plan_of(method, found) for method in request.measured.methods}
     joint = make(Job(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
@@ -132,32 +131,9 @@ def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: Wa
         inter_gbps=inter.gbps,
         allreduce_alpha_us=summed.alpha_us,
         allreduce_gbps=summed.gbps,
-        said=found.said,
+        said=found.warned,
     )
     return fit, cells
-
-
-def profiled(request: PredictRequest, job: str, link: str, folder: Path, watch: Watch) -> _Found:
-    """Run `gradwire profile` on an emulated cluster. Raises TestbedError if it fails, with what its ranks said."""
-    asked = request.measured
-    said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
-    argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job, "--out", str(folder)]
-    argv += ["--steps", str(request.profile_steps)]
-    for spec in request.specs:
-        argv += ["--spec", repr(spec)]
-    with Testbed(asked.nodes, asked.ranks_per_node, None if link == UNLIMITED else link) as network:
-        with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * request.profile_steps):
-            code = network.run(
-                argv,
-                env={"OMP_NUM_THREADS": "1"},
-                on_line=lambda rank, stream, line: said.append(f"[{rank}] {line}"),
-                timeout=asked.group_timeout_s,
-            )
-    if code:
-        raise TestbedError(f"the profiling of {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
-    warned = tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
-    load = (Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json"))
-    return _Found(*load, Costs.load(folder / "costs.json"), warned)
 
 
 def _plan_of(method: str, found: _Found) -> Plan:

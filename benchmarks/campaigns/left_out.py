@@ -5,15 +5,20 @@ out sends nothing and computes nothing. What is trained that way is wrong on pur
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.campaigns.parts import EXCHANGE_ONLY, part_of_step
+from gradwire.bench.jobs import Batch, Job
+from gradwire.bench.methods import Gradwire
 from gradwire.collectives import Link, Meter, TwoPhase
 from gradwire.collectives.streams import Mark
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 
-__all__ = ["exchange_alone", "keep_only"]
+__all__ = ["PartOfStep", "exchange_alone", "keep_only"]
 
 SUMS_IN_A_ROW = 8
 """Exchanges of what the exchange before has left. Each multiplies it by up to the number of ranks."""
@@ -84,3 +89,42 @@ def exchange_alone(exchange: Exchange, number: int) -> None:
     for bucket in range(len(exchange.buckets)):
         exchange.executor.ready(bucket)
     exchange.executor.finish()
+
+
+class PartOfStep(Gradwire):
+    """gradwire with only a part of each step, one of `parts.PARTS`. What it trains is wrong on purpose."""
+
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, name: str) -> None:
+        self.part, policy = part_of_step(name)
+        super().__init__(job, seed, process_group, policy, drift_check_steps=0)  # ranks drift apart, as they must
+        self._steps_done = 0
+
+    def step(self, batch: Batch) -> float:
+        """A step without the rest. Of exchange-only the first is a whole one, and the others compute nothing at all."""
+        # of the last step: a policy's plan may have been made anew since
+        exchange = self.handle.session.reducer.running
+        self._steps_done += 1
+        if self.part != EXCHANGE_ONLY:
+            keep_only(self.part, exchange)
+            return super().step(batch)
+        if self._steps_done == 1:
+            return super().step(batch)
+        if self._steps_done == 2:
+            self.settle()
+            self.forward_us = self.backward_us = 0.0
+        exchange_alone(exchange, self._steps_done - 2)
+        return 0.0
+
+    @property
+    def bytes_planned(self) -> int | None:
+        return super().bytes_planned if self._usual_exchange() else None
+
+    def codec_seconds(self) -> float | None:
+        return super().codec_seconds() if self._usual_exchange() else None
+
+    def _usual_exchange(self) -> bool:
+        """Whether all of a usual step's exchange ran, and no correction."""
+        return self.part == EXCHANGE_ONLY and self.handle.session.reducer.running is self.handle.session.exchange
+
+    def record(self, folder: Path) -> None:
+        """Nothing that is wrong on purpose becomes the record of a training run."""

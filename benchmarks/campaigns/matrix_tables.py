@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from gradwire.bench.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell, Reached
-from gradwire.bench.matrix_checks import verdict_lines
+from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell, Reached
+from benchmarks.campaigns.matrix_checks import verdict_lines
 from gradwire.bench.results import Interval
 
 __all__ = ["README_MARKS", "in_readme", "matrix_page", "readme_block", "terminal_tables"]

@@ -1,4 +1,4 @@
-"""One rank that measures schemes: `python -m gradwire.bench.schemes_worker WORK.json`, with torchrun's variables set."""
+"""One rank that measures schemes: `python -m benchmarks.campaigns.schemes_worker WORK.json`, with torchrun's variables set."""
 
 import statistics
 import sys
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from benchmarks.campaigns.schemes import BITS, SCHEMES, Exchange, Scheme, SchemesRecord, SchemesWork, predicted_us
 from gradwire.bench.events import StepEvent, print_event
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
-from gradwire.bench.schemes import BITS, SCHEMES, Exchange, Scheme, SchemesRecord, SchemesWork, predicted_us
 from gradwire.collectives import Grid, Group, Link
 from gradwire.core.costs import Costs
 from gradwire.profiler.codecs import measure_codecs

@@ -10,11 +10,10 @@ from itertools import groupby
 
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
+from gradwire.planner.starts import close_after, close_before, shortest
 
 __all__ = [
     "STRATEGIES",
-    "close_after",
-    "close_before",
     "compare",
     "even_split",
     "hipress_compresses",
@@ -25,7 +24,6 @@ __all__ = [
 ]
 
 _MB = 2**20
-_TRIED = tuple(size * _MB for size in (2, 4, 8, 16, 32, 64))
 
 
 def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
@@ -38,44 +36,6 @@ def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fus
     return tuple(range(1, len(nbytes) + 1))
 
 
-def close_after(
-    backward_us: Sequence[float],
-    nbytes: Sequence[float],
-    costs: FusionCosts,
-    *,
-    limits: Iterable[float] = _TRIED,
-) -> tuple[int, ...]:
-    """Cupcake's bucket fusion: a bucket closes with the tensor that brings it above a limit. The best of 2, 4, ... 64 MB."""
-
-    def boundaries(limit: float) -> tuple[int, ...]:
-        ends, filled = [], 0.0
-        for end, size in enumerate(nbytes, 1):
-            filled += size
-            if filled > limit or end == len(nbytes):
-                ends.append(end)
-                filled = 0.0
-        return tuple(ends)
-
-    return _best(map(boundaries, limits), backward_us, nbytes, costs)
-
-
-def close_before(
-    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limit: float = 5 * _MB
-) -> tuple[int, ...]:
-    """A buffer that is never exceeded: a bucket closes before the tensor that would do so, and a larger tensor is alone.
-
-    5 MB is DeAR-FB; DDP's is 25, Horovod's 64.
-    """
-    check_tensors(backward_us, nbytes)
-    ends, filled = [], 0.0
-    for start, size in enumerate(nbytes):
-        if start and filled + size > limit:
-            ends.append(start)
-            filled = 0.0
-        filled += size
-    return (*ends, len(nbytes))
-
-
 def even_split(
     backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, groups: Iterable[int] = range(2, 33)
 ) -> tuple[int, ...]:
@@ -86,7 +46,7 @@ def even_split(
         count = min(count, tensors)
         return tuple(tensors * number // count for number in range(1, count + 1))
 
-    return _best(map(boundaries, groups), backward_us, nbytes, costs)
+    return shortest(map(boundaries, groups), backward_us, nbytes, costs)
 
 
 def nearby_layers(
@@ -194,10 +154,3 @@ def compare(
         compressed = hipress_compresses(nbytes, costs)
         found["HiPress"] = Fusion(alone, evaluate(alone, backward_us, nbytes, costs, compressed))
     return found
-
-
-def _best(
-    candidates: Iterable[tuple[int, ...]], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
-) -> tuple[int, ...]:
-    check_tensors(backward_us, nbytes)
-    return min(candidates, key=lambda ends: evaluate(ends, backward_us, nbytes, costs))

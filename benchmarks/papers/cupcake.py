@@ -60,7 +60,7 @@ def algorithm_1(
     if (pruning_1 or pruning_2) and not _proven(costs):
         warnings.warn(
             "the prunings of Cupcake's Algorithm 1 are proven for affine costs without an exposed decode that grows with the "
-            "bucket; its plan may not be the best. Compare with gradwire.planner.oracle.pareto.",
+            "bucket; its plan may not be the best. Compare with benchmarks.papers.oracle.pareto.",
             stacklevel=2,
         )
     search = _Algorithm1(prefix_sums(backward_us), prefix_sums(nbytes), costs, pruning_1, pruning_2, seconds)

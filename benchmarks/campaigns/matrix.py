@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gradwire.bench.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell
+from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell
 from gradwire.bench.names import UNLIMITED, check_job
 from gradwire.bench.results import BenchRun
 from gradwire.bench.runner import BenchRequest, Watch, gbps_of, run_bench

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from gradwire.bench.events import parse_event
-from gradwire.bench.names import UNLIMITED
-from gradwire.bench.runner import Watch
-from gradwire.bench.schemes import (
+from benchmarks.campaigns.schemes import (
     SCHEMES,
     Exchange,
     SchemesRecord,
@@ -21,6 +18,9 @@ from gradwire.bench.schemes import (
     SchemesWork,
     repeats_for,
 )
+from gradwire.bench.events import parse_event
+from gradwire.bench.names import UNLIMITED
+from gradwire.bench.runner import Watch
 from gradwire.bench.table import milliseconds
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
@@ -33,6 +33,8 @@ LARGE = 1 << 20
 """From so many bytes on the prediction is meant to hold."""
 MEANT = 0.25
 ROUNDS = 2
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the repository: ranks find this package there, wherever they are started."""
 
 
 def run_schemes(
@@ -82,12 +84,13 @@ def _measured(
             result=str(result),
         )
         work.save(order)
-        argv = [sys.executable, "-u", "-m", "gradwire.bench.schemes_worker", str(order)]
+        argv = [sys.executable, "-u", "-m", "benchmarks.campaigns.schemes_worker", str(order)]
         with (
             watch.group(f"schemes, {link}", ["options"], rounds * options * sum(repeats)),
             Cluster(nodes, ranks_per_node, inter=None if link == UNLIMITED else link) as cluster,
         ):
-            code = cluster.run(argv, env={"OMP_NUM_THREADS": "1"}, on_line=on_line, timeout=3600.0)
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            code = cluster.run(argv, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, on_line=on_line, timeout=3600.0)
         if code or not result.exists():
             words = "\n".join(["", *said])
             raise TestbedError(f"the ranks that measure schemes ended with exit code {code}. Their last words:{words}")

@@ -2,11 +2,25 @@
 
 All times are microseconds of one step and at least 0. The papers' cases are written as max and min, which also covers the
 equalities that the printed cases leave out. They are ideals: overlap is perfect, and nothing is fused, launched or jittered.
-`gradwire.sim.closed_forms` has DeAR's step time and its bound, which `gradwire bench` prints.
 """
 
 from gradwire.core.checks import number, whole
 from gradwire.errors import PlanError
+
+__all__ = [
+    "all_gather_us",
+    "all_reduce_us",
+    "bit_sgd_us",
+    "cd_sgd_mean_us",
+    "cd_sgd_us",
+    "dear_saving_us",
+    "dear_us",
+    "local_update_us",
+    "max_speedup",
+    "reduce_scatter_us",
+    "s_sgd_us",
+    "wfbp_us",
+]
 
 
 def s_sgd_us(compute_us: float, exchange_us: float) -> float:
@@ -67,7 +81,7 @@ def cd_sgd_mean_us(
     compressed_us: float,
     codec_on_compute_us: float = 0.0,
 ) -> float:
-    """Mean step of CD-SGD over one correction and the steps up to the next (docs/papers/cd-sgd.md); parameters as in `cd_sgd_us`.
+    """Mean step of CD-SGD over one correction and the steps up to the next; parameters as in `cd_sgd_us`.
 
     >>> cd_sgd_mean_us(correct_every=5, compute_us=10, exchange_us=40, codec_us=2, compressed_us=5)
     16.0
@@ -101,6 +115,36 @@ def all_reduce_us(world_size: int, elements: float, alpha_us: float, us_per_elem
     return reduce_scatter_us(world_size, elements, alpha_us, us_per_element) + all_gather_us(
         world_size, elements, alpha_us, us_per_element
     )
+
+
+def max_speedup(
+    world_size: int, forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float
+) -> float:
+    """Throughput of all ranks over that of one, at most, when exchanges overlap perfectly. DeAR, equation 6.
+
+    The paper takes reduce-scatter and all-gather as gradient bytes over bandwidth each, without startup.
+
+    >>> max_speedup(64, forward_us=100, backward_us=200, reduce_scatter_us=50, all_gather_us=50)
+    64.0
+    """
+    whole("world_size", world_size, "ranks", low=1, error=PlanError)
+    step_us = dear_us(forward_us, backward_us, reduce_scatter_us, all_gather_us)
+    if not forward_us + backward_us:
+        raise PlanError(
+            "forward_us and backward_us are both 0: a rank that computes nothing has no throughput. Give measured times."
+        )
+    return world_size * (forward_us + backward_us) / step_us
+
+
+def dear_us(forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float) -> float:
+    """DeAR: reduce-scatter under backward, all-gather under the next forward. DeAR, equation 7; the denominator of equation 6."""
+    _times(
+        forward_us=forward_us,
+        backward_us=backward_us,
+        reduce_scatter_us=reduce_scatter_us,
+        all_gather_us=all_gather_us,
+    )
+    return max(forward_us, all_gather_us) + max(backward_us, reduce_scatter_us)
 
 
 def dear_saving_us(forward_us: float, all_gather_us: float) -> float:

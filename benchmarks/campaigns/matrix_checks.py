@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.bench.matrix_cells import AGGRESSIVE, POWERSGD, SAFE, MatrixCell
+from benchmarks.campaigns.matrix_cells import AGGRESSIVE, POWERSGD, SAFE, MatrixCell
 
 __all__ = ["Check", "checks", "verdict_lines"]
 
