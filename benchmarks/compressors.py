@@ -23,7 +23,7 @@ from benchmarks.kernels import seconds
 from gradwire.collectives import Program
 from gradwire.compressors import Context, compressor_for
 from gradwire.core import Spec
-from gradwire.core.specs import Run
+from gradwire.core.specs import ElementRun
 from gradwire.kernels import Segment, Segments, cpu
 
 
@@ -53,7 +53,7 @@ def calls(spec: Spec, numel: int, device: str = "cpu") -> tuple[Callable[[], obj
     gradient = (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     state = [(torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 1e-3).to(device) for _ in spec.state]
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
-    size = spec.payload_bytes([Run(numel, spec.element_bits, segments.shapes[0])], 4)
+    size = spec.payload_bytes([ElementRun(numel, spec.element_bits, segments.shapes[0])], 4)
     if spec.rounds:
         program: Program = compressor.program(gradient, state, segments)  # type: ignore[attr-defined]
 

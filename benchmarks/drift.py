@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, collected, write
 from gradwire.bench.jobs import make_job
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.runner import emulation_problem
-from gradwire.testbed import Cluster
+from gradwire.testbed import EmulatedCluster
 
 PATH = RESULTS / "drift.json"
 SETTLED_STEPS = 60
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
 
 def measured(job: str, fast: str, slow: str) -> dict[str, Any]:
     """One training."""
-    with Cluster(2, 1, inter=fast) as cluster:
+    with EmulatedCluster(2, 1, inter=fast) as cluster:
 
         def changes(line: str) -> bool:
             if change := line.startswith(CHANGE):

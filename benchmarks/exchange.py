@@ -12,7 +12,7 @@ import sys
 import time
 
 from benchmarks.common import RESULTS, collected, write
-from gradwire.testbed import Cluster, parse_rate, permission_problem
+from gradwire.testbed import EmulatedCluster, parse_rate, permission_problem
 
 MEGABYTES = 32
 
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     if problem := permission_problem():
         print(f"exchange: not measured, {problem}")
         return 0
-    with Cluster(2, 1, inter=options.rate) as cluster:
+    with EmulatedCluster(2, 1, inter=options.rate) as cluster:
         result = collected(cluster, "benchmarks.exchange", (options.rate, options.repeats), "exchange", timeout=600.0)
     print(
         f"{MEGABYTES} MB bucket, 4 bits, {options.rate}: wire {result['wire_ms']:.1f} ms, taken {result['median_ms']:.1f} ms "

@@ -37,7 +37,7 @@ from benchmarks.testbeds import (
 from gradwire.core import Profile
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
-from gradwire.planner.drafts import Job
+from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
 from gradwire.report.pictures import Panel, draw_lines
@@ -204,7 +204,7 @@ def throughput(papers: Papers, beds: Beds, pictures: Path) -> Section:
     return Section("throughput", ("ByteComp, 64 GPUs", *over, "gradwire over ByteComp"), rows)
 
 
-def with_bounds(papers: Papers, profile: Profile, bed: Bed, job: Job, algorithm: str) -> dict[str, float]:
+def with_bounds(papers: Papers, profile: Profile, bed: Bed, job: PlanningJob, algorithm: str) -> dict[str, float]:
     """Scaling factors of all systems, and with codecs that cost nothing. HiTopKComm on one machine is GRACE."""
     systems = ("FP32", "GRACE", "HiPress", "ByteComp", "gradwire")
     found = {system.replace("GRACE", "HiTopKComm"): scaling(job, system) for system in systems}

@@ -15,7 +15,7 @@ from benchmarks.common import RESULTS
 from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
 from gradwire.core.files import write_whole
-from gradwire.core.specs import Run, example_specs
+from gradwire.core.specs import ElementRun, example_specs
 from gradwire.planner.added import collective_rows, compressor_rows, schedule_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -105,7 +105,7 @@ def _added() -> list[Entry]:
 
 def _cells(entry: Entry, rows: list[dict[str, Any]], finals: dict[str, Any]) -> list[str]:
     spec, numel = entry.spec, 2**22
-    run = Run(numel, spec.element_bits, (2**11, 2**11))
+    run = ElementRun(numel, spec.element_bits, (2**11, 2**11))
     law = spec.law.kind if spec.law.delta == 0 else f"{spec.law.kind}, δ = {spec.law.delta:g}"
     measured = {row["megabytes"]: row for row in rows if row["spec"] == repr(spec)}
     speed = [

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.papers.oracle import best_step_us, partitions
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.costs.imported import import_file
-from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
+from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import make
 from gradwire.sim.rules import Rules, changed_rules
@@ -48,7 +48,7 @@ def _planned(tensors: int, nodes: int) -> float:
     profile = Profile(model="made up", batch=32, device="V100", tensors=rows)
     cluster = Cluster(nodes=nodes, ranks_per_node=8, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
     began = time.process_time()
-    make(Job(profile, cluster, CODECS, [QSGD()]))
+    make(PlanningJob(profile, cluster, CODECS, [QSGD()]))
     return (time.process_time() - began) * 1e3
 
 
@@ -64,7 +64,7 @@ def cases(data: Path) -> Iterator[dict[str, Any]]:
         began = time.process_time()
         specs = [codec.spec for codec in costs.codecs]
         rules = changed_rules(profile, decode_calls=calls)
-        made = make(Job(profile, cluster, costs, specs, Limits(exempt_vectors=False), rules))
+        made = make(PlanningJob(profile, cluster, costs, specs, Limits(exempt_vectors=False), rules))
         cpu_ms = (time.process_time() - began) * 1e3
         prediction = made.plan.prediction
         assert prediction is not None
@@ -103,7 +103,7 @@ def gaps(count: int = 12) -> list[dict[str, Any]]:
     return rows
 
 
-def _small(seed: int) -> Job:
+def _small(seed: int) -> PlanningJob:
     """3 tensors on one link, or 2 on two, with one uncompressed and two compressed choices."""
     rng = random.Random(seed)
     tensors, local = ((3, 1), (2, 4))[seed % 2]
@@ -119,14 +119,14 @@ def _small(seed: int) -> Job:
     profile = Profile(model="made up", batch=1, device="V100", tensors=rows)
     inter = Link(10.0, rng.choice([1.0, 10.0, 100.0]))
     cluster = Cluster(nodes=4, ranks_per_node=local, intra=Link(2.0, 100.0), inter=inter)
-    whole = Job(profile, cluster, CODECS, [QSGD()], rules=Rules(decode_calls="one"))
+    whole = PlanningJob(profile, cluster, CODECS, [QSGD()], rules=Rules(decode_calls="one"))
     choices = whole.choices()
     kept = {choice.option for choice in choices[:1] + [choice for choice in choices if choice.encodes][:2]}
     options = [option for option in whole.options if option.tasks in kept]
-    return Job(profile, cluster, CODECS, [QSGD()], rules=Rules(decode_calls="one"), options=options)
+    return PlanningJob(profile, cluster, CODECS, [QSGD()], rules=Rules(decode_calls="one"), options=options)
 
 
-def _best_written_us(job: Job, choices: list[Choice]) -> float:
+def _best_written_us(job: PlanningJob, choices: list[Choice]) -> float:
     steps = []
     for buckets in partitions(range(len(job.profile.tensors))):
         allowed = [[choice for choice in choices if job.may(bucket, choice)] for bucket in buckets]

@@ -12,7 +12,7 @@ from benchmarks.papers.methods import hipress
 from gradwire.core import Cluster, Costs, Link, Profile
 from gradwire.core.specs import DGC, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.costs.imported import import_file
-from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
+from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED, SYSTEMS
 from gradwire.planner.options import Option, select
@@ -77,11 +77,11 @@ class Papers:
         algorithm: str,
         keep: Callable[[Option], bool] = lambda option: True,
         free: bool = False,
-    ) -> Job:
+    ) -> PlanningJob:
         """All tensors may be compressed; codecs on GPUs, one decode call for all payloads (decision 11). keep: of the options."""
         cluster = bed.cluster()
         options = select(devices=("gpu",), nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node, where=keep)
-        return Job(
+        return PlanningJob(
             profile,
             cluster,
             self.free if free else self.costs,
@@ -95,36 +95,36 @@ class Papers:
 FREE = ((4, 0.0), (8, 0.0))
 
 
-def step_ms(job: Job, draft: Draft) -> float:
+def step_ms(job: PlanningJob, draft: Draft) -> float:
     """Of a draft."""
     step = job.step(draft)
     assert step is not None
     return step / FS_PER_US / 1e3
 
 
-def alone_ms(job: Job) -> float:
+def alone_ms(job: PlanningJob) -> float:
     """Of one rank."""
     return job.line.after[-1] / FS_PER_US / 1e3
 
 
-def fp32(job: Job) -> Draft:
+def fp32(job: PlanningJob) -> Draft:
     """Uncompressed in buckets of 25 MB, by the best uncompressed option."""
     fuse = partial(close_before, limit=DDP_BYTES)
     return best_of(job, (fused(job, fuse, plain)._replace(skew=skew) for plain in job.plain for skew in (0, 1)))
 
 
-def all_tensors(job: Job, option: tuple[str, ...]) -> Draft:
+def all_tensors(job: PlanningJob, option: tuple[str, ...]) -> Draft:
     """Every tensor alone and compressed: GRACE's way, or HiTopKComm's."""
     choice = Choice(job.specs[0], option)
     return Draft(tuple(Part((place,), choice) for place in range(len(job.profile.tensors))))
 
 
-def gathered(job: Job) -> tuple[str, ...]:
+def gathered(job: PlanningJob) -> tuple[str, ...]:
     """The option that Cupcake's paper uses: all-gather, on several nodes between these only."""
     return GRACE if job.cluster.nodes == 1 else HITOPKCOMM
 
 
-def selective(job: Job) -> Draft:
+def selective(job: PlanningJob) -> Draft:
     """HiPress's rule, with compression between nodes only, or, on one node, by all-gather."""
     choices = [*job.plain, Choice(job.specs[0], gathered(job))]
     if job.cluster.nodes > 1:
@@ -134,12 +134,12 @@ def selective(job: Job) -> Draft:
     return hipress(job, choices)
 
 
-def cupcake(job: Job, strategy: str = "fusion") -> Draft:
+def cupcake(job: PlanningJob, strategy: str = "fusion") -> Draft:
     """Cupcake's best fusion, or a rule that it is compared with."""
     return fused(job, (FUSIONS | RIVALS)[strategy], Choice(job.specs[0], gathered(job)))
 
 
-def selected(job: Job) -> Draft:
+def selected(job: PlanningJob) -> Draft:
     """ByteComp's selection; the whole search for models of few tensors."""
     return bytecomp(job, looks=None if len(job.profile.tensors) <= 40 else 1)
 
@@ -154,6 +154,6 @@ SYSTEMS_OF = {
 }
 
 
-def scaling(job: Job, system: str) -> float:
+def scaling(job: PlanningJob, system: str) -> float:
     """The scaling factor of a system."""
     return alone_ms(job) / step_ms(job, SYSTEMS_OF[system](job))

@@ -37,7 +37,7 @@ from gradwire.auto.sizes import SizeSearch
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.runner import emulation_problem
-from gradwire.testbed import Cluster
+from gradwire.testbed import EmulatedCluster
 
 PATH = RESULTS / "tuning.json"
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
@@ -95,7 +95,7 @@ def run(arguments: list[str]) -> int:
 def measured(job: str, link: str) -> dict[str, Any]:
     """One cell."""
     steps = json.dumps(SLOW if link == "100mbit" else USUAL)
-    with Cluster(2, 1, inter=link) as cluster:
+    with EmulatedCluster(2, 1, inter=link) as cluster:
         return collected(cluster, "benchmarks.tuning", (job, steps), f"{job}, {link}", timeout=1800.0)
 
 

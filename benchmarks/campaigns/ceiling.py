@@ -12,7 +12,7 @@ from rich.table import Table
 from gradwire.bench.names import GRADWIRE_PREFIX
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.table import milliseconds
-from gradwire.core.specs import QSGD, Run, Truncate
+from gradwire.core.specs import QSGD, ElementRun, Truncate
 
 __all__ = ["ceiling_methods", "ceiling_tables"]
 
@@ -78,7 +78,7 @@ def _real() -> str:
 def _same_bytes() -> str:
     """Fake compression to the bytes of the real one, of a large float32 tensor."""
     numel = 2**20
-    return _fake(round(4 * numel / CODEC.payload_bytes([Run(numel, CODEC.bits)], 4), 4))
+    return _fake(round(4 * numel / CODEC.payload_bytes([ElementRun(numel, CODEC.bits)], 4), 4))
 
 
 def _median(cell: Cell) -> str:

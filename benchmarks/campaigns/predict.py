@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.campaigns.predictions import LinkFit, Predicted, PredictRun, ddp_plan
 from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, parse_policy
-from gradwire.bench.runner import BenchRequest, Watch, run_bench, run_profile
+from gradwire.bench.runner import BenchRequest, RunWatch, run_bench, run_profile
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -25,7 +25,7 @@ from gradwire.core.plan import CODEC_TASKS, Plan
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
-from gradwire.planner.drafts import Job
+from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import make
 from gradwire.sim.rules import rules_of
 from gradwire.sim.timeline import Timeline, simulate
@@ -70,7 +70,9 @@ class _Found(NamedTuple):
     warned: tuple[str, ...]
 
 
-def run_predict(request: PredictRequest, problem: str | None, watch: Watch, save_to: Path | None = None) -> PredictRun:
+def run_predict(
+    request: PredictRequest, problem: str | None, watch: RunWatch, save_to: Path | None = None
+) -> PredictRun:
     """Profile, predict and measure everything asked for. `problem` is `emulation_problem()`.
 
     With `save_to` the file is written after every group of cells. Raises TestbedError where no link can be emulated, or
@@ -98,13 +100,15 @@ def run_predict(request: PredictRequest, problem: str | None, watch: Watch, save
     return run
 
 
-def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: Watch) -> tuple[LinkFit, list[Predicted]]:
+def _group(
+    request: PredictRequest, job: str, link: str, folder: Path, watch: RunWatch
+) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
     warned = run_profile(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
     links = Cluster.load(folder / "cluster.json")
     found = _Found(Profile.load(folder / "profile.json"), links, Costs.load(folder / "costs.json"), warned)
     plans = {method: _plan_of(method, found) for method in request.measured.methods}
-    joint = make(Job(found.profile, found.cluster, found.costs, request.specs)).plan
+    joint = make(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
     plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
     timelines = {method: simulate(plan, found.profile, found.cluster, found.costs) for method, plan in plans.items()}

@@ -20,11 +20,11 @@ from benchmarks.campaigns.schemes import (
 )
 from gradwire.bench.events import parse_event
 from gradwire.bench.names import UNLIMITED
-from gradwire.bench.runner import Watch
+from gradwire.bench.runner import RunWatch
 from gradwire.bench.table import milliseconds
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import Cluster
+from gradwire.testbed import EmulatedCluster
 
 __all__ = ["run_schemes", "schemes_tables", "verdict"]
 
@@ -42,7 +42,7 @@ def run_schemes(
     nodes: int,
     ranks_per_node: int,
     problem: str | None,
-    watch: Watch,
+    watch: RunWatch,
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
 ) -> SchemesRun:
@@ -61,7 +61,7 @@ def run_schemes(
 
 
 def _measured(
-    link: str, nodes: int, ranks_per_node: int, sizes: Sequence[int], rounds: int, watch: Watch
+    link: str, nodes: int, ranks_per_node: int, sizes: Sequence[int], rounds: int, watch: RunWatch
 ) -> SchemesRecord:
     repeats, said = repeats_for(sizes), deque[str](maxlen=40)
     options = sum(1 + bool(scheme.hierarchical) for scheme in SCHEMES)
@@ -87,7 +87,7 @@ def _measured(
         argv = [sys.executable, "-u", "-m", "benchmarks.campaigns.schemes_worker", str(order)]
         with (
             watch.group(f"schemes, {link}", ["options"], rounds * options * sum(repeats)),
-            Cluster(nodes, ranks_per_node, inter=None if link == UNLIMITED else link) as cluster,
+            EmulatedCluster(nodes, ranks_per_node, inter=None if link == UNLIMITED else link) as cluster,
         ):
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             code = cluster.run(argv, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, on_line=on_line, timeout=3600.0)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
-from gradwire.planner.partition import Affine, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.planner.partition import AffineCost, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
 __all__ = ["Search", "algorithm_1"]
 
@@ -72,7 +72,7 @@ def algorithm_1(
 
 def _proven(costs: FusionCosts) -> bool:
     used = (costs.encode, costs.exchange, costs.decode)
-    return all(isinstance(cost, Affine) for cost in used) and (
+    return all(isinstance(cost, AffineCost) for cost in used) and (
         costs.decoding == "lumped" or costs.decode.us_per_byte == 0
     )
 

@@ -6,7 +6,7 @@ from functools import partial
 from benchmarks.papers.cupcake import algorithm_1
 from benchmarks.papers.strawmen import even_split, layer_wise
 from gradwire.planner import starts
-from gradwire.planner.drafts import Choice, Draft, Job, Part
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.partition import FusionCosts, Strategy
 
 __all__ = ["FUSIONS", "METHODS", "hipress"]
@@ -20,7 +20,7 @@ FUSIONS: dict[str, Strategy] = {"cupcake": _cupcake, "even": even_split, "layerw
 """Methods that cut the tensors, by name, beside those of `gradwire.planner.starts`."""
 
 
-def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
+def hipress(job: PlanningJob, choices: Sequence[Choice]) -> Draft:
     """Every tensor alone, and compressed if its own tasks then take less (docs/papers/cupcake.md)."""
     parts = []
     for place in range(len(job.profile.tensors)):
@@ -29,11 +29,11 @@ def hipress(job: Job, choices: Sequence[Choice]) -> Draft:
     return Draft(tuple(parts))
 
 
-def _hipress(job: Job) -> Draft:
+def _hipress(job: PlanningJob) -> Draft:
     return hipress(job, job.choices())
 
 
-METHODS: dict[str, Callable[[Job], Draft]] = {
+METHODS: dict[str, Callable[[PlanningJob], Draft]] = {
     **{name: partial(starts.fused_by, strategy=strategy) for name, strategy in FUSIONS.items()},
     "hipress": _hipress,
 }

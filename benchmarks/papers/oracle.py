@@ -6,7 +6,7 @@ from itertools import product
 
 from gradwire.core.schedules import Backward
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import Choice, Draft, Job, LightPlan, Part
+from gradwire.planner.drafts import Choice, Draft, LightPlan, Part, PlanningJob
 from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums
 
 __all__ = ["best_step_us", "brute_force", "pareto", "partitions"]
@@ -95,7 +95,7 @@ def _undominated(
     return kept
 
 
-def best_step_us(job: Job, choices: Sequence[Choice]) -> float:
+def best_step_us(job: PlanningJob, choices: Sequence[Choice]) -> float:
     """The shortest step of all plans: every way to make buckets, every choice for every bucket, every launch order.
 
     In microseconds, by the simulator. For up to four tensors and few choices: the number of plans explodes.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gradwire.core.schedules import Schedule
-from gradwire.engine.control import Report
+from gradwire.engine.control import RankReport
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
 
 __all__ = ["AtEnd", "AtEndSchedule"]
@@ -36,7 +36,7 @@ class AtEndSchedule:
 
     traits = Traits()
 
-    def __init__(self, reducer: Reducer, schedule: AtEnd, job: Job) -> None:
+    def __init__(self, reducer: Reducer, schedule: AtEnd, job: TrainingJob) -> None:
         self._reducer = reducer
         self._meters: list[Any] = []
 
@@ -54,7 +54,7 @@ class AtEndSchedule:
         self._reducer.lanes.hold = True
         self._reducer.begin(self._reducer.exchange)
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         self._reducer.lanes.hold = False
         self._meters = self._reducer.running.finish(told)
 

@@ -11,7 +11,7 @@ import torch
 from test_kernels import DTYPES, FASTER, INF, NAN, REFERENCE, STREAM, WAYS, Way, assert_all_alike, built, same, way
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.specs import EFSignSGD, OneBit, Run, SignSGD, Signum, Spec, TernGrad, TwoBit
+from gradwire.core.specs import EFSignSGD, ElementRun, OneBit, SignSGD, Signum, Spec, TernGrad, TwoBit
 from gradwire.kernels import Segment, Segments, tensor_key
 
 NUMELS = (0, 1, 7, 8, 9, 123, 127, 128, 129, 511, 512, 513, 4097, 1)
@@ -46,7 +46,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def encode(way: Way, spec: Any, x: torch.Tensor, state: torch.Tensor | None, segments: Segments) -> torch.Tensor:
     """The payload that one implementation makes of x."""
-    size = spec.payload_bytes([Run(row.numel, row.bits) for row in segments.rows], x.itemsize)
+    size = spec.payload_bytes([ElementRun(row.numel, row.bits) for row in segments.rows], x.itemsize)
     payload, k = torch.full((size,), 255, dtype=torch.uint8), way.kernels
     with way.chosen():
         if isinstance(spec, SignSGD | Signum):
@@ -169,7 +169,7 @@ def test_any_bytes_decode_to_the_same_and_nothing_else_is_written(spec: Spec) ->
     for numel in (1, 9, 129, 1500, 8300):
         rows = [row._replace(offset=row.offset + 64) for row in segments_of(spec, (numel, 3)).rows]
         segments = Segments.of(rows)
-        size = spec.payload_bytes([Run(row.numel, row.bits) for row in rows], 4)
+        size = spec.payload_bytes([ElementRun(row.numel, row.bits) for row in rows], 4)
         for _ in range(20):
             payload = torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
             expected = decode(REFERENCE, spec, payload, segments, False, torch.full((numel + 131,), 7.0))

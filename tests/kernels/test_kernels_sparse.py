@@ -8,7 +8,7 @@ import torch
 from test_kernels import DTYPES, INF, NAN, STREAM, Way, assert_all_alike, built, way, whole
 
 from gradwire.core.payload import kept_of
-from gradwire.core.specs import DGC, BlockTopK, RandomK, Run, Spec, Threshold, TopK
+from gradwire.core.specs import DGC, BlockTopK, ElementRun, RandomK, Spec, Threshold, TopK
 from gradwire.kernels import Segment, Segments, tensor_key
 
 NUMELS = (0, 1, 7, 8, 9, 123, 127, 128, 129, 4097, 70001)
@@ -32,7 +32,7 @@ def one_after_another(numels: tuple[int, ...]) -> Segments:
 
 
 def payload_of(spec: Spec, segments: Segments, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
-    size = spec.payload_bytes([Run(row.numel) for row in segments.rows], dtype.itemsize)
+    size = spec.payload_bytes([ElementRun(row.numel) for row in segments.rows], dtype.itemsize)
     return torch.full((size,), fill, dtype=torch.uint8)
 
 

@@ -18,10 +18,10 @@ from gradwire.core.specs import (
     BlockTopK,
     Cast,
     EFSignSGD,
+    ElementRun,
     ErrorFeedback,
     Natural,
     RandomK,
-    Run,
     Signum,
     Spec,
     TernGrad,
@@ -62,7 +62,7 @@ def codec_calls(spec: Spec, device: str) -> list[Callable[[], None]]:
     x, total = torch.linspace(-1, 1, NUMEL, device=device), torch.zeros(NUMEL, device=device)
     state = [torch.zeros(NUMEL, device=device) for _ in spec.state]
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
-    size = spec.payload_bytes([Run(NUMEL, spec.element_bits)], 4)
+    size = spec.payload_bytes([ElementRun(NUMEL, spec.element_bits)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
     return [
         lambda: compressor.encode(x, state, segments, context, payload),

@@ -10,7 +10,7 @@ from worlds import Worlds, seeded
 
 import gradwire as gw
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.specs import Run
+from gradwire.core.specs import ElementRun
 from gradwire.kernels import Segment, Segments
 
 SPECS = [gw.PowerSGD(rank=2), gw.ErrorFeedback(gw.QSGD(bits=4)), gw.TernGrad(), gw.Identity()]
@@ -90,7 +90,7 @@ def test_flushed_denormals_change_nothing(spec: gw.Spec, dtype: torch.dtype) -> 
         try:
             codec = compressor_for(spec)
             segments = Segments((Segment(0, 1024, 1, 0, spec.element_bits),), gradient.device, ("w",), ((1024,),))
-            size = spec.payload_bytes([Run(1024, spec.element_bits, (1024,))], gradient.element_size())
+            size = spec.payload_bytes([ElementRun(1024, spec.element_bits, (1024,))], gradient.element_size())
             payload, decoded = torch.zeros(size, dtype=torch.uint8), torch.zeros(1024)
             context = Context(torch.tensor([0, 1, 0, 0]))
             codec.encode(gradient, (), segments, context, payload)

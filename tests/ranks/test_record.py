@@ -12,7 +12,7 @@ from worlds import Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.errors import StepStateError
-from gradwire.exchange.executor import Task, TaskTimes
+from gradwire.exchange.executor import PhaseTask, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
 from gradwire.record.timeline import Sent, measured_timeline
@@ -180,7 +180,9 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
 
     def times(began: float, ended: float, phase: int = 1) -> TaskTimes:
         coding = 0.1 * (ended - began)
-        return TaskTimes(Task(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)])
+        return TaskTimes(
+            PhaseTask(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)]
+        )
 
     before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
     own = [times(1.6, 1.8, 0), times(2.01, 2.2)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import TestbedError
-from gradwire.testbed import Cluster, emulate, namespaces, parse_rate, permission_problem
+from gradwire.testbed import EmulatedCluster, emulate, namespaces, parse_rate, permission_problem
 from gradwire.testbed.permission import needs_user_namespace
 from gradwire.testbed.supervisor import Grace, RankCommand, Supervisor
 
@@ -53,7 +53,7 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
-def gather(cluster: Cluster, argv: list[str], **options: object) -> tuple[int, list[tuple[int, str, str]]]:
+def gather(cluster: EmulatedCluster, argv: list[str], **options: object) -> tuple[int, list[tuple[int, str, str]]]:
     lines: list[tuple[int, str, str]] = []
     code = cluster.run(argv, on_line=lambda *line: lines.append(line), **options)  # type: ignore[arg-type]
     return code, lines
@@ -110,7 +110,7 @@ def test_the_room_needs_no_torch() -> None:
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(0, 1), (1001, 1), (2, 0)])
 def test_impossible_sizes(nodes: int, ranks_per_node: int) -> None:
     with pytest.raises(TestbedError, match=r"is (0|1001)"):
-        Cluster(nodes, ranks_per_node)
+        EmulatedCluster(nodes, ranks_per_node)
 
 
 def test_emulate_explains_a_wrong_command(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_ranks_get_torchruns_variables(clean: None, script: Script, monkeypatch:
         assert socket.gethostname() == "node" + os.environ["NODE_RANK"]
         assert socket.gethostbyname("node0") == os.environ["MASTER_ADDR"]
     """)
-    with Cluster(2, 2) as cluster:
+    with EmulatedCluster(2, 2) as cluster:
         assert cluster.world_size == 4
         assert cluster.counters() == [(0, 0), (0, 0)]  # silence: no IPv6, no spanning tree
         code, lines = gather(cluster, [*argv, "two words"], env={"EXTRA": "extra"})
@@ -147,7 +147,7 @@ def test_ranks_get_torchruns_variables(clean: None, script: Script, monkeypatch:
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_nodes_have_processors_of_their_own(clean: None, script: Script, nodes: int) -> None:
     usable = os.sched_getaffinity(0)
-    with Cluster(nodes, 2) as cluster:
+    with EmulatedCluster(nodes, 2) as cluster:
         code, lines = gather(cluster, script("import os; print(*sorted(os.sched_getaffinity(0)))"))
     assert code == 0
     given = {rank: [int(word) for word in line.split()] for rank, _, line in lines}
@@ -184,7 +184,7 @@ def test_the_first_failure_ends_the_run(clean: None, script: Script, caplog: pyt
         print("I saw it too")
         time.sleep(60)
     """)
-    with caplog.at_level(logging.WARNING, "gradwire.testbed"), Cluster(2) as cluster:
+    with caplog.at_level(logging.WARNING, "gradwire.testbed"), EmulatedCluster(2) as cluster:
         cluster.grace = Grace(after_failure=1.5, after_signal=2.0)
         code, lines = gather(cluster, argv)
     assert code == 7
@@ -195,13 +195,13 @@ def test_the_first_failure_ends_the_run(clean: None, script: Script, caplog: pyt
 @pytest.mark.network
 def test_codes_of_signals_timeouts_and_missing_programs(clean: None, script: Script) -> None:
     argv = script("import os, sys, time; sys.argv[1:] or time.sleep(60); os.kill(os.getpid(), 9)")
-    with Cluster(1) as cluster:
+    with EmulatedCluster(1) as cluster:
         cluster.grace = Grace(after_failure=0.1, after_signal=0.5)
         assert cluster.run([*argv, "now"]) == 128 + signal.SIGKILL
         assert cluster.run(argv, timeout=0.3) == 124
         with pytest.raises(TestbedError, match="no such program"):
             cluster.run(["/does/not/exist"])
-    with pytest.raises(TestbedError, match="with Cluster"):
+    with pytest.raises(TestbedError, match="with EmulatedCluster"):
         cluster.run(argv)
 
 
@@ -211,7 +211,7 @@ def test_nothing_that_a_rank_starts_outlives_the_run(clean: None, script: Script
         import subprocess
         print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
     """)
-    with Cluster(2) as cluster:
+    with EmulatedCluster(2) as cluster:
         code, lines = gather(cluster, argv)
         assert code == 0
         assert not any(is_alive(int(line)) for _, _, line in lines)
@@ -241,7 +241,7 @@ SEND = """
 @pytest.mark.network
 def test_a_link_is_no_faster_than_its_rate(clean: None, script: Script) -> None:
     argv, megabits = script(SEND), 2.5 * 8
-    with Cluster(2, inter="100mbit") as cluster:
+    with EmulatedCluster(2, inter="100mbit") as cluster:
         code, lines = gather(cluster, argv)
         assert code == 0, lines
         assert float(lines[0][2]) > megabits / 100 * 0.97
@@ -260,7 +260,7 @@ def test_a_link_is_no_faster_than_its_rate(clean: None, script: Script) -> None:
 @pytest.mark.network
 def test_the_rate_can_change_while_ranks_run(clean: None, script: Script) -> None:
     argv = script(SEND)
-    with Cluster(2, inter="100kbit") as cluster:  # 200 s, but for the change
+    with EmulatedCluster(2, inter="100kbit") as cluster:  # 200 s, but for the change
         lines: list[str] = []
 
         def speed_up(rank: int, stream: str, line: str) -> None:
@@ -274,7 +274,7 @@ def test_the_rate_can_change_while_ranks_run(clean: None, script: Script) -> Non
 
 @pytest.mark.network
 def test_loopback_has_a_rate_too(clean: None, script: Script) -> None:
-    with Cluster(1, 2, intra="100mbit") as cluster:
+    with EmulatedCluster(1, 2, intra="100mbit") as cluster:
         code, lines = gather(cluster, script(SEND))
         assert code == 0
         assert float(lines[0][2]) > (2.5 * 8 - 2) / 100 * 0.97  # less what the bucket holds
@@ -289,7 +289,7 @@ def test_an_exception_inside_still_cleans_up(clean: None, script: Script) -> Non
 
     pids: list[int] = []
     argv = script("import os, time; print(os.getpid()); time.sleep(60)")
-    with pytest.raises(RuntimeError, match="from the callback"), Cluster(1) as cluster:
+    with pytest.raises(RuntimeError, match="from the callback"), EmulatedCluster(1) as cluster:
         cluster.run(argv, on_line=fail)
     assert len(pids) == 1
     assert not is_alive(pids[0])
@@ -297,7 +297,7 @@ def test_an_exception_inside_still_cleans_up(clean: None, script: Script) -> Non
 
 @pytest.mark.network
 def test_a_cleanup_may_be_repeated_and_two_clusters_coexist(clean: None) -> None:
-    with Cluster(1) as one, Cluster(2) as two:
+    with EmulatedCluster(1) as one, EmulatedCluster(2) as two:
         one.__exit__(None, None, None)
         assert two.counters() == [(0, 0), (0, 0)]
 
@@ -375,7 +375,7 @@ def test_the_next_run_sweeps_what_a_killed_one_left_and_spares_the_living(clean:
         wait_until(lambda: not is_alive(killed_pids[0]) and not is_alive(killed_pids[2]))  # PDEATHSIG
         assert is_alive(killed_pids[1])  # a child with a session of its own
         assert len(names_of(killed)) == 3
-        with Cluster(1):
+        with EmulatedCluster(1):
             assert names_of(killed) == []
             assert not any(map(is_alive, killed_pids))
         assert len(names_of(living)) == 3
@@ -394,8 +394,8 @@ def test_the_next_run_sweeps_what_a_killed_one_left_and_spares_the_living(clean:
 def test_a_signal_outside_a_run_cleans_up_too(clean: None, number: signal.Signals) -> None:
     code = """
         import time
-        from gradwire.testbed import Cluster
-        with Cluster(2):
+        from gradwire.testbed import EmulatedCluster
+        with EmulatedCluster(2):
             print("ready", flush=True)
             while True:
                 time.sleep(0.05)

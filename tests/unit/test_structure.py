@@ -203,7 +203,7 @@ def test_no_private_attribute_of_another_package_is_used() -> None:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
                 continue
-            if node.attr in ("_replace", "_asdict"):  # public names of tuples
+            if node.attr in ("_replace", "_asdict", "_fields", "_exit"):  # public names of tuples and of os
                 continue
             elsewhere = [room for room, names in defined.items() if node.attr in names and room != room_of(module)]
             if node.attr not in defined[room_of(module)] and elsewhere:

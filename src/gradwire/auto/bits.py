@@ -19,7 +19,7 @@ from gradwire.auto.live import Live
 from gradwire.auto.resuming import unlike
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Plan
-from gradwire.core.specs import QSGD, Run
+from gradwire.core.specs import QSGD, ElementRun
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.session import Session
@@ -138,7 +138,7 @@ def sensitivities(
     """What the rules decide by. Rows are sums over ranks of `measured`, one for each tensor."""
     tensors, ways = [], ways_of(adaptive)
     for info, row in zip(infos, rows, strict=True):
-        sizes = [spec.payload_bytes([Run(info.numel, spec.bits)], 4) for spec in ways]
+        sizes = [spec.payload_bytes([ElementRun(info.numel, spec.bits)], 4) for spec in ways]
         errors, (square, top) = tuple(row[: len(ways)]), row[len(ways) :]
         tensors.append(Sensitivity(info.name, tuple(sizes), errors, info.numel, math.sqrt(square), math.sqrt(top)))
     return tensors
@@ -258,7 +258,7 @@ class Bits:
             bits=bits,
             blocks={name: spec.block for name, spec in specs.items()},
             nbytes=found.nbytes,
-            uniform_nbytes=sum(self.adaptive.spec(4).payload_bytes([Run(i.numel, 4)], 4) for i in infos),
+            uniform_nbytes=sum(self.adaptive.spec(4).payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos),
             error=math.sqrt(found.error / uniform) if uniform else 1.0,
             proven=found.proven,
             measured_us=errors.us,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gradwire.record.run import Alternative
 from gradwire.record.run import Decision as Recorded
 
-__all__ = ["Decision", "Tried", "say"]
+__all__ = ["AutoDecision", "Tried", "say"]
 
 _LOGGER = logging.getLogger("gradwire")
 
@@ -28,7 +28,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Decision:
+class AutoDecision:
     """What runs from a step on, and why."""
 
     step: int

@@ -35,9 +35,9 @@ from gradwire.auto.accuracy import (
     schedules_of,
     specs_of,
 )
-from gradwire.auto.decision import Decision, Tried, say
+from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live
-from gradwire.auto.measuring import Moments, cluster_of, codecs_of, profile_of, scaled
+from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, profile_of, scaled
 from gradwire.auto.pace import Pace
 from gradwire.auto.planning import Offer, foreseen, offers
 from gradwire.auto.stepped import Stepped
@@ -83,7 +83,7 @@ class Auto:
         """Raises PlanError for a class of accuracy or a schedule that is none."""
         self.accuracy = check_accuracy(accuracy)
         self.schedules = check_schedules(schedules)
-        self.decisions: list[Decision] = []
+        self.decisions: list[AutoDecision] = []
         self._watch = Watch()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -97,7 +97,7 @@ class Auto:
         """The plan that was chosen."""
         self._profile: Profile | None = None
         self._costs: Costs | None = None
-        self._moments: Moments | None = None
+        self._moments: StepMoments | None = None
         self._waiting: Callable[[], list[list[float]]] | None = None
         """For a window's times of all ranks, which were sent a step before."""
 
@@ -198,7 +198,7 @@ class Auto:
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._moments = Moments(live.parameters, Clock(live.device, self.clock))
+            self._moments = StepMoments(live.parameters, Clock(live.device, self.clock))
             live.hold(True)
 
     def _look(self, live: Live, us: float) -> None:
@@ -320,7 +320,7 @@ class Auto:
             for place, candidate in enumerate(trial.candidates)
         ]
         plain = next(place for place, candidate in enumerate(trial.candidates) if candidate.plain)
-        decision = Decision(
+        decision = AutoDecision(
             step=live.step,
             why=self._why,
             chosen=tried[index],

@@ -23,7 +23,7 @@ from gradwire.profiler.clock import Clock
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
-__all__ = ["Moments", "cluster_of", "codecs_of", "profile_of", "scaled"]
+__all__ = ["StepMoments", "cluster_of", "codecs_of", "profile_of", "scaled"]
 
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
@@ -31,7 +31,7 @@ _UNKNOWN_GBPS = 100.0
 """Of a link whose times tell no rate: too fast for that."""
 
 
-class Moments:
+class StepMoments:
     """When gradients become ready, as long as it lives or until `remove`."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
@@ -39,7 +39,7 @@ class Moments:
         """Of each step so many microseconds for each parameter, in registration order; NaN where no gradient came."""
         self._seen: dict[int, Any] = {}
         self._count, self._clock = len(parameters), clock
-        self._hooks = GradientHooks(self, None, Moments._ready, parameters.values())
+        self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
 
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         self._seen[index] = self._clock.mark()

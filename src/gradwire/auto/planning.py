@@ -16,7 +16,7 @@ from gradwire.core.profile import Profile
 from gradwire.core.schedules import Backward, Schedule
 from gradwire.core.specs import Identity, Spec
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import Job
+from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import EVALUATIONS, joint
 from gradwire.planner.policy import Policy, Uniform, launch_of
 from gradwire.planner.starts import ddp
@@ -67,7 +67,7 @@ def offers(
         # the search knows steps alone: of what needs more of them for a loss, it gets only what pays for all of the model
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
-        job = found.job if len(paying) == len(specs) else Job(profile, cluster, costs, paying)
+        job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
         planned.append(job.plan(joint(job, evaluations), ddp(job)))
     found.add(*planned)
     found.add_scheduled(planned)
@@ -109,7 +109,7 @@ class _Plans:
         schedules: Sequence[Schedule],
     ) -> None:
         self.infos, self.ranks = profile.tensor_infos(_device(profile)), cluster.world_size
-        self.job = Job(profile, cluster, costs, specs)
+        self.job = PlanningJob(profile, cluster, costs, specs)
         self.plans: dict[str, Plan] = {}
         """By digest."""
         self._us: dict[str, float] = {}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-__all__ = ["Candidate", "Trial", "Turn", "allowance_us"]
+__all__ = ["Candidate", "Trial", "TrialTurn", "allowance_us"]
 
 GAIN = 0.02
 """Plain all-reduce runs unless something is faster by more than this part."""
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     """So many of its steps bring the loss as far as one of plain all-reduce: by this its times are compared, and nothing else."""
 
 
-class Turn(NamedTuple):
+class TrialTurn(NamedTuple):
     """So many steps of one candidate, if none is hopeless."""
 
     candidate: int
@@ -101,7 +101,7 @@ class Trial:
             self.chosen, self._queue = 0, []
 
     @property
-    def turn(self) -> Turn | None:
+    def turn(self) -> TrialTurn | None:
         """What to run next; None when it is decided."""
         return self._queue[0] if self._queue else None
 
@@ -175,10 +175,10 @@ class Trial:
             return _LOOK_STEPS
         return int(candidate.predicted_us <= _HOPELESS * self._known_us)
 
-    def _turn(self, index: int, steps: int) -> Turn:
+    def _turn(self, index: int, steps: int) -> TrialTurn:
         """At least so many steps: one that does not count, and whole cycles."""
         cycle = self.candidates[index].cycle
-        return Turn(index, 1 + cycle * -(-(steps - 1) // cycle))
+        return TrialTurn(index, 1 + cycle * -(-(steps - 1) // cycle))
 
     def _next_round(self) -> None:
         self._round += 1

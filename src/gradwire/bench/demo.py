@@ -19,7 +19,7 @@ from rich.table import Table
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.recorded import beside, measured, method_folder
 from gradwire.bench.results import BenchRun, Cell, Interval
-from gradwire.bench.runner import BenchRequest, Watch, run_bench, run_profile
+from gradwire.bench.runner import BenchRequest, RunWatch, run_bench, run_profile
 from gradwire.bench.statistics import median_ratio, wire_us
 from gradwire.bench.table import milliseconds
 from gradwire.core.files import make_folder
@@ -104,7 +104,7 @@ class DemoCurve(msgspec.Struct, frozen=True, kw_only=True):
     loss: list[float]
 
 
-def run_demo(steps: int, out: Path, problem: str | None, watch: Watch) -> DemoSummary:
+def run_demo(steps: int, out: Path, problem: str | None, watch: RunWatch) -> DemoSummary:
     """Measure, and write `summary.json`, `demo.png`, `bench.json`, `run.json` and `report.html` to the folder `out`, and, where
     a link can be emulated, the profile that the page's prediction is made from.
 
@@ -204,7 +204,7 @@ def summary_table(summary: DemoSummary) -> Table:
     return table
 
 
-def _profile(request: BenchRequest, out: Path, watch: Watch) -> str:
+def _profile(request: BenchRequest, out: Path, watch: RunWatch) -> str:
     """Measure what the page's prediction is made from. Returns why that failed: the demo has its numbers without."""
     try:
         run_profile(request, JOB, LINK, SPECS, PROFILE_STEPS, out, watch)

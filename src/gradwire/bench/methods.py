@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.auto.decision import Decision
+from gradwire.auto.decision import AutoDecision
 from gradwire.auto.driver import Auto
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.names import GRADWIRE_PREFIX, WRONG_PREFIX, arguments_of, check_method
@@ -237,7 +237,7 @@ class Gradwire(Method):
         return [
             Decided(chosen=each.chosen.name, plain=each.chosen == each.plain, step=each.step, cost_us=each.cost_us)
             for each in self.handle.decisions
-            if isinstance(each, Decision)
+            if isinstance(each, AutoDecision)
         ]
 
     @property

@@ -25,11 +25,11 @@ from gradwire.core.files import make_folder
 from gradwire.core.made import Made
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import Cluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
+from gradwire.testbed import EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.cluster import MOST_NODES
 from gradwire.testbed.output import LineCallback
 
-__all__ = ["BenchRequest", "Watch", "emulation_problem", "run_bench", "run_profile"]
+__all__ = ["BenchRequest", "RunWatch", "emulation_problem", "run_bench", "run_profile"]
 
 FEWEST_WARMUP_STEPS = 3
 """DDP lays its buckets out anew after its first step, and torch's PowerSGD hook begins with the third."""
@@ -93,7 +93,7 @@ class BenchRequest:
         return self.nodes * self.ranks_per_node
 
 
-class Watch(Protocol):
+class RunWatch(Protocol):
     """Who looks on: a progress bar, or nobody."""
 
     def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[object]:
@@ -104,7 +104,7 @@ class Watch(Protocol):
 
 
 class Network(Protocol):
-    """What `Cluster` and `Loopback` have in common."""
+    """What `EmulatedCluster` and `Loopback` have in common."""
 
     def set_inter(self, rate: str | None) -> None:
         """Change the rate of every node's link."""
@@ -127,7 +127,7 @@ def emulation_problem() -> str | None:
     return problem
 
 
-def run_bench(request: BenchRequest, problem: str | None, watch: Watch, save_to: Path | None = None) -> BenchRun:
+def run_bench(request: BenchRequest, problem: str | None, watch: RunWatch, save_to: Path | None = None) -> BenchRun:
     """Measure everything asked for. `problem` is `emulation_problem()`: where it is set, plain loopback is used.
 
     With `save_to` the file is written after every group, so that an interrupted run leaves what it has measured.
@@ -148,7 +148,7 @@ def run_bench(request: BenchRequest, problem: str | None, watch: Watch, save_to:
 
 
 def run_profile(
-    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: Watch
+    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: RunWatch
 ) -> tuple[str, ...]:
     """Run `gradwire profile` on the request's emulated cluster; its files are written to `folder`. Returns what it warned of.
 
@@ -159,7 +159,7 @@ def run_profile(
     argv += ["--steps", str(steps)]
     for spec in specs:
         argv += ["--spec", repr(spec)]
-    with Cluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
+    with EmulatedCluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
         with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
             code = network.run(
                 argv,
@@ -206,7 +206,7 @@ class _Runner:
     """One run in progress."""
 
     def __init__(
-        self, request: BenchRequest, problem: str | None, notes: list[str], watch: Watch, save_to: Path | None
+        self, request: BenchRequest, problem: str | None, notes: list[str], watch: RunWatch, save_to: Path | None
     ) -> None:
         self.request = request
         self.problem = problem
@@ -217,11 +217,11 @@ class _Runner:
         self.cells: list[Cell] = []
         self.made = Made.now()
 
-    def open_network(self) -> Cluster | Loopback:
+    def open_network(self) -> EmulatedCluster | Loopback:
         """The emulated cluster, or plain loopback where none can be made."""
         if self.problem is not None:
             return Loopback(self.request.world_size)
-        return Cluster(self.request.nodes, self.request.ranks_per_node)
+        return EmulatedCluster(self.request.nodes, self.request.ranks_per_node)
 
     def measure_alone(self, job: str) -> None:
         """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""

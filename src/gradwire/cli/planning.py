@@ -228,7 +228,7 @@ def plan(
 
     from gradwire.bench.names import parse_spec, split_names
     from gradwire.core import Cluster, Costs, Profile
-    from gradwire.planner.drafts import Job, Limits
+    from gradwire.planner.drafts import Limits, PlanningJob
     from gradwire.planner.methods import explanation, make
     from gradwire.planner.sweep import SWEPT, check_some_may, methods_here, sweep_methods
     from gradwire.sim.rules import changed_rules
@@ -260,7 +260,7 @@ def plan(
         )
     if method != "ddp":
         check_some_may(times, specs, limits)
-    job = Job(times, links, codecs, specs, limits, rules)
+    job = PlanningJob(times, links, codecs, specs, limits, rules)
     made = make(job, method)
     if out is not None:
         made.plan.save(out)

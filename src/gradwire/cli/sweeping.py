@@ -11,7 +11,7 @@ from gradwire.errors import FormatError
 
 if TYPE_CHECKING:
     from gradwire.core import Cluster, Profile
-    from gradwire.planner.sweep import Row
+    from gradwire.planner.sweep import SweepRow
 
 __all__ = ["Inter", "Nodes", "Picture", "bar", "points_of", "refuse_with_sweep", "show_sweep"]
 
@@ -71,7 +71,7 @@ def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
         yield lambda done: progress.update(task, completed=done)
 
 
-def show_sweep(rows: "Sequence[Row]", profile: "Profile", picture: Path | None, json: bool) -> None:
+def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | None, json: bool) -> None:
     """Print the table or the JSON, and draw."""
     from gradwire.planner.sweep import as_json, as_table
     from gradwire.report.sweep import draw_sweep

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gradwire.collectives.grid import Grid
 from gradwire.core.collectives import ROUTINES
 
-__all__ = ["Encode", "Leg", "Move", "Parcel", "Run", "itinerary"]
+__all__ = ["Encode", "Leg", "Parcel", "ParcelMove", "ParcelRun", "itinerary"]
 
 Cut = Callable[[int, int, int], Sequence[int]]
 """cut(start, end, parts): parts + 1 edges at which the codec allows a range of elements to be cut."""
@@ -35,7 +35,7 @@ class Parcel(NamedTuple):
     """Whether it is of a sum that the makers took, in the bucket's reduce_dtype; else of values in the gradient's own."""
 
 
-class Run(NamedTuple):
+class ParcelRun(NamedTuple):
     """Values of a range of elements."""
 
     start: int
@@ -54,12 +54,12 @@ class Held(NamedTuple):
     parcels: tuple[Parcel, ...] | None = None
     """Payloads in the order in which they are added; None: it holds values."""
 
-    def inside(self, start: int, end: int) -> tuple[Parcel, ...] | tuple[Run, ...]:
+    def inside(self, start: int, end: int) -> tuple[Parcel, ...] | tuple[ParcelRun, ...]:
         """The part of it that lies in a range."""
         if self.parcels is not None:
             return tuple(parcel for parcel in self.parcels if start <= parcel.start and parcel.end <= end)
         low, high = max(start, self.start), min(end, self.end)
-        return (Run(low, high),) if low < high else ()
+        return (ParcelRun(low, high),) if low < high else ()
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Encode:
     """Whose gradients are added in the values."""
 
 
-class Move(NamedTuple):
+class ParcelMove(NamedTuple):
     """One exchange, as this rank takes part in it. What it keeps for itself is among both."""
 
-    sent: dict[int, tuple[Parcel, ...] | tuple[Run, ...]]
-    received: dict[int, tuple[Parcel, ...] | tuple[Run, ...]]
+    sent: dict[int, tuple[Parcel, ...] | tuple[ParcelRun, ...]]
+    received: dict[int, tuple[Parcel, ...] | tuple[ParcelRun, ...]]
     adds: bool
     held: Held | None
     """What the rank holds afterwards."""
@@ -96,7 +96,7 @@ class Leg:
 
     encode: Encode | None
     """None: nothing is encoded here, or this rank holds nothing to encode."""
-    moves: list[Move] = field(default_factory=list)
+    moves: list[ParcelMove] = field(default_factory=list)
     """One exchange; all-reduce has two."""
     decode: str = ""
     """The device that decodes and adds what has arrived; '': payloads or values go on as they are."""
@@ -108,7 +108,7 @@ def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut)
     >>> halves = lambda start, end, parts: [start + (end - start) * part // parts for part in range(parts + 1)]
     >>> first, second = itinerary(["reducescatter:inter", "allgather:inter"], Grid.even(2, 1, 0), 0, 10, halves)
     >>> first.moves[0].sent[1], first.moves[0].held.start, first.moves[0].held.end
-    ((Run(start=5, end=10),), 0, 5)
+    ((ParcelRun(start=5, end=10),), 0, 5)
     """
     journey = _Journey(grid, root, cut, numel, flat=not any(task.endswith(":intra") for task in tasks))
     legs: list[Leg] = []
@@ -151,7 +151,7 @@ class _Journey:
         for rank, held in enumerate(self.held):
             if held is None:
                 continue
-            units = [Run(held.start, held.end)]
+            units = [ParcelRun(held.start, held.end)]
             for parts in self._cuts_before_decode(following):
                 units = [unit for whole in units for unit in self._shards(whole, parts)]
             parcels = tuple(
@@ -171,9 +171,9 @@ class _Journey:
             if ROUTINES[word].gets == "owners":
                 yield len(self._groups(where)[0])
 
-    def _shards(self, whole: Run, parts: int) -> list[Run]:
+    def _shards(self, whole: ParcelRun, parts: int) -> list[ParcelRun]:
         edges = self.cut(whole.start, whole.end, parts)
-        return [Run(start, end) for start, end in pairwise(edges)]
+        return [ParcelRun(start, end) for start, end in pairwise(edges)]
 
     def decode(self) -> None:
         """Everybody adds the payloads it has; those of whole sums are no terms of another."""
@@ -182,16 +182,16 @@ class _Journey:
                 terms = any(len(parcel.ranks) < self.grid.world_size for parcel in held.parcels or ())
                 self.held[rank] = held._replace(parcels=None, summed=terms)
 
-    def move(self, word: str, link: str) -> Move:
+    def move(self, word: str, link: str) -> ParcelMove:
         """One exchange in every group of the link."""
         adds = ROUTINES[word].adds
-        own = Move({}, {}, adds, None)
+        own = ParcelMove({}, {}, adds, None)
         after: list[Held | None] = [None] * len(self.held)
         for group in self._groups(link):
             holders = {rank: held for rank in group if (held := self.held[rank]) is not None}
             if not holders:
                 continue
-            whole = Run(min(held.start for held in holders.values()), max(held.end for held in holders.values()))
+            whole = ParcelRun(min(held.start for held in holders.values()), max(held.end for held in holders.values()))
             ranks = frozenset[int]().union(*(held.ranks for held in holders.values()))
             coded = any(held.parcels is not None for held in holders.values())
             for target, region in self._regions(word, group, whole).items():
@@ -206,7 +206,7 @@ class _Journey:
         self.held = after
         return own._replace(held=after[self.grid.rank])
 
-    def _regions(self, word: str, group: Sequence[int], whole: Run) -> dict[int, Run]:
+    def _regions(self, word: str, group: Sequence[int], whole: ParcelRun) -> dict[int, ParcelRun]:
         """What part of what the group holds each member gets; who gets nothing is left out."""
         gets = ROUTINES[word].gets
         if gets == "everybody":

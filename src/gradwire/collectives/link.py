@@ -22,7 +22,7 @@ from gradwire.collectives.grid import Grid
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
-__all__ = ["Exchange", "Group", "Link", "LinkError", "SilentLink"]
+__all__ = ["AllToAll", "Group", "Link", "LinkError", "SilentLink"]
 
 
 class LinkError(Exception):
@@ -97,8 +97,8 @@ class Link:
             with short_slices(), self._connections.opened_here(expected=group.world_size - 1):
                 self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
-    def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "Exchange":
-        """Announce an exchange: `received[j]` is where rank j's part goes. Call `Exchange.send` when the own parts are
+    def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "AllToAll":
+        """Announce an exchange: `received[j]` is where rank j's part goes. Call `AllToAll.send` when the own parts are
         there. Receives are posted now: gloo sends only to a receiver that said it is ready, and that word would queue
         behind the receiver's own payload (an exchange announced late runs in one direction at a time).
         """
@@ -141,7 +141,7 @@ class Link:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
-class Exchange(Protocol):
+class AllToAll(Protocol):
     """Every rank sends a part to every other. Parts of no bytes are not sent. Its calls raise LinkError."""
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives.grid import Grid
-from gradwire.collectives.itinerary import Encode, Leg, Move, Parcel, Run, itinerary
+from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.streams import Streams
@@ -144,7 +144,7 @@ class _Packing:
     def _codec(self, encode: int, device: str) -> Codec:
         return self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
 
-    def _segments(self, item: Parcel | Run) -> Any:
+    def _segments(self, item: Parcel | ParcelRun) -> Any:
         return self.piece.runs.between(item.start, item.end)
 
     def _bytes_of(self, parcel: Parcel) -> int:
@@ -157,13 +157,13 @@ class _Packing:
 
     # ---- exchange
 
-    def _transfer(self, move: Move, before: list[Work], decode: str) -> Transfer:
+    def _transfer(self, move: ParcelMove, before: list[Work], decode: str) -> Transfer:
         coded = bool(self.payloads or self.kept) or _holds_parcels(move)
         if coded:
             return self._send_payloads(move, before, decode)
         return self._sum_values(move, before) if move.adds else self._spread_values(move, before)
 
-    def _send_payloads(self, move: Move, before: list[Work], decode: str) -> Transfer:
+    def _send_payloads(self, move: ParcelMove, before: list[Work], decode: str) -> Transfer:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.piece.flat.device)
         transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
         lists: dict[tuple[Parcel, ...], torch.Tensor] = {}
@@ -190,7 +190,7 @@ class _Packing:
             transfer.arrivals = {source: [] for source in move.received}
         return transfer
 
-    def _decode(self, move: Move, device: str, transfer: Transfer) -> None:
+    def _decode(self, move: ParcelMove, device: str, transfer: Transfer) -> None:
         """Add up what arrives, part by part."""
         held = move.held
         assert held is not None
@@ -202,12 +202,12 @@ class _Packing:
             total = self._of_flat(held.start, held.end)
         else:
             total = torch.empty(held.end - held.start, dtype=self.piece.reduce_dtype, device=flat.device)
-        begun: set[Run] = set()
+        begun: set[ParcelRun] = set()
         for source, items in move.received.items():
             works = transfer.arrivals[source] = []
             for parcel in items:
                 assert isinstance(parcel, Parcel)
-                run = Run(parcel.start, parcel.end)
+                run = ParcelRun(parcel.start, parcel.end)
                 works.append(self._added(parcel, device, total, held.start, add=run in begun))
                 begun.add(run)
         self.values, self.start, self.payloads, self.kept = total, held.start, {}, {}
@@ -220,7 +220,7 @@ class _Packing:
         dtype = self._dtype_of(parcel)
         return Decode(codec, self.payloads[parcel], self._segments(parcel), dtype, add, into, context)
 
-    def _sum_values(self, move: Move, before: list[Work]) -> Transfer:
+    def _sum_values(self, move: ParcelMove, before: list[Work]) -> Transfer:
         """Everybody's part of a range to one rank, which adds them in the order of ranks."""
         transfer = self._values_to(move, before)
         if move.held is None:
@@ -236,7 +236,7 @@ class _Packing:
         self.values, self.start = total, move.held.start
         return transfer
 
-    def _spread_values(self, move: Move, before: list[Work]) -> Transfer:
+    def _spread_values(self, move: ParcelMove, before: list[Work]) -> Transfer:
         """Whole sums to ranks that do not have them."""
         if self.grid.rank in move.received:
             before = before + self._settle()
@@ -249,7 +249,7 @@ class _Packing:
             self.values, self.start = self._of_flat(move.held.start, move.held.end), move.held.start
         return transfer
 
-    def _values_to(self, move: Move, before: list[Work]) -> Transfer:
+    def _values_to(self, move: ParcelMove, before: list[Work]) -> Transfer:
         dtype = self.values.dtype if move.adds else self.piece.flat.dtype
         nothing = torch.empty(0, dtype=dtype, device=self.piece.flat.device)
         transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
@@ -287,6 +287,6 @@ class _Packing:
         return view
 
 
-def _holds_parcels(move: Move) -> bool:
+def _holds_parcels(move: ParcelMove) -> bool:
     """Whether payloads arrive."""
     return any(isinstance(item, Parcel) for items in move.received.values() for item in items)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.link import Exchange, Group, Link, transfer
+from gradwire.collectives.link import AllToAll, Group, Link, transfer
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
@@ -194,9 +194,9 @@ class TwoPhase:
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         if 0 in phases:
-            self.reduce: Exchange = link.expect(tag, self.for_sum)
+            self.reduce: AllToAll = link.expect(tag, self.for_sum)
         if 1 in phases:
-            self.gather: Exchange = link.expect(tag + 1, self.sums)
+            self.gather: AllToAll = link.expect(tag + 1, self.sums)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0:

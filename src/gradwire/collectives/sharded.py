@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives.link import Exchange, Link
+from gradwire.collectives.link import AllToAll, Link
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece
@@ -48,9 +48,9 @@ class ShardedSum:
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         if 0 in phases:
-            self.reduce: Exchange = link.expect(tag, self._arriving)
+            self.reduce: AllToAll = link.expect(tag, self._arriving)
         if 1 in phases:
-            self.gather: Exchange = link.expect(tag + 1, self._sent)
+            self.gather: AllToAll = link.expect(tag + 1, self._sent)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0:

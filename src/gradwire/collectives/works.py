@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.collectives.link import Exchange, Link
+from gradwire.collectives.link import AllToAll, Link
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec
@@ -110,7 +110,7 @@ class Transfers:
             for to in range(world_size)
         ]
         self._done: Mark = None
-        self._posted: list[list[Exchange]] = []
+        self._posted: list[list[AllToAll]] = []
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self._posted = []

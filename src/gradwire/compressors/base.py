@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.core.specs import Run, Spec
+from gradwire.core.specs import ElementRun, Spec
 from gradwire.errors import PayloadError
 from gradwire.kernels import Segments
 
@@ -96,10 +96,10 @@ class Compressor(ABC):
             )
 
 
-def runs_of(segments: Segments) -> list[Run]:
+def runs_of(segments: Segments) -> list[ElementRun]:
     """What sizes follow from."""
     shapes = segments.shapes or [()] * len(segments.rows)
-    return [Run(row.numel, row.bits, shape) for row, shape in zip(segments.rows, shapes, strict=True)]
+    return [ElementRun(row.numel, row.bits, shape) for row, shape in zip(segments.rows, shapes, strict=True)]
 
 
 def residual_in(state: Sequence[Tensor]) -> Tensor | None:

@@ -12,7 +12,7 @@ from gradwire.core.costs import Costs
 from gradwire.core.plan import Bucket
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
-from gradwire.core.specs.base import Run
+from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import TensorInfo
 from gradwire.costs.codecs import CodecTimes
 from gradwire.costs.steps import Step, steps_of
@@ -116,7 +116,7 @@ class Prices:
         runs = []
         for name in bucket.tensors:
             numel, _, shape = self._sizes[name]
-            runs.append(Run(numel, bucket.spec_of(name).element_bits, shape))
+            runs.append(ElementRun(numel, bucket.spec_of(name).element_bits, shape))
         spec = bucket.spec_of(bucket.tensors[0])
         first = spec.payload_bytes(runs, self._itemsizes[bucket.tensors[0]])
         if rounds:  # each round about as much; together exactly

@@ -16,13 +16,13 @@ from gradwire.engine.drift import DriftWatch
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Lanes
 
-__all__ = ["ControlExchange", "Report", "State", "exchange_bytes", "exchange_reports"]
+__all__ = ["BackwardState", "ControlExchange", "RankReport", "exchange_bytes", "exchange_reports"]
 
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
 
 
-class State(IntEnum):
+class BackwardState(IntEnum):
     """What became of a rank's backward."""
 
     DONE = 0
@@ -34,11 +34,11 @@ class State(IntEnum):
     """Its parameters were replaced or converted; it took part with zeros, and synchronises others when all ranks do."""
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank says at the end of a step."""
 
     step: int
-    state: State
+    state: BackwardState
     plan: int
     """The first 8 bytes of the plan's digest."""
     came: int
@@ -69,26 +69,29 @@ class ControlExchange:
         """Tell of these parameters from now on."""
         self._names, self._weights = names, weights
 
-    def report(self, step: int, state: State, came: int, used: int, weights: int = 0) -> Report:
+    def report(self, step: int, state: BackwardState, came: int, used: int, weights: int = 0) -> RankReport:
         """What this rank says."""
-        return Report(step, state, self.plan, came, self.joining, weights, self.stepped, used)
+        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, used)
 
-    def tell(self, step: int, state: State, came: int, used: int) -> "Future[list[Report]]":
+    def tell(self, step: int, state: BackwardState, came: int, used: int) -> "Future[list[RankReport]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
         self.stepped = True  # a step that was left out is told once
         return self._lanes.control.submit(partial(exchange_reports, own, len(self._names)))
 
-    def why_void(self, reports: Sequence[Report], leaving_is_void: bool = True) -> str | None:
+    def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
         if not leaving_is_void:
-            reports = [each._replace(state=State.DONE) if each.state is State.LEFT else each for each in reports]
+            reports = [
+                each._replace(state=BackwardState.DONE) if each.state is BackwardState.LEFT else each
+                for each in reports
+            ]
         return why_void(reports, self._lanes.group.global_ranks, len(self._names))
 
-    def check_drift(self, reports: Sequence[Report], step: int) -> None:
+    def check_drift(self, reports: Sequence[RankReport], step: int) -> None:
         """Raises DisagreementError if ranks told different checksums of their weights. Collective then."""
-        if len({report.weights for report in reports if report.state is State.DONE}) < 2:
+        if len({report.weights for report in reports if report.state is BackwardState.DONE}) < 2:
             return
         lanes = self._lanes
         with lanes.told("checksums of all weights", step):
@@ -96,19 +99,19 @@ class ControlExchange:
         trained = {
             rank: raw
             for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
-            if report.state is State.DONE
+            if report.state is BackwardState.DONE
         }
         raise lanes.fail(DisagreementError(self._drift.difference(trained, self._names, step)))
 
 
-def exchange_reports(own: Report, parameters: int, link: Link) -> list[Report]:
+def exchange_reports(own: RankReport, parameters: int, link: Link) -> list[RankReport]:
     """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. Raises LinkError."""
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
     for raw in exchange_bytes(packed, link):
         step, state, plan, came, joining, weights, stepped = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(Report(step, State(state), plan, came, joining, weights, stepped, used))
+        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, used))
     return reports
 
 
@@ -132,7 +135,7 @@ def _checked(raw: bytes, rank: int) -> bytes:
     return told
 
 
-def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -> str | None:
+def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: int) -> str | None:
     """Why the step must not count, in the same words on all ranks; None if it counts. `ranks` are the global ones."""
     step = reports[0].step
     if len({report.step for report in reports}) > 1:
@@ -146,14 +149,14 @@ def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -
     if len({report.plan for report in reports}) > 1:
         each = ", ".join(f"rank {rank} {report.plan:016x}" for rank, report in zip(ranks, reports, strict=True))
         return f"ranks run different plans in step {step} ({each}): what they sent was decoded wrongly. Restart."
-    left = [(rank, r.came) for rank, r in zip(ranks, reports, strict=True) if r.state is State.LEFT]
+    left = [(rank, r.came) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.LEFT]
     if left:
         who = "; ".join(f"rank {rank} left it after {came} of {parameters} gradients" for rank, came in left)
         return (
             f"step {step} is void on all ranks: {who} (an exception in backward that its script caught? see its own log). "
             "None may use this step's gradients: call handle.reset() on all ranks and go on with the next batch, or restart."
         )
-    changed = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.CHANGED]
+    changed = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is BackwardState.CHANGED]
     if changed and len(changed) < len(ranks):
         others = [rank for rank in ranks if rank not in changed]
         return (
@@ -170,7 +173,7 @@ def why_void(reports: Sequence[Report], ranks: Sequence[int], parameters: int) -
             "update. Step on all ranks or on none, and restart from a checkpoint; handle.reset() goes on with the weights as "
             "they are, which are the same on all ranks."
         )
-    out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is State.OUT]
+    out = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is BackwardState.OUT]
     outside = [rank for rank, report in zip(ranks, reports, strict=True) if not report.joining]
     if out and outside:
         return (

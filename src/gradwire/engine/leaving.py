@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.engine.control import State
+from gradwire.engine.control import BackwardState
 from gradwire.errors import GradwireError, StepStateError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def leave(reducer: "Reducer", words: str) -> GradwireError:
             reducer.running.count(gradient.slot)
     mendable = False
     with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
-        reducer.running.executor.finish(reducer.tell(State.LEFT))
+        reducer.running.executor.finish(reducer.tell(BackwardState.LEFT))
         mendable = True
     reducer.take_back_all()
     return reducer.lanes.fail(StepStateError(words), mendable)

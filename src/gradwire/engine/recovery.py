@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from gradwire.collectives import LinkError
-from gradwire.engine.control import State, exchange_reports
+from gradwire.engine.control import BackwardState, exchange_reports
 from gradwire.engine.leaving import was_left
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Launches
@@ -29,7 +29,7 @@ def announce_change(reducer: Reducer) -> None:
         flat.zero_()
     for index in range(len(reducer.slots)):
         reducer.count(index)
-    reducer.hear(reducer.tell(State.CHANGED), schedule.on_end)
+    reducer.hear(reducer.tell(BackwardState.CHANGED), schedule.on_end)
     reducer.running.finish()
     reducer.take_back_all()
     reducer.idle()
@@ -53,7 +53,7 @@ def _mend(reducer: Reducer, failure: GradwireError) -> None:
     if not lanes.mendable:
         raise type(failure)(f"reset() cannot mend this: {failure}")
     lanes.mendable = False
-    own = reducer.control.report(reducer.step, State.DONE, 0, 0)
+    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, 0)
     try:
         reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
     except LinkError as error:

@@ -27,11 +27,11 @@ from operator import or_
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine.control import ControlExchange, Report, State
+from gradwire.engine.control import BackwardState, ControlExchange, RankReport
 from gradwire.engine.gradients import Gradient, gradients_of
 from gradwire.engine.leaving import leave, was_left
 from gradwire.engine.observers import Observers
-from gradwire.engine.schedules.base import Closed, Launches, Missing, Schedule, SeesBackward
+from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
 from gradwire.engine.seams import reentrant
 from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.step_state import StepState
@@ -67,7 +67,7 @@ class Reducer:
         """How often it was given parameters."""
         self.observers = Observers()
         """Who is told of steps."""
-        self._schedule: weakref.ref[Schedule] | None = None
+        self._schedule: weakref.ref[ScheduleEvents] | None = None
         self._state = StepState.IDLE
         self._deferred = False
         """Whether gradients are only collected, since backwards run inside the backward."""
@@ -75,19 +75,19 @@ class Reducer:
         """Whether a backward was finished: what its graph is like is known then."""
         self._used = 0
         self._outer_task = -1
-        self._release: weakref.finalize[..., Schedule] | None = None
+        self._release: weakref.finalize[..., ScheduleEvents] | None = None
         self._hooks = GradientHooks(self, Reducer.gradient_coming, Reducer.gradient_ready)
 
     # ---- what it runs
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ScheduleEvents:
         """The one that runs its steps. Whoever owns the reducer keeps it alive."""
         schedule = self._schedule() if self._schedule is not None else None
         assert schedule is not None, "the schedule is gone before the reducer"
         return schedule
 
-    def use(self, schedule: Schedule) -> None:
+    def use(self, schedule: ScheduleEvents) -> None:
         """Run steps by this schedule, of which the caller has detached the one before. `watch` and `attach` must follow."""
         self._schedule, self._deferred = weakref.ref(schedule), False
 
@@ -316,7 +316,7 @@ class Reducer:
 
     # ---- closing
 
-    def tell(self, state: State, used: int | None = None) -> "Future[list[Report]]":
+    def tell(self, state: BackwardState, used: int | None = None) -> "Future[list[RankReport]]":
         """Tell all ranks how this rank's backward went, and hear the same of them. `used`: bit i for parameter i, where the
         reducer did not see the gradients come."""
         if used is not None:
@@ -326,7 +326,7 @@ class Reducer:
 
     @torch.no_grad()
     def _close(self) -> None:
-        self._end(State.DONE)
+        self._end(BackwardState.DONE)
 
     @torch.no_grad()
     def run_out(self) -> None:
@@ -334,12 +334,12 @@ class Reducer:
         self.lanes.check()
         schedule = self.schedule
         if isinstance(schedule, Launches):
-            schedule.send_nothing(State.OUT)
+            schedule.send_nothing(BackwardState.OUT)
             return
         schedule.on_begin()
-        self._end(State.OUT)
+        self._end(BackwardState.OUT)
 
-    def _end(self, state: State) -> None:
+    def _end(self, state: BackwardState) -> None:
         kept: dict[int, torch.Tensor | None] = {}
         if self._deferred:
             self.ready_order = list(range(len(self.names)))
@@ -348,7 +348,7 @@ class Reducer:
             self.ready_order = list(self.filled)
         for index, reference in enumerate(self.parameters):
             if index not in self.filled:
-                kept[index] = self._fill_missing(index, None if state is State.OUT else reference())
+                kept[index] = self._fill_missing(index, None if state is BackwardState.OUT else reference())
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
@@ -357,23 +357,23 @@ class Reducer:
         for index, slot in enumerate(self.slots):
             slot.owed = None if used >> index & 1 else slot.owed
         missing = [Missing(index, own, bool(used >> index & 1)) for index, own in kept.items()]
-        self._seen = self._seen or state is State.DONE
+        self._seen = self._seen or state is BackwardState.DONE
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
         self.observers.finished(exposed_s)
 
-    def counted(self, reports: Sequence[Report]) -> None:
+    def counted(self, reports: Sequence[RankReport]) -> None:
         """The step counts: the next one is another."""
-        self.active = [rank for rank, report in enumerate(reports) if report.state is State.DONE]
+        self.active = [rank for rank, report in enumerate(reports) if report.state is BackwardState.DONE]
         self._used, self._state = 0, StepState.IDLE
         self.step += 1
 
     def hear(
         self,
-        told: "Future[list[Report]]",
-        wait: "Callable[[Future[list[Report]]], None]",
+        told: "Future[list[RankReport]]",
+        wait: "Callable[[Future[list[RankReport]]], None]",
         leaving_is_void: bool = True,
-    ) -> list[Report]:
+    ) -> list[RankReport]:
         """`wait` for what all ranks tell of the step, and for what else the schedule awaits. Raises on all of them when the step
         is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""
         wait(told)

@@ -20,7 +20,7 @@ from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
 from gradwire.engine.recovery import announce_change
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.schedules.base import Job, PutsOff, ShardsOptimizer
+from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
 from gradwire.engine.seams.hooks import ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.seams.later import looking
@@ -61,7 +61,7 @@ class Session(Observer):
         self._model = weakref.ref(model)
         self.reducer = Reducer(lanes, drift_check_steps)
         self.reducer.observers.add(self)
-        job = Job(model, optimizers, self._compiled_before)
+        job = TrainingJob(model, optimizers, self._compiled_before)
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
         self._synchronise(model, prepared)
@@ -104,7 +104,7 @@ class Session(Observer):
         model = self._model()
         assert model is not None
         prepared = Prepared(self.parameters, self.tensors, plan, None)
-        return why_not(prepared, Job(model, self.optimizers, self._compiled_before))
+        return why_not(prepared, TrainingJob(model, self.optimizers, self._compiled_before))
 
     def change_to(self, plan: Plan) -> None:
         """Run this plan from the next step on; nothing that is remembered is lost. Another schedule begins when no step of the
@@ -134,7 +134,7 @@ class Session(Observer):
             model = self._model()
             assert model is not None
             self.reducer.detach()
-            job = Job(model, self.optimizers, self._compiled_before)
+            job = TrainingJob(model, self.optimizers, self._compiled_before)
             self.schedule, others = make_schedule(self.reducer, exchange.plan.schedule, job), True
             self.reducer.use(self.schedule)
         if others:

@@ -34,7 +34,7 @@ from gradwire.core.plan import Plan
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import BucketBuffers
 
-__all__ = ["BOTH", "GATHER", "REDUCE", "Executor", "Task", "TaskFailed", "TaskTimes"]
+__all__ = ["BOTH", "GATHER", "REDUCE", "Executor", "PhaseTask", "TaskFailed", "TaskTimes"]
 
 T = TypeVar("T")
 _GIVE_UP, _OPEN = -1, -2
@@ -43,7 +43,7 @@ BOTH, REDUCE, GATHER = "both", "reduce", "gather"
 """The phases that a step runs."""
 
 
-class Task(NamedTuple):
+class PhaseTask(NamedTuple):
     """One phase of one piece."""
 
     bucket: int
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 class TaskTimes(NamedTuple):
     """When a lane did a task, in seconds of time.perf_counter."""
 
-    task: Task
+    task: PhaseTask
     option: tuple[str, ...]
     """Of the task's bucket."""
     began: float
@@ -66,7 +66,7 @@ class TaskTimes(NamedTuple):
 class TaskFailed(Exception):
     """Something failed on a lane; carries where."""
 
-    def __init__(self, task: Task, cause: Exception) -> None:
+    def __init__(self, task: PhaseTask, cause: Exception) -> None:
         super().__init__(f"{task}: {cause}")
         self.task, self.cause = task, cause
 
@@ -119,10 +119,10 @@ class _Progress:
                     future.set_result(None)
 
 
-class _Part(NamedTuple):
+class _StepTasks(NamedTuple):
     """The tasks of a step that runs both phases, or one alone."""
 
-    lists: list[list[Task]]
+    lists: list[list[PhaseTask]]
     """Of each lane."""
     counts: list[int]
     """How many each bucket has."""
@@ -137,16 +137,16 @@ class Executor:
         self.plan, self.buckets, self.lanes = plan, buckets, lanes
         count = len(lanes.data)
         order = launch_tasks(plan.launch, [len(b.chunks) for b in buckets], count == 1, plan.gate)
-        self.tasks = [[Task(*task) for task in tasks] for tasks in tasks_by_lane(order, count)]
+        self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(order, count)]
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
         self._progress = _Progress(0, ())
         self._running: list[Future[tuple[Meter, Mark]]] = []
-        self._at: list[Task | None] = [None] * count
+        self._at: list[PhaseTask | None] = [None] * count
         self._held: list[int] = []
         """Buckets that are ready and that the lanes do not get yet."""
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _StepTasks] = {}
 
     @property
     def _streams(self) -> Streams:
@@ -163,7 +163,7 @@ class Executor:
             for number, (lane, tasks) in enumerate(zip(self.lanes.data, lists, strict=True))
         ]
 
-    def _of_part(self, part: str) -> "_Part":
+    def _of_part(self, part: str) -> "_StepTasks":
         """What a step that runs these phases does."""
         if part in self._parts:
             return self._parts[part]
@@ -171,17 +171,17 @@ class Executor:
         counted = Counter(task.bucket for tasks in lists for task in tasks)
         before_gate = sum(not self._is_behind(task) for tasks in lists for task in tasks)
         counts = [counted[index] for index in range(len(self.buckets))]
-        made = self._parts[part] = _Part(lists, counts, before_gate)
+        made = self._parts[part] = _StepTasks(lists, counts, before_gate)
         return made
 
-    def _is_of(self, task: Task, part: str) -> bool:
+    def _is_of(self, task: PhaseTask, part: str) -> bool:
         if part == BOTH:
             return True
         bucket = self.plan.buckets[task.bucket]
         gathers = task.phase >= len(bucket.link_tasks) - bucket.gathers
         return gathers == (part == GATHER)
 
-    def _is_behind(self, task: Task) -> bool:
+    def _is_behind(self, task: PhaseTask) -> bool:
         """Whether the task waits for the gate."""
         return task.phase >= self._phases_before_gate[task.bucket]
 
@@ -220,7 +220,7 @@ class Executor:
         next_ones = [task for task in self._at if task is not None]
         return self.in_words(min(next_ones)) if next_ones else ""
 
-    def in_words(self, task: Task) -> str:
+    def in_words(self, task: PhaseTask) -> str:
         """The task, its bucket and its tensors."""
         bucket = self.plan.buckets[task.bucket]
         names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
@@ -268,19 +268,19 @@ class Executor:
             lane.link.streams.wait(mark)
         return [meter for meter, _ in results]
 
-    def _run(self, lane: int, tasks: Sequence[Task], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
+    def _run(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         try:
             return self._run_tasks(lane, tasks, progress, link)
         except BaseException:
             progress.fail()
             raise
 
-    def _run_tasks(self, lane: int, tasks: Sequence[Task], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
+    def _run_tasks(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         times = self.lanes.times
         meter = Meter(spans=None if times is None else [])
         marks: dict[int, Mark] = {}
         for (bucket, chunk), phases in _phases_by_piece(tasks).items():
-            with _telling(Task(bucket, chunk, phases[0])):
+            with _telling(PhaseTask(bucket, chunk, phases[0])):
                 self.buckets[bucket].chunks[chunk].post(link, self._tags[bucket, chunk], phases)
         for task in tasks:
             behind = self._is_behind(task)
@@ -306,14 +306,14 @@ class Executor:
 
 
 @contextmanager
-def _telling(task: Task) -> Iterator[None]:
+def _telling(task: PhaseTask) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise TaskFailed(task, error) from error
 
 
-def _phases_by_piece(tasks: Sequence[Task]) -> dict[tuple[int, int], list[int]]:
+def _phases_by_piece(tasks: Sequence[PhaseTask]) -> dict[tuple[int, int], list[int]]:
     phases: dict[tuple[int, int], list[int]] = {}
     for task in tasks:
         phases.setdefault((task.bucket, task.chunk), []).append(task.phase)

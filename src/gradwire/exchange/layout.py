@@ -160,7 +160,7 @@ def _build(
     encodes = len(contexts) // 2
     chunks: list[Scheme] = []
     for start, end in pairwise(bounds):
-        runs = _Runs(rows, start, flat.device)
+        runs = _BucketRuns(rows, start, flat.device)
         shards = runs.cut(0, end - start, group.world_size)
         piece = Piece(
             flat=flat[start:end],
@@ -241,7 +241,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _BucketRuns:
     """How the piece that begins at an element of the bucket may be cut."""
 
     rows: _Rows

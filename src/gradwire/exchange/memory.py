@@ -33,7 +33,7 @@ _KEY = re.compile(rf"\w+/([0-3]|{LEFT})/.+", re.DOTALL)
 State = Mapping[str, torch.Tensor]
 
 
-class _Run(NamedTuple):
+class _KeptRun(NamedTuple):
     """A part of what is remembered of a tensor."""
 
     key: str
@@ -51,12 +51,12 @@ class Remembered:
     def __init__(self, buckets: list[BucketBuffers]) -> None:
         self._buckets = buckets
 
-    def _runs(self, change: bool = False) -> Iterator[_Run]:
+    def _runs(self, change: bool = False) -> Iterator[_KeptRun]:
         """With `change` what is written to the parts is remembered."""
         for buffers in self._buckets:
             for chunk, start in zip(buffers.chunks, buffers.bounds, strict=False):
                 for name, value in chunk.shared.items():
-                    yield _Run(f"{SHARED}/0/{name}", 0, value.numel(), value)
+                    yield _KeptRun(f"{SHARED}/0/{name}", 0, value.numel(), value)
                 for memory in chunk.memory:
                     values = memory.read()
                     yield from _parts(values, memory, start, buffers)
@@ -198,7 +198,7 @@ class Remembered:
                     yield from memory.held
 
 
-def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_Run]:
+def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_KeptRun]:
     """By tensor, the values of a memory of a chunk that begins at the bucket's element `begin`."""
     start, end = begin + memory.start, begin + memory.end
     for what, whole in values.items():
@@ -206,7 +206,7 @@ def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) ->
             low, high = max(slot.offset, start), min(slot.offset + slot.view.numel(), end)
             if low < high:
                 key = f"{what}{COPY if memory.copy else ''}/{memory.encode}/{slot.name}"
-                yield _Run(key, low - slot.offset, slot.view.numel(), whole[low - start : high - start])
+                yield _KeptRun(key, low - slot.offset, slot.view.numel(), whole[low - start : high - start])
 
 
 def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Drafts: plans in the making, priced and timed often, and turned into a Plan once.
 
-A `Job` is all that a search needs to know: the model's times, the cluster, the costs, and which choices of spec and option
-there are.
+A `PlanningJob` is all that a search needs to know: the model's times, the cluster, the costs, and which choices of spec and
+option there are.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
 from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.planner.schemes import tasks_of
-from gradwire.sim.replay import NEVER, Program, Replayer, launch_key
+from gradwire.sim.replay import NEVER, Replayer, ReplayProgram, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, Simulator, fs_of
 
-__all__ = ["Choice", "Draft", "Job", "LightPlan", "Limits", "Part"]
+__all__ = ["Choice", "Draft", "LightPlan", "Limits", "Part", "PlanningJob"]
 
 
 class Choice(NamedTuple):
@@ -94,7 +94,7 @@ class LightPlan(NamedTuple):
     schedule: Schedule
 
 
-class Job:
+class PlanningJob:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
     specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
@@ -144,7 +144,7 @@ class Job:
         self._by_spec: dict[Spec, list[Choice]] = {}
         self.evaluations = 0
         self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
-        self._known: dict[Part, Program] = {}
+        self._known: dict[Part, ReplayProgram] = {}
 
     def _carrying(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
         """Of the options allowed, and beside the tree the all-reduce of what may be added on the wire. Raises PlanError if there
@@ -186,7 +186,7 @@ class Job:
             found = self._sizes[key] = bytes_of([self.profile.tensors[place] for place in tensors], spec)
         return found
 
-    def program(self, part: Part) -> Program:
+    def program(self, part: Part) -> ReplayProgram:
         """The bucket's tasks."""
         found = self._known.get(part)
         if found is None:
@@ -194,7 +194,7 @@ class Job:
             found = self._known[part] = self.pricer.program(option, spec, self.size(part.tensors, spec))
         return found
 
-    def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[Program]:
+    def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[ReplayProgram]:
         """The tasks of one bucket by each choice."""
         sizes = {spec: self.size(tensors, spec) for spec in {choice.spec for choice in choices}}
         return [self.pricer.program(option, spec, sizes[spec]) for spec, option in choices]
@@ -282,7 +282,7 @@ class Job:
         return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, self.coded)
 
 
-def _undominated(job: Job, choices: Sequence[Choice]) -> list[Choice]:
+def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:
     sizes = sorted(tensor.nbytes for tensor in job.profile.tensors)
     total = sum(sizes)
     by_size = sorted((tensor.nbytes, place) for place, tensor in enumerate(job.profile.tensors))

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from gradwire.core.checks import show
 from gradwire.errors import PlanError
 from gradwire.planner.partition import (
-    Affine,
+    AffineCost,
     Decoding,
     Fusion,
     FusionCosts,
@@ -43,7 +43,7 @@ from gradwire.planner.partition import (
     step_of,
 )
 
-__all__ = ["Affine", "Fusion", "FusionCosts", "evaluate", "optimal"]
+__all__ = ["AffineCost", "Fusion", "FusionCosts", "evaluate", "optimal"]
 
 _ROUNDING = 1 - 1e-12
 """Plans that would be shorter by less than this are rounding errors of one and the same step."""
@@ -98,7 +98,7 @@ class _Chain(NamedTuple):
 def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts) -> _Chain:
     encode, exchange, decode = (_affine(field, getattr(costs, field)) for field in ("encode", "exchange", "decode"))
     if costs.decoding == "lumped":
-        encode = Affine(encode.alpha_us + decode.alpha_us, encode.us_per_byte + decode.us_per_byte)
+        encode = AffineCost(encode.alpha_us + decode.alpha_us, encode.us_per_byte + decode.us_per_byte)
     ready = [ready + encode.us_per_byte * size for ready, size in zip(ready_us, total_bytes, strict=True)]
     sent = [exchange.us_per_byte * size for size in total_bytes]
     if exchange.alpha_us <= encode.alpha_us:
@@ -112,8 +112,8 @@ def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: Fusio
     )
 
 
-def _affine(field: str, cost: object) -> Affine:
-    if not isinstance(cost, Affine):
+def _affine(field: str, cost: object) -> AffineCost:
+    if not isinstance(cost, AffineCost):
         raise PlanError(
             f"{field} is {show(cost)}: the exact search is for affine costs, and would be wrong for others. Give a pair "
             "of alpha_us and us_per_byte."
@@ -121,7 +121,7 @@ def _affine(field: str, cost: object) -> Affine:
     return cost
 
 
-class _Walk(NamedTuple):
+class _FusionWalk(NamedTuple):
     """The fewest buckets whose lags are below a bound."""
 
     ends: list[int] | None
@@ -132,7 +132,7 @@ class _Walk(NamedTuple):
     """The next bound at which the walk would be another."""
 
 
-def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _Walk:
+def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _FusionWalk:
     """Each bucket reaches as far as the bound allows; at most so many buckets, the last from `last_start` or later."""
     ready, sent, first_us, second_us, mirrored = chain
     tensors = len(ready) - 1
@@ -147,14 +147,14 @@ def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _Walk:
         if mirrored and not ends:
             reach = min(reach, tensors - last_start)
         if reach >= tensors and (mirrored or end >= last_start):
-            return _Walk([*ends, tensors], max(lag, ready[tensors] - slack), turn)
+            return _FusionWalk([*ends, tensors], max(lag, ready[tensors] - slack), turn)
         reach = min(reach, tensors - 1)
         if reach <= end:
             break
         lag = max(lag, ready[reach] - slack)
         ends.append(reach)
         end = reach
-    return _Walk(None, lag, turn)
+    return _FusionWalk(None, lag, turn)
 
 
 def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) -> tuple[list[int] | None, float]:

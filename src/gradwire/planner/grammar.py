@@ -33,8 +33,8 @@ __all__ = [
     "UNCOMPRESSED",
     "WORDS",
     "Action",
+    "OptionTask",
     "Place",
-    "Task",
     "branches",
     "endings",
     "roots",
@@ -113,7 +113,7 @@ CONNECTIONS = {
 """What may directly follow each action. The paper leaves the table out; decision 9 says how this one follows from its counts."""
 
 
-class Task(NamedTuple):
+class OptionTask(NamedTuple):
     """One action of a path, and the word:where by which a plan names it."""
 
     action: Action
@@ -140,17 +140,17 @@ def roots() -> tuple[Place, ...]:
     return tuple(Place(Action.START, pattern) for pattern in PATTERNS)
 
 
-def branches(place: Place, devices: Sequence[str] = DEVICES) -> Iterator[tuple[Task, Place]]:
+def branches(place: Place, devices: Sequence[str] = DEVICES) -> Iterator[tuple[OptionTask, Place]]:
     """Each task that the three rules allow next, and where it leads. Some lead nowhere: their `endings` are empty."""
     for action in CONNECTIONS[place.last]:  # rule 1
         if action in (Action.COMP, Action.DECOMP):
             for device in devices:
-                yield Task(action, f"{action}:{device}"), place._replace(last=action)
+                yield OptionTask(action, f"{action}:{device}"), place._replace(last=action)
         elif place.steps and STEPS.get(action) == place.steps[0][0]:  # rule 2
             for routine in WORDS[action]:
                 opened = _opened_after(place, routine)
                 if opened is not None:  # rule 3
-                    yield Task(action, f"{routine}:{place.steps[0][1]}"), Place(action, place.steps[1:], opened)
+                    yield OptionTask(action, f"{routine}:{place.steps[0][1]}"), Place(action, place.steps[1:], opened)
 
 
 def _opened_after(place: Place, routine: str) -> tuple[str, ...] | None:
@@ -164,9 +164,9 @@ def _opened_after(place: Place, routine: str) -> tuple[str, ...] | None:
 
 
 @cache
-def endings(place: Place, devices: tuple[str, ...] = DEVICES) -> tuple[tuple[Task, ...], ...]:
+def endings(place: Place, devices: tuple[str, ...] = DEVICES) -> tuple[tuple[OptionTask, ...], ...]:
     """Every way to finish from here: the sub-tree under a place, as paths. () is among them where a path may end."""
-    found: list[tuple[Task, ...]] = []
+    found: list[tuple[OptionTask, ...]] = []
     if not place.steps and Action.END in CONNECTIONS[place.last]:
         found.append(())
     for task, following in branches(place, devices):

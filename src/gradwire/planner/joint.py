@@ -18,7 +18,7 @@ from itertools import islice
 from gradwire.core.checks import whole
 from gradwire.errors import PlanError
 from gradwire.planner.cures import numbered
-from gradwire.planner.drafts import Choice, Draft, Job, Part
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.starts import ddp, drafts_to_start_from, sorted_parts
 
 __all__ = ["EVALUATIONS", "EVALUATIONS_WITH_LANES", "improve", "joint"]
@@ -29,7 +29,7 @@ _STARTS = 3
 """Starts from which moves are tried, the best ones."""
 
 
-def joint(job: Job, evaluations: int | None = None) -> Draft:
+def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
     """The best draft found.
 
     evaluations: steps simulated at most; None: as above, by the job's rules. Raises PlanError if no start fits into the memory
@@ -61,10 +61,10 @@ def joint(job: Job, evaluations: int | None = None) -> Draft:
     return min(ends, key=lambda end: end[0])[1]
 
 
-def improve(job: Job, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
+def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
     """Take local moves until none helps, or until `job.evaluations` is `until`; the step in femtoseconds, and the draft."""
     choices = job.choices()
-    moves: Sequence[Callable[[Job, Draft, Sequence[Choice]], Iterator[Draft]]] = (
+    moves: Sequence[Callable[[PlanningJob, Draft, Sequence[Choice]], Iterator[Draft]]] = (
         _reorder,
         _leave_first,
         _choose,
@@ -87,18 +87,18 @@ def improve(job: Job, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
     return step, draft
 
 
-def _reorder(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _reorder(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     for skew in range(4):
         if skew != draft.skew:
             yield draft._replace(skew=skew)
 
 
-def _by_time(job: Job, draft: Draft) -> list[int]:
+def _by_time(job: PlanningJob, draft: Draft) -> list[int]:
     """Buckets, those with most work first: to change these changes the step most."""
     return sorted(range(len(draft.parts)), key=lambda index: (-sum(job.program(draft.parts[index]).busy), index))
 
 
-def _choose(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _choose(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     for index in _by_time(job, draft):
         part = draft.parts[index]
         for choice in choices:
@@ -106,7 +106,7 @@ def _choose(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft
                 yield _with(draft, index, [part._replace(choice=choice)])
 
 
-def _leave_first(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _leave_first(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     """The buckets that are ready first uncompressed: backward hides their exchanges, and nothing hides their codecs."""
     for plain in [choice for choice in choices if not choice.encodes][:2]:
         for count in range(len(draft.parts), 0, -1):
@@ -115,7 +115,7 @@ def _leave_first(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[
                 yield draft._replace(parts=first + draft.parts[count:])
 
 
-def _shift(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _shift(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     """Tensors from the end of a bucket to the next one with which it may share one, or from that one's start to it."""
     for index, part in enumerate(draft.parts):
         for other in range(index + 1, len(draft.parts)):
@@ -134,7 +134,7 @@ def _shift(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]
 
 
 def _regrouped(
-    job: Job, draft: Draft, indices: tuple[int, int], tensors: tuple[tuple[int, ...], tuple[int, ...]]
+    job: PlanningJob, draft: Draft, indices: tuple[int, int], tensors: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Iterator[Draft]:
     """Two buckets with other tensors, where their choices allow that."""
     parts = list(draft.parts)
@@ -145,7 +145,7 @@ def _regrouped(
     yield draft._replace(parts=sorted_parts(parts))
 
 
-def _cut(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _cut(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     """In halves of about as many bytes."""
     for index in _by_time(job, draft):
         tensors, choice = draft.parts[index]
@@ -158,7 +158,7 @@ def _cut(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
             yield _with(draft, index, [Part(tensors[:half], choice), Part(tensors[half:], choice)])
 
 
-def _merge(job: Job, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+def _merge(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
     """Each bucket with the next one with which it may share one; the choice of the larger holds, if it may."""
     for index, part in enumerate(draft.parts):
         for other in range(index + 1, len(draft.parts)):

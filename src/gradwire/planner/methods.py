@@ -10,15 +10,15 @@ from gradwire.core.plan import Plan
 from gradwire.core.repository import from_repository
 from gradwire.errors import PlanError
 from gradwire.planner.cures import BYTECOMP_ONLY, numbered
-from gradwire.planner.drafts import Draft, Job
+from gradwire.planner.drafts import Draft, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
 from gradwire.planner.starts import FUSIONS, Moved, bytecomp_moved, ddp, fused_by
 from gradwire.sim.simulator import FS_PER_US
 
-__all__ = ["METHODS", "RIVALS", "Made", "explanation", "make", "method_named"]
+__all__ = ["METHODS", "RIVALS", "MadePlan", "explanation", "make", "method_named"]
 
-Planner: TypeAlias = Callable[[Job], Draft | Moved]
+Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
 
 METHODS: dict[str, Planner] = {
     "joint": joint,
@@ -33,7 +33,7 @@ RIVALS = ("cupcake", "even", "layerwise", "hipress")
 """Methods of papers, to compare with. They are in `benchmarks/papers`, which only the repository has."""
 
 
-class Made(NamedTuple):
+class MadePlan(NamedTuple):
     """A plan and how it came about."""
 
     plan: Plan
@@ -57,7 +57,7 @@ def method_named(name: str) -> Planner:
     return rivals[name]
 
 
-def make(job: Job, method: str = "joint") -> Made:
+def make(job: PlanningJob, method: str = "joint") -> MadePlan:
     """The plan of a method. Raises as `method_named` does, and PlanError if the method needs a spec and there is none."""
     planned = method_named(method)
     restrict = job.limits.restrict
@@ -77,10 +77,10 @@ def make(job: Job, method: str = "joint") -> Made:
             f"{numbered(['use the method joint, which searches within a limit', f'allow {needed} bytes', 'set no limit'])}"
         )
     plan = job.plan(draft, ddp(job))
-    return Made(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
+    return MadePlan(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
 
 
-def explanation(job: Job, made: Made) -> str:
+def explanation(job: PlanningJob, made: MadePlan) -> str:
     """For each bucket what was decided and what it gains, and what the whole plan gains, or why nothing does."""
     lines = [f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'gain ms':>9}  decided"]
     step = job.step(made.draft)
@@ -97,7 +97,7 @@ def explanation(job: Job, made: Made) -> str:
     return "\n".join([*lines, "", *_summary(job, made)]) + "\n"
 
 
-def _gain_ms(job: Job, draft: Draft, index: int, step: int) -> float:
+def _gain_ms(job: PlanningJob, draft: Draft, index: int, step: int) -> float:
     part = draft.parts[index]
     if not part.choice.encodes:
         return 0.0
@@ -108,7 +108,7 @@ def _gain_ms(job: Job, draft: Draft, index: int, step: int) -> float:
     return (min(other for other in steps if other is not None) - step) / FS_PER_US / 1e3
 
 
-def _summary(job: Job, made: Made) -> list[str]:
+def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
     prediction = made.plan.prediction
     assert prediction is not None
     step, baseline, least = (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gradwire.errors import PlanError
 from gradwire.sim.native import TooLongError
-from gradwire.sim.replay import Program, Replayed, Replayer
+from gradwire.sim.replay import Replayed, Replayer, ReplayProgram
 
 __all__ = ["Offload", "offload", "on_cpu"]
 
@@ -42,8 +42,8 @@ def on_cpu(option: Sequence[str]) -> tuple[str, ...]:
 
 def offload(
     line: Replayer,
-    programs: Sequence[Program],
-    moved: Mapping[int, Program],
+    programs: Sequence[ReplayProgram],
+    moved: Mapping[int, ReplayProgram],
     groups: Sequence[Hashable],
     skew: int = 1,
     most: int = 100_000,
@@ -71,7 +71,7 @@ def offload(
         else:
             replayed = Replayed(found.step, [], found.begins, found.ends)
             return Offload(tuple(sorted(_first(members, found.counts))), replayed, exhaustive, found.simulated)
-    return _Search(line, programs, moved, members, skew).run(exhaustive)
+    return _OffloadSearch(line, programs, moved, members, skew).run(exhaustive)
 
 
 def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> set[int]:
@@ -79,12 +79,12 @@ def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> set[int]:
     return {tensor for tensors, count in zip(members, counts, strict=True) for tensor in tensors[:count]}
 
 
-class _Search:
+class _OffloadSearch:
     def __init__(
         self,
         line: Replayer,
-        programs: Sequence[Program],
-        moved: Mapping[int, Program],
+        programs: Sequence[ReplayProgram],
+        moved: Mapping[int, ReplayProgram],
         members: Sequence[Sequence[int]],
         skew: int,
     ) -> None:

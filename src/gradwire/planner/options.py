@@ -18,10 +18,10 @@ from gradwire.errors import PlanError
 from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, roots
 from gradwire.planner.refusals import refusal
 
-__all__ = ["Exchange", "Option", "is_option", "option_of", "select", "tree"]
+__all__ = ["ExchangeChoice", "Option", "is_option", "option_of", "select", "tree"]
 
 
-class Exchange(NamedTuple):
+class ExchangeChoice(NamedTuple):
     """One link task of an option."""
 
     word: str
@@ -46,12 +46,12 @@ class Option(msgspec.Struct, frozen=True):
     """The action of each task: tells whether an 'allgather' carries payloads, and which step it is."""
 
     @property
-    def exchanges(self) -> tuple[Exchange, ...]:
+    def exchanges(self) -> tuple[ExchangeChoice, ...]:
         """The link tasks, in order."""
         named = (
             (*task.split(":"), action) for task, action in zip(self.tasks, self.actions, strict=True) if action in STEPS
         )
-        return tuple(Exchange(word, link, action in COMPRESSED) for word, link, action in named)
+        return tuple(ExchangeChoice(word, link, action in COMPRESSED) for word, link, action in named)
 
     @property
     def flat(self) -> bool:

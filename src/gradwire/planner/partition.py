@@ -16,7 +16,7 @@ from gradwire.core.checks import number, show, whole, word
 from gradwire.errors import PlanError
 
 __all__ = [
-    "Affine",
+    "AffineCost",
     "Cost",
     "Decoding",
     "Fusion",
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 
-class Affine(msgspec.Struct, frozen=True):
+class AffineCost(msgspec.Struct, frozen=True):
     """Microseconds for so many bytes of gradient: a start and a rate.
 
-    >>> Affine(30, us_per_byte=0.001)(2000)
+    >>> AffineCost(30, us_per_byte=0.001)(2000)
     32.0
     """
 
@@ -47,7 +47,7 @@ Cost: TypeAlias = Callable[[float], float]
 """Bytes of uncompressed gradient in one bucket, to microseconds. A bucket of zero bytes still costs its start."""
 
 CostField: TypeAlias = Any
-"""A Cost; a pair (alpha_us, us_per_byte) is brought to an Affine."""
+"""A Cost; a pair (alpha_us, us_per_byte) is brought to an AffineCost."""
 
 Decoding: TypeAlias = Literal["exposed", "lumped"]
 
@@ -58,14 +58,14 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
     Each is a pair (alpha_us, us_per_byte) or any function of bytes; `optimal` takes pairs only.
 
     >>> FusionCosts(encode=(100, 0), exchange=(30, 0.001)).exchange
-    Affine(alpha_us=30, us_per_byte=0.001)
+    AffineCost(alpha_us=30, us_per_byte=0.001)
     """
 
     encode: CostField
     """On the compute resource."""
     exchange: CostField
     """On the link."""
-    decode: CostField = Affine(0.0, 0.0)
+    decode: CostField = AffineCost(0.0, 0.0)
     """Of all payloads of the world together."""
     decoding: Decoding = "exposed"
     """exposed: decodes run beside the rest, and only that of the last bucket is waited for; lumped: on the compute resource
@@ -205,7 +205,7 @@ def _as_cost(field: str, cost: object) -> Cost:
             raise PlanError(f"{field} is {show(cost)}: it must be a pair of alpha_us and us_per_byte.")
         number(f"{field}[0]", cost[0], "a start in microseconds", error=PlanError)
         number(f"{field}[1]", cost[1], "microseconds per byte", error=PlanError)
-        return Affine(*cost)
+        return AffineCost(*cost)
     if not callable(cost):
         raise PlanError(
             f"{field} is {show(cost)}, a {type(cost).__name__}: it must be a pair of alpha_us and us_per_byte, or a function "

@@ -7,12 +7,12 @@ from gradwire.core.checks import DTYPE_BYTES
 from gradwire.core.costs import Points
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Spec
-from gradwire.core.specs.base import Run
+from gradwire.core.specs.base import ElementRun
 from gradwire.costs.codecs import CodecTimes, time_at
 from gradwire.costs.collectives import us_per_byte
 from gradwire.costs.steps import steps_of
 from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
-from gradwire.sim.replay import Program
+from gradwire.sim.replay import ReplayProgram
 from gradwire.sim.simulator import Simulator, fs_of
 
 __all__ = ["Bytes", "Pricer", "bytes_of"]
@@ -37,7 +37,7 @@ def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
     coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
     if not spec.encodes:
         return Bytes(raw, 0, 0, coded)
-    runs = [Run(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
+    runs = [ElementRun(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
     first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
     if spec.rounds:
         return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
@@ -79,11 +79,11 @@ class Pricer:
         self.cluster, self.rules = simulator.prices.cluster, simulator.rules
         self.codecs: CodecTimes = simulator.prices.codecs
         self._moves: dict[tuple[tuple[str, ...], int], tuple[_Move, ...]] = {}
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self._programs: dict[tuple[object, ...], ReplayProgram] = {}
         self._times: dict[tuple[Spec, str, bool, float], float] = {}
         self._floor: dict[tuple[Spec, str, bool], Points] | None = None
 
-    def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> Program:
+    def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> ReplayProgram:
         """Raises PlanError for what cannot be priced."""
         key = (option, spec, size)
         found = self._programs.get(key)
@@ -125,7 +125,7 @@ class Pricer:
                 us += move.calls * time_at(points, size.coded * move.share) / move.cuts if points else 0.0
         return us
 
-    def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> Program:
+    def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> ReplayProgram:
         tasks, busy, links, codecs = [], [0, 0, 0, 0], [], 0
         lumped = any(move.with_decodes for move in moves)
         decodes_us = sum(self._codec_us(move, spec, size) for move in moves if move.decodes) if lumped else 0.0
@@ -145,7 +145,7 @@ class Pricer:
             length = fs_of(us)
             busy[move.resource] += length
             tasks.append((move.resource, length, move.urgency, move.phase))
-        return Program(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), codecs)
+        return ReplayProgram(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), codecs)
 
     def _codec_us(self, move: _Move, spec: Spec, size: Bytes) -> float:
         if not move.share:

@@ -12,8 +12,8 @@ from gradwire.planner.grammar import (
     UNCOMPRESSED,
     WORDS,
     Action,
+    OptionTask,
     Place,
-    Task,
     branches,
     endings,
     roots,
@@ -38,7 +38,7 @@ def refusal(tasks: Sequence[str]) -> str:
     )
 
 
-def _alive(places: Sequence[Place]) -> list[tuple[Task, Place]]:
+def _alive(places: Sequence[Place]) -> list[tuple[OptionTask, Place]]:
     """The branches at these places that lead to an end."""
     return [branch for place in places for branch in branches(place) if endings(branch[1])]
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from gradwire.errors import PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA
 from gradwire.sim.native import TooLongError
-from gradwire.sim.replay import NEVER, Program, Replayed, Replayer, launch_key
+from gradwire.sim.replay import NEVER, Replayed, Replayer, ReplayProgram, launch_key
 
 __all__ = ["Selection", "by_own_times", "select_options"]
 
@@ -63,12 +63,12 @@ class _Row(NamedTuple):
     """Of all tasks, one after the other."""
     codecs: int
     option: int
-    program: Program
+    program: ReplayProgram
 
 
 def select_options(
     line: Replayer,
-    tables: Sequence[Sequence[Program]],
+    tables: Sequence[Sequence[ReplayProgram]],
     sizes: Sequence[float],
     skew: int = 1,
     prune: bool = True,
@@ -101,7 +101,7 @@ def _order(tensors: Iterable[int], sizes: Sequence[float]) -> list[int]:
     return sorted(tensors, key=lambda tensor: (-sizes[tensor], -tensor))
 
 
-def by_own_times(tables: Sequence[Sequence[Program]]) -> tuple[int, ...]:
+def by_own_times(tables: Sequence[Sequence[ReplayProgram]]) -> tuple[int, ...]:
     """ByteComp's myopic search (section 5.3): each tensor gets the option whose own tasks take least, one after the
     other."""
     chosen = {
@@ -114,7 +114,7 @@ class _Search:
     def __init__(
         self,
         line: Replayer,
-        tables: Sequence[Sequence[Program]],
+        tables: Sequence[Sequence[ReplayProgram]],
         sizes: Sequence[float],
         skew: int,
         prune: bool,
@@ -191,7 +191,7 @@ class _Search:
         self.on_inter[tensor], self.on_intra[tensor] = row.inter, row.intra
         return True
 
-    def _replay(self, programs: list[Program], limit: int, tensor: int | None = None) -> Replayed | None:
+    def _replay(self, programs: list[ReplayProgram], limit: int, tensor: int | None = None) -> Replayed | None:
         self.simulated += 1
         if tensor is None:
             return self.line.run(programs, self.releases, self.skew, limit)
@@ -230,7 +230,7 @@ class _Search:
                 found.append((bound, row.codecs, row.option, row))
         return found
 
-    def _tail(self, program: Program, link: int) -> int:
+    def _tail(self, program: ReplayProgram, link: int) -> int:
         """Femtoseconds in which a link does not work, at least, after the last tensor's first exchange on it, if it has this
         program."""
         first = next((at for at, task in enumerate(program.tasks) if task[0] == link), None)
@@ -247,7 +247,7 @@ class _Search:
         return max(0, beside - behind)
 
 
-def _rows(table: Sequence[Program]) -> list[_Row]:
+def _rows(table: Sequence[ReplayProgram]) -> list[_Row]:
     """The compressed options."""
     return [
         _Row(
@@ -258,7 +258,7 @@ def _rows(table: Sequence[Program]) -> list[_Row]:
     ]
 
 
-def _first_encode(program: Program) -> int:
+def _first_encode(program: ReplayProgram) -> int:
     resource, length = program.tasks[0][:2]
     return length if resource == COMPUTE else 0
 

@@ -10,13 +10,13 @@ from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
 from gradwire.planner.carried import carries
 from gradwire.planner.cures import numbered
-from gradwire.planner.drafts import Choice, Draft, Job, Part
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
 from gradwire.planner.policy import Policy
 from gradwire.planner.select import by_own_times, select_options
-from gradwire.sim.replay import NEVER, Program
+from gradwire.sim.replay import NEVER, ReplayProgram
 
 __all__ = [
     "FUSIONS",
@@ -49,7 +49,7 @@ def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: part.tensors[-1]))
 
 
-def fused(job: Job, strategy: Strategy, choice: Choice) -> Draft:
+def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
     """Each class cut by a strategy of fusion, with Cupcake's affine costs of the choice; exempt classes by the first plain
     choice."""
     parts = []
@@ -62,7 +62,7 @@ def fused(job: Job, strategy: Strategy, choice: Choice) -> Draft:
     return Draft(sorted_parts(parts))
 
 
-def fused_by(job: Job, strategy: Strategy) -> Draft:
+def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
     """As `fused`, with the choice that is best for all buckets together."""
     choices = job.choices()
     coded = [choice for choice in choices if choice.encodes]
@@ -71,7 +71,7 @@ def fused_by(job: Job, strategy: Strategy) -> Draft:
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
-def _gaps(job: Job, places: Sequence[int]) -> list[float]:
+def _gaps(job: PlanningJob, places: Sequence[int]) -> list[float]:
     """Backward between a class's gradients."""
     total, gaps, at = 0.0, [], 0
     for place in places:
@@ -81,7 +81,7 @@ def _gaps(job: Job, places: Sequence[int]) -> list[float]:
     return gaps
 
 
-def _costs(job: Job, choice: Choice) -> FusionCosts:
+def _costs(job: PlanningJob, choice: Choice) -> FusionCosts:
     rules, prices = job.rules, job.simulator.prices
     folded = fold(
         choice.option,
@@ -150,13 +150,13 @@ FUSIONS: dict[str, Strategy] = {"fusion": _optimal, "bucket": close_after}
 """Methods that cut the tensors, by name."""
 
 
-def ddp(job: Job) -> Draft:
+def ddp(job: PlanningJob) -> Draft:
     """Plain DDP: all-reduce in buckets of 25 MB, one after the other."""
     plain = next((choice for choice in job.plain if choice.option == ALL_REDUCE), job.plain[0])
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
 
 
-def _policy_buckets(job: Job, spec: Spec) -> list[tuple[int, ...]]:
+def _policy_buckets(job: PlanningJob, spec: Spec) -> list[tuple[int, ...]]:
     """The buckets that gradwire's policy makes for a spec."""
     infos = job.profile.tensor_infos(job.rules.device)
     made = Policy(default=spec, exempt_vectors=job.limits.exempt_vectors).plan(infos, job.cluster.world_size)
@@ -164,7 +164,7 @@ def _policy_buckets(job: Job, spec: Spec) -> list[tuple[int, ...]]:
     return [tuple(place[name] for name in bucket.tensors) for bucket in made.buckets]
 
 
-def _size_buckets(job: Job, choice: Choice, limit: int) -> list[tuple[int, ...]]:
+def _size_buckets(job: PlanningJob, choice: Choice, limit: int) -> list[tuple[int, ...]]:
     """Those that hold at most so many bytes."""
     free = FusionCosts(encode=(0.0, 0.0), exchange=(0.0, 0.0))
     buckets = []
@@ -175,7 +175,7 @@ def _size_buckets(job: Job, choice: Choice, limit: int) -> list[tuple[int, ...]]
     return buckets
 
 
-def _filled(job: Job, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
+def _filled(job: PlanningJob, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
     """These buckets with a choice, and with the first uncompressed one where they may not have it."""
     return Draft(sorted_parts([Part(b, choice if job.may(b, choice) else job.plain[0]) for b in buckets]))
 
@@ -188,7 +188,7 @@ class Moved(NamedTuple):
     """How it was searched what to offload, in words."""
 
 
-def bytecomp(job: Job, looks: int | None = None, most: int = MOST) -> Draft:
+def bytecomp(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Draft:
     """ByteComp's selection and offload, every tensor alone, with the first spec.
 
     looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not.
@@ -196,7 +196,7 @@ def bytecomp(job: Job, looks: int | None = None, most: int = MOST) -> Draft:
     return bytecomp_moved(job, looks, most).draft
 
 
-def bytecomp_moved(job: Job, looks: int | None = None, most: int = MOST) -> Moved:
+def bytecomp_moved(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Moved:
     """As `bytecomp`, with what was done about CPUs."""
     restrict = job.limits.restrict
     choices = list(job.plain)
@@ -211,7 +211,7 @@ def bytecomp_moved(job: Job, looks: int | None = None, most: int = MOST) -> Move
             )
         choices = choices[len(job.plain) :] or choices
     tensors = job.profile.tensors
-    by_size: dict[tuple[object, ...], list[Program]] = {}
+    by_size: dict[tuple[object, ...], list[ReplayProgram]] = {}
     tables = []
     for place, tensor in enumerate(tensors):
         key = (tensor.shape, tensor.dtype, job.is_exempt(place))
@@ -226,7 +226,7 @@ def bytecomp_moved(job: Job, looks: int | None = None, most: int = MOST) -> Move
     return _offloaded(job, Draft(tuple(parts)), most)
 
 
-def _offloaded(job: Job, draft: Draft, most: int) -> Moved:
+def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:
     if not job.offloads:
         return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
     parts = draft.parts
@@ -253,7 +253,7 @@ def _offloaded(job: Job, draft: Draft, most: int) -> Moved:
     )
 
 
-def drafts_to_start_from(job: Job) -> Iterator[Draft]:
+def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
     """What the joint planner compares first, the cheapest to make first."""
     yield ddp(job)
     choices = job.choices(6)
@@ -270,7 +270,7 @@ def drafts_to_start_from(job: Job) -> Iterator[Draft]:
         yield bytecomp(job, looks=1)
 
 
-def best_of(job: Job, drafts: Iterator[Draft]) -> Draft | None:
+def best_of(job: PlanningJob, drafts: Iterator[Draft]) -> Draft | None:
     """The draft with the shortest step, of equal ones the first; None where none keeps to the limits."""
     best, step = None, NEVER
     for draft in drafts:

@@ -18,7 +18,7 @@ from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
 from gradwire.errors import GradwireError, PlanError
-from gradwire.planner.drafts import Job, Limits
+from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, RIVALS, make, method_named
 from gradwire.planner.starts import ddp
 from gradwire.sim.rules import Rules
@@ -28,7 +28,7 @@ from gradwire.sim.timeline import simulate
 __all__ = [
     "LABELS",
     "SWEPT",
-    "Row",
+    "SweepRow",
     "alone_us",
     "as_json",
     "as_table",
@@ -58,7 +58,7 @@ SWEPT = ("ddp", "layerwise", "hipress", "fusion", "bytecomp", "joint", "bound")
 """The methods of a sweep, if none are named. Cupcake's problem is solved exactly: its own search is stopped by a clock."""
 
 
-class Row(NamedTuple):
+class SweepRow(NamedTuple):
     """One method on one cluster."""
 
     nodes: int
@@ -134,7 +134,7 @@ def sweep_methods(
     rules: Rules | None = None,
     methods: Sequence[str] = SWEPT,
     seen: Seen = lambda count: None,
-) -> list[Row]:
+) -> list[SweepRow]:
     """Each method's plan on each cluster. Raises PlanError for a method that is none, and as planning does."""
     for method in methods:
         word("method", method, (*METHODS, *RIVALS, "bound"), error=PlanError)
@@ -148,14 +148,14 @@ def sweep_methods(
             if point.world_size == 1:
                 step_us = alone_us(profile)
             else:
-                job = Job(profile, point, costs, specs, limits, rules)
+                job = PlanningJob(profile, point, costs, specs, limits, rules)
                 step_us = job.lower_bound_us() if method == "bound" else _step_us(job, method)
             rows.append(_row(profile, point, method, step_us))
             seen(len(rows))
     return rows
 
 
-def _step_us(job: Job, method: str) -> float:
+def _step_us(job: PlanningJob, method: str) -> float:
     prediction = make(job, method).plan.prediction
     assert prediction is not None
     return prediction.step_us
@@ -168,14 +168,14 @@ def sweep_plan(
     costs: Costs,
     rules: Rules | None = None,
     seen: Seen = lambda count: None,
-) -> list[Row]:
+) -> list[SweepRow]:
     """One plan on each cluster as it is, beside plain DDP. Raises PlanError where it cannot be simulated."""
     _check_compute(profile)
     rows = []
     for point in points:
         plan_us = ddp_us = alone_us(profile)
         if point.world_size > 1:
-            job = Job(profile, point, Costs(codecs=()), rules=rules)
+            job = PlanningJob(profile, point, Costs(codecs=()), rules=rules)
             found = job.step(ddp(job))
             assert found is not None
             plan_us, ddp_us = simulate(plan, profile, point, costs, rules).step_us, found / FS_PER_US
@@ -192,12 +192,12 @@ def _check_compute(profile: Profile) -> None:
         )
 
 
-def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> Row:
+def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> SweepRow:
     scaling = alone_us(profile) / step_us
-    return Row(point.nodes, point.world_size, point.inter.gbps, method, step_us, scaling)
+    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, scaling)
 
 
-def as_table(rows: Sequence[Row], profile: Profile) -> str:
+def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:
     """One line for each cluster, one column for each method, and what the numbers are."""
     methods = list(dict.fromkeys(row.method for row in rows))
     points = list(dict.fromkeys((row.inter_gbps, row.nodes, row.ranks) for row in rows))
@@ -216,7 +216,7 @@ def as_table(rows: Sequence[Row], profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(rows: Sequence[Row], profile: Profile) -> str:
+def as_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """The same numbers on one line; the same input gives the same bytes."""
     content = {
         "model": profile.model,

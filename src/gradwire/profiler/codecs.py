@@ -15,7 +15,7 @@ import torch
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.costs import CodecCosts, Costs, Points
 from gradwire.core.made import Made
-from gradwire.core.specs import Run, Spec
+from gradwire.core.specs import ElementRun, Spec
 from gradwire.costs.points import fit_points
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
@@ -88,7 +88,7 @@ def _calls(
         program = compressor.program(first, state, segments)  # type: ignore[attr-defined]
         rounds = range(spec.rounds)
         return lambda: [program.fill(number, context) for number in rounds], lambda: program.finish(context)
-    size = spec.payload_bytes([Run(numel, spec.element_bits, shape)], 4)
+    size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
     compressor.encode(first, state, segments, context, payload)
     return (

@@ -28,7 +28,7 @@ WARMUP_STEPS = 3
 
 
 @dataclass
-class _Step:
+class _RecordedStep:
     """Moments of one step."""
 
     quiet: bool
@@ -61,7 +61,7 @@ class Recorder(Observer):
         """That of the first step that is measured."""
         self.clock = Clock(next(iter(parameters.values())).device)
         self._session, self._model = session, weakref.ref(model)
-        self._steps: list[_Step] = []
+        self._steps: list[_RecordedStep] = []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
         """Of each module that has parameters of its own: their numbers. None of a model that is compiled, as a whole or in parts:
@@ -115,7 +115,7 @@ class Recorder(Observer):
         chosen = [step for step in self._steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
         return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
 
-    def _row(self, step: _Step) -> list[float]:
+    def _row(self, step: _RecordedStep) -> list[float]:
         us, never = partial(self.clock.us, step.began), float("nan")
         backward = us(step.backward)
         forward = [0.0 for _ in self.modules]
@@ -144,7 +144,7 @@ class Recorder(Observer):
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
         self._session.lanes.hold = quiet
-        self._steps.append(_Step(quiet, self.clock.mark()))
+        self._steps.append(_RecordedStep(quiet, self.clock.mark()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
         step = self._running()
@@ -178,7 +178,7 @@ class Recorder(Observer):
             step.cpu_s = time.process_time() - step.cpu_s
             self._session.lanes.hold = False
 
-    def _running(self) -> _Step | None:
+    def _running(self) -> _RecordedStep | None:
         """The step that has begun and is not finished."""
         return self._steps[-1] if self._steps and self._steps[-1].finished is None else None
 

@@ -8,7 +8,7 @@ import torch
 from gradwire.collectives import Group
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Bucket
-from gradwire.core.specs import Run as Elements
+from gradwire.core.specs import ElementRun as Elements
 from gradwire.core.specs import Spec
 from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key

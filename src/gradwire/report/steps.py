@@ -32,7 +32,7 @@ PARTED, LABELLED = 0.005, 0.04
 """Of the length: what is wider is parted from its neighbours, and has its bucket's number."""
 
 
-class _Piece(NamedTuple):
+class _Span(NamedTuple):
     kind: str
     start_us: float
     end_us: float
@@ -92,15 +92,13 @@ def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element
     return tag("table", tag("thead", head), tag("tbody", *body))
 
 
-def _pieces(timeline: Timeline, row: str) -> Iterator[_Piece]:
+def _pieces(timeline: Timeline, row: str) -> Iterator[_Span]:
     for event in timeline.events:
         own_work = event.bucket >= 0 and not event.resource.endswith("link")
         if row == ("codec" if own_work else event.resource) and event.end_us > event.start_us:
             times = f"{milliseconds(event.start_us)} to {milliseconds(event.end_us)}"
             label = "" if event.bucket < 0 else str(event.bucket)
-            yield _Piece(
-                KINDS.get(event.what, "other"), event.start_us, event.end_us, f"{_name(event)}: {times}", label
-            )
+            yield _Span(KINDS.get(event.what, "other"), event.start_us, event.end_us, f"{_name(event)}: {times}", label)
 
 
 def _name(event: Event) -> str:
@@ -109,9 +107,9 @@ def _name(event: Event) -> str:
     return f"{event.what}, bucket {event.bucket}" + f", chunk {event.chunk}" * (event.chunk > 0)
 
 
-def _joined(pieces: Sequence[_Piece], length: float) -> list[_Piece]:
+def _joined(pieces: Sequence[_Span], length: float) -> list[_Span]:
     """Narrow neighbours of one kind as one piece, so that a page of any model stays small."""
-    result: list[_Piece] = []
+    result: list[_Span] = []
     for piece in pieces:
         last = result[-1] if result else None
         narrow = min(piece.end_us - piece.start_us, piece.start_us - last.end_us if last else length) < NARROW * length
@@ -130,10 +128,10 @@ def _joined(pieces: Sequence[_Piece], length: float) -> list[_Piece]:
     return result
 
 
-def _track(pieces: Sequence[_Piece], length: float) -> Element:
+def _track(pieces: Sequence[_Span], length: float) -> Element:
     """Pieces at the same time, such as those of several lanes, lie under each other."""
     free_at: list[float] = []
-    placed: list[tuple[int, _Piece]] = []
+    placed: list[tuple[int, _Span]] = []
     for piece in pieces:
         place = next((at for at, time in enumerate(free_at) if time <= piece.start_us), len(free_at))
         if place == len(free_at):

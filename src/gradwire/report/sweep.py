@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.planner.sweep import LABELS, Row
+from gradwire.planner.sweep import LABELS, SweepRow
 from gradwire.report.pictures import Panel, draw_lines
 
 __all__ = ["draw_sweep"]
 
 
-def draw_sweep(rows: Sequence[Row], model: str, path: Path) -> None:
+def draw_sweep(rows: Sequence[SweepRow], model: str, path: Path) -> None:
     """Scaling factors against what was swept; of two sweeps the longer one is along the axis, the other makes panels."""
     rates, counts = (list(dict.fromkeys(row[field] for row in rows)) for field in (2, 0))
     over_rates = len(rates) > len(counts)

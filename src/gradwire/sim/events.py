@@ -15,7 +15,19 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-__all__ = ["COMPUTE", "INTER", "INTRA", "POOL", "RESOURCES", "WHOLE_STEP", "Run", "Span", "Task", "Work", "run"]
+__all__ = [
+    "COMPUTE",
+    "INTER",
+    "INTRA",
+    "POOL",
+    "RESOURCES",
+    "WHOLE_STEP",
+    "EventRun",
+    "SimTask",
+    "SimWork",
+    "Span",
+    "run",
+]
 
 COMPUTE, POOL, INTRA, INTER = range(4)
 RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
@@ -26,7 +38,7 @@ AWAITED, LAST, LATE = 0, 1, 2
 """Of tasks on compute: a link waits for it; nothing but the step's end does; it goes behind backward and forward."""
 
 
-class Task(NamedTuple):
+class SimTask(NamedTuple):
     """One task of one piece of a bucket."""
 
     resource: int
@@ -40,7 +52,7 @@ class Task(NamedTuple):
     """The bucket of which it ends a piece, for the last task of one; else -1."""
 
 
-class Work(NamedTuple):
+class SimWork(NamedTuple):
     """What a step has to do."""
 
     lengths: Sequence[int]
@@ -49,7 +61,7 @@ class Work(NamedTuple):
     """What each part waits for: NOTHING, WHOLE_STEP, or the bucket whose exchange of the step before must be over."""
     releases: Sequence[Sequence[int]]
     """Buckets that are ready when a part ends."""
-    rows: Sequence[Sequence[Task]]
+    rows: Sequence[Sequence[SimTask]]
     """Tasks that are done one after the other: the pieces' own, or those of lanes."""
     pieces: Sequence[int]
     """How many pieces each bucket has."""
@@ -62,14 +74,14 @@ class Span(NamedTuple):
     end: int
     step: int
     row: int
-    """Of `Work.rows`; -1 for computation."""
+    """Of `SimWork.rows`; -1 for computation."""
     first: int
     """The task in its row, or the first part of the computation."""
     until: int
     """The part of the computation after the last one."""
 
 
-class Run(NamedTuple):
+class EventRun(NamedTuple):
     """What came out."""
 
     computed: list[int]
@@ -80,7 +92,7 @@ class Run(NamedTuple):
     """In the order of their starts; empty if not asked for."""
 
 
-def run(works: Sequence[Work], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> Run:
+def run(works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> EventRun:
     """Simulate so many steps; step s does works[s % len(works)].
 
     lag: a part that waits for WHOLE_STEP waits for the exchange of so many steps before. lanes: rows are lanes, which go on
@@ -91,7 +103,7 @@ def run(works: Sequence[Work], steps: int, *, lag: int, lanes: bool, workers: in
 
 
 class _Loop:
-    def __init__(self, works: Sequence[Work], steps: int, lag: int, lanes: bool, workers: int, record: bool) -> None:
+    def __init__(self, works: Sequence[SimWork], steps: int, lag: int, lanes: bool, workers: int, record: bool) -> None:
         self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
         self.cycle = works
         self.works = [works[step % len(works)] for step in range(steps)]
@@ -110,7 +122,7 @@ class _Loop:
         self.due = [self._launch_order(link) for link in range(len(RESOURCES))]
         self.launched = [0, 0, 0, 0]
         self.step = self.part = 0
-        self.result = Run([], [0] * steps, [])
+        self.result = EventRun([], [0] * steps, [])
 
     def _launch_order(self, link: int) -> list[int]:
         """Orders of all link tasks of all steps on a link, first to last."""
@@ -122,7 +134,7 @@ class _Loop:
         }
         return [step * span + order for step, work in enumerate(self.works) for order in orders[id(work)]]
 
-    def run(self) -> Run:
+    def run(self) -> EventRun:
         now = 0
         for row in range(self.width if self.lanes else len(self.at)):
             self._begin_row(row, now)
@@ -248,7 +260,7 @@ def _sums(lengths: Sequence[int]) -> list[int]:
     return sums
 
 
-def _breaks(work: Work) -> list[int]:
+def _breaks(work: SimWork) -> list[int]:
     """For each part, the first later one before which something may happen: buckets become ready, or it waits."""
     breaks, following = [], len(work.lengths)
     for part in reversed(range(len(work.lengths))):

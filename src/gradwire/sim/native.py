@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradwire.core import native
 
 if TYPE_CHECKING:
-    from gradwire.sim.replay import Program
+    from gradwire.sim.replay import ReplayProgram
 
 __all__ = ["Native", "NativeOffload", "NativeSelection", "TooLongError", "native_line"]
 
@@ -74,12 +74,12 @@ class Native:
         self._library = library
         self._line = ctypes.c_void_p(library.gw_line(_longs(after), len(after), workers))
         self._numbers: dict[int, int] = {}
-        self._kept: list[Program] = []  # alive, so that no other program gets the same id
+        self._kept: list[ReplayProgram] = []  # alive, so that no other program gets the same id
 
     def __del__(self) -> None:
         self._library.gw_free(self._line)
 
-    def step(self, programs: "Sequence[Program]", releases: Sequence[int], skew: int, limit: int) -> int | None:
+    def step(self, programs: "Sequence[ReplayProgram]", releases: Sequence[int], skew: int, limit: int) -> int | None:
         """Femtoseconds, or None above `limit`. Raises TooLongError."""
         numbers = self._all(programs)
         count = len(programs)
@@ -92,7 +92,7 @@ class Native:
 
     def select(
         self,
-        tables: "Sequence[Sequence[Program]]",
+        tables: "Sequence[Sequence[ReplayProgram]]",
         sizes: Sequence[int],
         order: Sequence[int],
         skew: int,
@@ -130,8 +130,8 @@ class Native:
 
     def offload(
         self,
-        programs: "Sequence[Program]",
-        moved: "Sequence[Program | None]",
+        programs: "Sequence[ReplayProgram]",
+        moved: "Sequence[ReplayProgram | None]",
         members: Sequence[Sequence[int]],
         skew: int,
         exhaustive: bool,
@@ -166,14 +166,14 @@ class Native:
             raise TooLongError
         return NativeOffload(list(counts), found, list(begins), list(ends), simulated[0])
 
-    def _all(self, programs: "Sequence[Program]") -> "ctypes.Array[ctypes.c_int32]":
+    def _all(self, programs: "Sequence[ReplayProgram]") -> "ctypes.Array[ctypes.c_int32]":
         known = self._numbers
         try:
             return _ints([known[id(program)] for program in programs])
         except KeyError:
             return _ints([self._number(program) for program in programs])
 
-    def _number(self, program: "Program") -> int:
+    def _number(self, program: "ReplayProgram") -> int:
         number = self._numbers.get(id(program))
         if number is None:
             if sum(program.busy) >= _LONGEST:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gradwire.sim.events import COMPUTE, INTER, INTRA, LATE, POOL
 from gradwire.sim.native import TooLongError, native_line
 
-__all__ = ["NEVER", "Program", "Replayed", "Replayer", "launch_key"]
+__all__ = ["NEVER", "ReplayProgram", "Replayed", "Replayer", "launch_key"]
 
 NEVER = 1 << 80
 """Femtoseconds that no step takes."""
@@ -30,7 +30,7 @@ _KEY_BITS = 40
 _KEY_MASK = 2**_KEY_BITS - 1
 
 
-class Program(NamedTuple):
+class ReplayProgram(NamedTuple):
     """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
 
     tasks: tuple[tuple[int, int, int, int], ...]
@@ -100,7 +100,9 @@ class Replayer:
         """When each gradient would be ready if there were nothing but computation."""
         self.native = native_line(self.after, workers) if native else None
 
-    def step(self, programs: Sequence[Program], releases: Sequence[int], skew: int, limit: int = NEVER) -> int | None:
+    def step(
+        self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER
+    ) -> int | None:
         """Femtoseconds of one step, or None if it takes longer than `limit`; arguments as of `run`."""
         if self.native is not None:
             try:
@@ -112,7 +114,7 @@ class Replayer:
 
     def run(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[ReplayProgram],
         releases: Sequence[int],
         skew: int,
         limit: int = NEVER,
@@ -125,10 +127,10 @@ class Replayer:
         for the programs of bucket `changed` and later ones; what happened before these could matter is taken from there.
         """
         first = max(0, changed - _MOST_PHASES * skew) if before is not None else 0
-        return _Step(self, programs, releases, skew, limit).run(before, first)
+        return _ReplayStep(self, programs, releases, skew, limit).run(before, first)
 
 
-class _Step:
+class _ReplayStep:
     now: int
     part: int
     finish: int
@@ -138,7 +140,7 @@ class _Step:
     ends: list[int]
 
     def __init__(
-        self, line: Replayer, programs: Sequence[Program], releases: Sequence[int], skew: int, limit: int
+        self, line: Replayer, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int
     ) -> None:
         self.after, self.workers = line.after, line.workers
         self.programs, self.releases, self.skew, self.limit = programs, releases, skew, limit

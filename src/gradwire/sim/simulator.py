@@ -27,14 +27,14 @@ from gradwire.sim.events import (
     NOTHING,
     POOL,
     WHOLE_STEP,
-    Run,
-    Task,
-    Work,
+    EventRun,
+    SimTask,
+    SimWork,
     run,
 )
 from gradwire.sim.rules import Rules
 
-__all__ = ["FS_PER_US", "Label", "Layout", "Outcome", "Planned", "Simulator", "fs_of"]
+__all__ = ["FS_PER_US", "Label", "Layout", "Planned", "SimulatedSteps", "Simulator", "fs_of"]
 
 LONGEST_US = 1e13
 """No task of a step takes so long, in microseconds."""
@@ -70,18 +70,18 @@ class Label(NamedTuple):
 class Layout(NamedTuple):
     """One step of a plan, and what its tasks are."""
 
-    work: Work
+    work: SimWork
     labels: list[list[Label]]
     """Of each task of each row."""
     priced: list[PricedBucket]
 
 
-class Outcome(NamedTuple):
+class SimulatedSteps(NamedTuple):
     """What simulating a plan gave."""
 
     layouts: list[Layout]
     """One for each kind of step, in the order of the steps, repeated."""
-    run: Run
+    run: EventRun
     steps: int
     """Steps simulated."""
     window: tuple[int, int]
@@ -129,7 +129,7 @@ class Simulator:
         outcome = self.outcome(plan, record=False)
         return (outcome.window[1] - outcome.window[0]) / outcome.cycle / FS_PER_US
 
-    def outcome(self, plan: Planned, record: bool) -> Outcome:
+    def outcome(self, plan: Planned, record: bool) -> SimulatedSteps:
         """Simulate so many steps that their rhythm repeats; `record` keeps what every resource did."""
         layouts = self._layouts(plan)
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
@@ -140,7 +140,9 @@ class Simulator:
             steps = cycle * cycles
             done = run(works, steps, lag=lag, lanes=rules.lanes > 0, workers=rules.cpu_workers, record=record)
             if not overlaps:
-                return Outcome(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True)
+                return SimulatedSteps(
+                    layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True
+                )
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
             # exchanges too: they may fall behind for many steps before the computation has to wait. The last one is not
             # like the others, as no further step runs beside it
@@ -149,7 +151,7 @@ class Simulator:
             if steady or cycles >= _MOST_CYCLES:
                 window = (ends[-2], ends[-1]) if steady else (ends[len(ends) // 2 - 1], ends[-1])
                 spanned = cycle if steady else cycle * (len(ends) - len(ends) // 2)
-                return Outcome(layouts, done, steps, window, spanned, steady)
+                return SimulatedSteps(layouts, done, steps, window, spanned, steady)
             cycles *= 2
 
     def _layouts(self, plan: Planned) -> list[Layout]:
@@ -189,17 +191,17 @@ class Simulator:
         if not plan.schedule.gathers_in_forward:
             waits[0] = WHOLE_STEP
         rows, labels = self._rows(plan, priced)
-        work = Work(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
+        work = SimWork(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
         return Layout(work, labels, priced)
 
-    def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[Task]], list[list[Label]]]:
+    def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[SimTask]], list[list[Label]]]:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
         launch = _launched(plan.launch, [len(phases) for phases in segments])
         order = launch_tasks(launch, [bucket.pieces for bucket in priced], skew=not lanes)
         places = {entry: place for place, entry in enumerate(order)}
         row_of: dict[tuple[int, int], int] = {}
-        rows: list[list[Task]] = []
+        rows: list[list[SimTask]] = []
         labels: list[list[Label]] = []
         for place, (bucket, chunk, phase) in enumerate(order):
             row = row_of.setdefault((bucket, chunk), len(row_of) % lanes if lanes else len(row_of))
@@ -213,7 +215,7 @@ class Simulator:
                 labels[row].append(Label(bucket, chunk, index, tasks[index]))
         return rows, labels
 
-    def _task(self, tasks: Sequence[Price], index: int, bucket: int, place: int, following: int | None) -> Task:
+    def _task(self, tasks: Sequence[Price], index: int, bucket: int, place: int, following: int | None) -> SimTask:
         """One task of a piece; place, following: of its link task, and of the piece's next one, in launch order."""
         what, _, where = tasks[index].task.partition(":")
         us, decode = tasks[index].us, self.rules.decode
@@ -229,7 +231,7 @@ class Simulator:
         if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
         gate, ends = bucket if first else -1, bucket if last else -1
-        return Task(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
+        return SimTask(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
 
     def _resource(self, what: str, where: str) -> int:
         if where in LINKS:

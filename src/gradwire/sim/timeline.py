@@ -26,7 +26,7 @@ from gradwire.core.strict import Document
 from gradwire.sim.events import RESOURCES, Span
 from gradwire.sim.intervals import Interval, gaps, minus, total, union
 from gradwire.sim.rules import Rules, device_of, rules_of
-from gradwire.sim.simulator import FS_PER_US, Outcome, Simulator
+from gradwire.sim.simulator import FS_PER_US, SimulatedSteps, Simulator
 
 __all__ = ["Bubble", "Event", "Resource", "Timeline", "simulate"]
 
@@ -143,7 +143,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules
 class _Reader:
     """Reads a timeline from what the event loop recorded."""
 
-    def __init__(self, simulator: Simulator, plan: Plan, outcome: Outcome) -> None:
+    def __init__(self, simulator: Simulator, plan: Plan, outcome: SimulatedSteps) -> None:
         self.simulator, self.plan, self.outcome = simulator, plan, outcome
         self.begin, self.end = outcome.window
         self.first_step = max(span.step for span in outcome.run.spans if span.row < 0) + 1 - outcome.cycle

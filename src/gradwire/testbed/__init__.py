@@ -1,6 +1,6 @@
 """Emulated clusters: every node a network namespace on one machine, every link with a rate of its own.
 
->>> with Cluster(nodes=2, ranks_per_node=1, inter="500mbit") as cluster:  # doctest: +SKIP
+>>> with EmulatedCluster(nodes=2, ranks_per_node=1, inter="500mbit") as cluster:  # doctest: +SKIP
 ...     code = cluster.run([sys.executable, "-u", "train.py"])
 
 Needs Linux, iproute2 and either root or unprivileged user namespaces; `permission_problem()` says which is missing.
@@ -8,9 +8,9 @@ A link has a rate and no added delay. A rank finds itself on host `node<i>`, at 
 cores, memory and disk.
 """
 
-from gradwire.testbed.cluster import Cluster
+from gradwire.testbed.cluster import EmulatedCluster
 from gradwire.testbed.emulate import emulate
 from gradwire.testbed.permission import permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.rates import parse_rate
 
-__all__ = ["Cluster", "emulate", "parse_rate", "permission_problem", "reexec_in_user_namespace_if_needed"]
+__all__ = ["EmulatedCluster", "emulate", "parse_rate", "permission_problem", "reexec_in_user_namespace_if_needed"]

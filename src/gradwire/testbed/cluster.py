@@ -18,7 +18,7 @@ from gradwire.testbed.output import LineCallback, print_with_prefix
 from gradwire.testbed.permission import needs_user_namespace, permission_problem
 from gradwire.testbed.rates import parse_rate
 from gradwire.testbed.signals import exit_on_termination, recorded
-from gradwire.testbed.supervisor import Grace, Outcome, RankCommand, Supervisor, rank_variables
+from gradwire.testbed.supervisor import Grace, ProcessEnd, RankCommand, Supervisor, rank_variables
 
 log = logging.getLogger("gradwire.testbed")
 
@@ -28,7 +28,7 @@ MOST_NODES = 1000  # a bridge takes 1023 ports
 _serials = itertools.count()
 
 
-class Cluster:
+class EmulatedCluster:
     """`nodes` network namespaces on a bridge, with `ranks_per_node` ranks in each; a context manager.
 
     inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra that of the
@@ -36,7 +36,7 @@ class Cluster:
     use. Entering removes what dead clusters left on this machine and makes the namespaces; leaving kills what still
     runs in them and removes them, whatever happened in between.
 
-    >>> with Cluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
+    >>> with EmulatedCluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
     ...     cluster.set_inter("100mbit")
     ...     (sent, received), _ = cluster.counters()
@@ -148,14 +148,14 @@ class Cluster:
         env: dict[str, str] | None = None,
         on_line: LineCallback | None = None,
         timeout: float | None = None,
-    ) -> Outcome:
+    ) -> ProcessEnd:
         """As `run`, for a caller that turns a signal into an exit code: the signal is in the outcome, not raised."""
         self._require_alive()
         environment = os.environ | (env or {})
         if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise TestbedError(f"the command {argv!r} cannot be run: no such program. Its first word must be one.")
         if not self._busy.acquire(blocking=False):
-            raise TestbedError("this cluster already runs ranks. Wait for them, or make a second Cluster.")
+            raise TestbedError("this cluster already runs ranks. Wait for them, or make a second EmulatedCluster.")
         try:
             port = 29500 + self._runs % 1000  # not the last run's, whose connections may linger
             self._runs += 1
@@ -206,7 +206,9 @@ class Cluster:
 
     def _require_alive(self) -> None:
         if not self._alive:
-            raise TestbedError("this cluster does not exist (any more). Use it inside `with Cluster(...) as cluster:`.")
+            raise TestbedError(
+                "this cluster does not exist (any more). Use it inside `with EmulatedCluster(...) as cluster:`."
+            )
 
 
 def _report(complaints: list[str]) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.cluster import Cluster
+from gradwire.testbed.cluster import EmulatedCluster
 from gradwire.testbed.output import LineCallback
 
 
@@ -26,7 +26,7 @@ def emulate(
     """
     argv = [sys.executable, "-u", *_checked(command)]
     try:
-        with Cluster(nodes, ranks_per_node, inter, intra) as cluster:
+        with EmulatedCluster(nodes, ranks_per_node, inter, intra) as cluster:
             return cluster.supervise(argv, on_line=on_line, timeout=timeout).code
     except KeyboardInterrupt:
         return 130

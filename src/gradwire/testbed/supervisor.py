@@ -63,7 +63,7 @@ class Grace:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProcessEnd:
     """The first non-zero exit code (128 + signal as shells have it), and the stopping signal that was passed on."""
 
     code: int
@@ -84,7 +84,7 @@ class Supervisor:
         self._steps: list[tuple[float, int]] | None = None  # the way to the end: (when, signal to send), soonest first
         self._stopping = False  # by a signal, or by the timeout: failures are no news any more
 
-    def run(self, commands: list[RankCommand], timeout: float | None) -> Outcome:
+    def run(self, commands: list[RankCommand], timeout: float | None) -> ProcessEnd:
         """Run all commands to their end. The calling thread must live as long: ranks are killed when it ends."""
         with recorded() as received:
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
@@ -102,7 +102,7 @@ class Supervisor:
                 self._kill(signal.SIGKILL)
                 self._end_leftovers()
                 self._close()
-        return Outcome(self._code, received.first)
+        return ProcessEnd(self._code, received.first)
 
     def _start(self, command: RankCommand) -> None:
         try:

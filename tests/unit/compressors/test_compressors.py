@@ -39,7 +39,7 @@ from gradwire.core import (
     spec_from_dict,
 )
 from gradwire.core.payload import qsgd_bytes
-from gradwire.core.specs import Run, base
+from gradwire.core.specs import ElementRun, base
 from gradwire.errors import PayloadError, SpecError
 from gradwire.kernels import Segment, Segments, cpu, tensor_key
 
@@ -576,7 +576,7 @@ def test_a_third_party_compressor_works_end_to_end(registries: None) -> None:
     class Sign(Spec, frozen=True):
         id: ClassVar[str] = "scaled_sign"
 
-        def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+        def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
             return 4 + sum(run.numel for run in runs)
 
     register_spec(Sign)

@@ -32,7 +32,7 @@ from gradwire.core import (
     register_spec,
     spec_from_dict,
 )
-from gradwire.core.specs import Run, example_specs, innermost, registered_specs, spec_from_text
+from gradwire.core.specs import ElementRun, example_specs, innermost, registered_specs, spec_from_text
 from gradwire.errors import SpecError
 
 blocks = st.sampled_from([2**power for power in range(5, 14)])
@@ -112,10 +112,10 @@ def test_what_runs_in_a_step_is_of_the_same_kind_and_stays(spec: Spec, step: int
 
 @given(specs, st.lists(st.integers(0, 10**6), max_size=4), st.sampled_from([2, 4]))
 def test_sizes_are_whole_numbers_that_grow_with_the_tensors(spec: Spec, numels: list[int], itemsize: int) -> None:
-    runs = [Run(numel, spec.element_bits, (numel,)) for numel in numels]
+    runs = [ElementRun(numel, spec.element_bits, (numel,)) for numel in numels]
     size = spec.payload_bytes(runs, itemsize)
     assert isinstance(size, int) and size >= 0
-    assert spec.payload_bytes([*runs, Run(1000, spec.element_bits, (1000,))], itemsize) >= size
+    assert spec.payload_bytes([*runs, ElementRun(1000, spec.element_bits, (1000,))], itemsize) >= size
 
 
 def test_every_registered_spec_is_drawn_and_declares_how_it_travels() -> None:

@@ -29,7 +29,7 @@ from gradwire.core import (
     TensorProfile,
     TopK,
 )
-from gradwire.core.specs.base import Run
+from gradwire.core.specs.base import ElementRun
 from gradwire.costs import CodecTimes, Prices, fit_line, fit_link, fold
 from gradwire.costs.codecs import time_at
 from gradwire.costs.collectives import flat_traffic, group_traffic
@@ -200,7 +200,7 @@ class TestPrices:
         encode, exchange, decode = prices(GRACE, Cast(), cluster(4), costs=constant(Cast(), 7.0, 2.0))
         assert (encode.us, decode.us) == (7.0, 4 * 2.0)
         assert exchange.us == pytest.approx(3 * 10 + 3 * 2000 * 0.001)
-        assert exchange.sent_bytes == 3 * Cast().payload_bytes([Run(1000)], 4) == 6000
+        assert exchange.sent_bytes == 3 * Cast().payload_bytes([ElementRun(1000)], 4) == 6000
 
     def test_lists_of_payloads_are_carried_whole(self):
         """Of 4 ranks each has a quarter of everybody's 2000 bytes undecoded, and sends that to 3."""

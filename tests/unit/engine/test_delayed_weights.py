@@ -5,11 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from gradwire.engine.schedules.weights import Move, TwoWeights, local_move
+from gradwire.engine.schedules.weights import LocalMove, TwoWeights, local_move
 from gradwire.kernels import LocalUpdate
 
 
-def moved(move: Move | None, weight: torch.Tensor) -> torch.Tensor:
+def moved(move: LocalMove | None, weight: torch.Tensor) -> torch.Tensor:
     """By how much, for a rate of 1."""
     assert move is not None
     before, after = weight.clone(), torch.empty_like(weight)
@@ -75,15 +75,15 @@ def test_moves_are_the_same_in_any_memory(dtype: torch.dtype) -> None:
     ):
         weight, gradient, squares, mean = (lay(each) for each in tensors)
         out = torch.zeros_like(weight)
-        Move(gradient, by, squares, mean).apply(weight, out)
-        Move(lay(tensors[1]), by, tensors[2], mean).apply(weight, out)  # lying otherwise than the others
+        LocalMove(gradient, by, squares, mean).apply(weight, out)
+        LocalMove(lay(tensors[1]), by, tensors[2], mean).apply(weight, out)  # lying otherwise than the others
         outs.append(out)
     assert all(torch.equal(out, outs[0]) and not torch.equal(out, tensors[0]) for out in outs)
 
 
 def test_a_moment_of_another_dtype_is_taken_as_it_is() -> None:
     weight, gradient, squares = torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), torch.full((4,), 4.001)
-    assert moved(Move(gradient, LocalUpdate(1.0, kept=1.0), squares), weight).tolist() == [-0.5] * 4
+    assert moved(LocalMove(gradient, LocalUpdate(1.0, kept=1.0), squares), weight).tolist() == [-0.5] * 4
 
 
 def two_weights() -> tuple[TwoWeights, list[torch.nn.Parameter]]:
@@ -101,7 +101,7 @@ def test_weights_may_be_lent_memory_for_a_step_and_get_their_own_back(lend: bool
             assert a.tolist() == [number] * 3
             with torch.no_grad():
                 a += 1  # an optimizer's step
-            both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+            both.local_update([LocalMove(torch.ones(3), LocalUpdate(0.5)), None])
         assert [a.data_ptr(), b.data_ptr()] == own
         assert a.tolist() == [number + 0.5] * 3
         assert both.global_weights[0].tolist() == [number + 1] * 3
@@ -117,7 +117,7 @@ def test_weights_that_are_not_updated_locally_are_the_global_ones(error: Excepti
     both, (a, b) = two_weights()
     own = [a.data_ptr(), b.data_ptr()]
     with both.shown(lend=True):
-        both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+        both.local_update([LocalMove(torch.ones(3), LocalUpdate(0.5)), None])
     with pytest.raises(RuntimeError) if error else nullcontext(), both.shown(lend=True):
         with torch.no_grad():
             a += 1
@@ -134,6 +134,6 @@ def test_autograd_tells_of_a_graph_whose_weights_were_moved() -> None:
     both, (a, _) = two_weights()
     loss = (a * a).sum()
     with both.shown(lend=True):
-        both.local_update([Move(torch.ones(3), LocalUpdate(0.5)), None])
+        both.local_update([LocalMove(torch.ones(3), LocalUpdate(0.5)), None])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.launch import launch_tasks, tasks_by_lane
-from gradwire.exchange.executor import Task
+from gradwire.exchange.executor import PhaseTask
 from gradwire.exchange.layout import cut
 
 
 def task_lists(
     launch: list[tuple[int, str]], chunks: list[int], lanes: int, skew: bool, gate: int | None = None
-) -> list[list[Task]]:
+) -> list[list[PhaseTask]]:
     """The tasks of each lane."""
-    return [[Task(*task) for task in tasks] for tasks in tasks_by_lane(launch_tasks(launch, chunks, skew, gate), lanes)]
+    return [
+        [PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(launch_tasks(launch, chunks, skew, gate), lanes)
+    ]
 
 
 LINK_TASKS = [("allreduce",), ("allgather",), ("alltoall", "allgather")]
@@ -47,7 +49,7 @@ def test_every_phase_of_every_piece_is_done_once_and_in_order(
     done = [task for tasks in lists for task in tasks]
     assert len(done) == len(set(done))
     assert set(done) == {
-        Task(bucket, chunk, phase)
+        PhaseTask(bucket, chunk, phase)
         for bucket in range(len(chunks))
         for chunk in range(chunks[bucket])
         for phase in range(phases[bucket])

@@ -11,7 +11,7 @@ from gradwire.core.specs import example_specs
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of
 from gradwire.planner.carried import carries
-from gradwire.planner.drafts import Job, Limits
+from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, make
@@ -45,10 +45,10 @@ def test_the_engine_runs_what_an_option_is_said_to_carry_and_nothing_else(spec: 
     assert carried
 
 
-def job_with(spec: Spec, nodes: int = 2, ranks_per_node: int = 1, limits: Limits | None = None) -> Job:
+def job_with(spec: Spec, nodes: int = 2, ranks_per_node: int = 1, limits: Limits | None = None) -> PlanningJob:
     profile, cluster = made_up(2, 6, gbps=0.5, nodes=nodes, ranks_per_node=ranks_per_node)
     codecs = [msgspec.structs.replace(codec, spec=spec) for codec in {codec.device: codec for codec in CODECS}.values()]
-    return Job(profile, cluster, Costs(codecs=codecs), [spec], limits)
+    return PlanningJob(profile, cluster, Costs(codecs=codecs), [spec], limits)
 
 
 @pytest.mark.parametrize("method", [method for method in (*METHODS, *RIVALS) if method != "ddp"])

@@ -23,7 +23,7 @@ from gradwire.core import (
     TopK,
 )
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import Choice, Draft, Job, Limits, Part
+from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
 from gradwire.planner.programs import bytes_of
@@ -68,14 +68,14 @@ def made_up(seed, tensors, gbps=None, nodes=None, ranks_per_node=None):
 
 def job_of(seed, tensors, specs=(SPEC,), limits=None, rules=None, **cluster):
     profile, links = made_up(seed, tensors, **cluster)
-    return Job(profile, links, Costs(codecs=CODECS), specs, limits, rules)
+    return PlanningJob(profile, links, Costs(codecs=CODECS), specs, limits, rules)
 
 
 def few(job):
     """Leave a job one uncompressed and two compressed options, so that all its plans can be tried."""
     kept = job.choices()[:1] + [choice for choice in job.choices() if choice.encodes][:2]
     options = [option for option in job.options if option.tasks in {choice.option for choice in kept}]
-    return Job(job.profile, job.cluster, Costs(codecs=CODECS), job.specs, job.limits, job.rules, options)
+    return PlanningJob(job.profile, job.cluster, Costs(codecs=CODECS), job.specs, job.limits, job.rules, options)
 
 
 @pytest.mark.parametrize(("tensors", "ranks_per_node"), [(3, 1), (2, 4)])
@@ -83,7 +83,7 @@ def few(job):
 def test_near_the_best_of_all_plans(seed, tensors, ranks_per_node):
     profile, cluster = made_up(seed, tensors, nodes=4, ranks_per_node=ranks_per_node)
     limits = Limits(devices=("gpu",), exempt_vectors=seed % 2 == 0)
-    job = few(Job(profile, cluster, Costs(codecs=CODECS), [SPEC], limits, Rules(decode_calls="one")))
+    job = few(PlanningJob(profile, cluster, Costs(codecs=CODECS), [SPEC], limits, Rules(decode_calls="one")))
     best_us = best_step_us(job, job.choices())
     found_us = job.step(joint(job)) / FS_PER_US
     assert job.lower_bound_us() <= best_us
@@ -156,12 +156,12 @@ def test_one_rank_has_nothing_to_plan():
     profile, _ = made_up(0, 2)
     link = Link(1.0, 1.0)
     with pytest.raises(PlanError, match="1 rank"):
-        Job(profile, Cluster(nodes=1, ranks_per_node=1, intra=link, inter=link), Costs(codecs=()))
+        PlanningJob(profile, Cluster(nodes=1, ranks_per_node=1, intra=link, inter=link), Costs(codecs=()))
 
 
 def test_lanes_are_simulated_whole():
     profile, cluster = made_up(5, 6, gbps=1.0)
-    job = Job(profile, cluster, Costs(codecs=CODECS), [SPEC], Limits(devices=("cpu",)), rules_of("cpu"))
+    job = PlanningJob(profile, cluster, Costs(codecs=CODECS), [SPEC], Limits(devices=("cpu",)), rules_of("cpu"))
     made = make(job, "joint")
     assert made.plan.prediction.step_us == pytest.approx(job.simulator.step_us(made.plan))
     assert made.plan.prediction.step_us <= made.plan.prediction.baseline_step_us * (1 + 1e-9)
@@ -215,10 +215,10 @@ def test_the_explanation_says_why_nothing_helps():
     job = job_of(8, 6, gbps=10_000.0, nodes=2, ranks_per_node=1, limits=Limits(devices=("gpu",)))
     rows = [*job.profile.tensors, TensorProfile(name="last", shape=(8, 8), dtype="float32", backward_us=90_000.0)]
     profile = Profile(model="slow", batch=1, device="V100", tensors=rows)
-    job = Job(profile, job.cluster, Costs(codecs=CODECS), [SPEC])
+    job = PlanningJob(profile, job.cluster, Costs(codecs=CODECS), [SPEC])
     assert "compute-bound: communication hides behind backward" in explanation(job, make(job))
     assert "plain DDP never does" in explanation(job, make(job, "ddp"))
-    nothing = Job(profile, job.cluster, Costs(codecs=()))
+    nothing = PlanningJob(profile, job.cluster, Costs(codecs=()))
     assert "no spec was given" in explanation(nothing, make(nothing))
 
 

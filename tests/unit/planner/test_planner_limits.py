@@ -8,7 +8,7 @@ from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noq
 
 from gradwire.core import Costs, Identity
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import Job, Limits
+from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
 from gradwire.planner.named import RESTRICTED
@@ -46,7 +46,7 @@ def test_cures_are_numbered_and_work(limits, cluster, cures):
         job_of(0, 4, limits=limits, **cluster)
     assert all(cure in str(refused.value) for cure in cures), refused.value
     profile, links = made_up(0, 4, **cluster)
-    assert Job(profile, links, Costs(codecs=CODECS), (), limits).plain  # give no spec
+    assert PlanningJob(profile, links, Costs(codecs=CODECS), (), limits).plain  # give no spec
     if limits.max_encodes is not None:
         encodes = limits.max_encodes + 1
         assert job_of(0, 4, limits=Limits(max_encodes=encodes, restrict=limits.restrict), **cluster).coded
@@ -109,7 +109,7 @@ def test_the_bound_knows_the_last_tensors_own_tasks():
 def test_times_that_fall_do_not_lift_the_bound():
     job = job_of(0, 2)
     falling = [msgspec.structs.replace(codec, encode=((4096, 900.0), (2**22, 1.0))) for codec in CODECS]
-    odd = Job(job.profile, job.cluster, Costs(codecs=falling), [SPEC])
+    odd = PlanningJob(job.profile, job.cluster, Costs(codecs=falling), [SPEC])
     size = odd.size((0,), SPEC)
     larger = size._replace(raw=2**22)
     for option in odd.coded[SPEC]:

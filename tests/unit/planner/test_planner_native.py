@@ -13,7 +13,7 @@ from gradwire.planner.select import select_options
 from gradwire.planner.starts import bytecomp
 from gradwire.sim import native
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL
-from gradwire.sim.replay import Program, Replayer
+from gradwire.sim.replay import Replayer, ReplayProgram
 from gradwire.sim.rules import Rules
 
 needed = pytest.mark.skipif(native._library() is None, reason="csrc/planner.cpp was not built (no g++)")
@@ -38,7 +38,7 @@ def random_program(rng):
     for _ in range(rng.randint(0, 2)):
         tasks.append((rng.choice([COMPUTE, POOL]), rng.randint(0, 30), rng.choice([0, 1, 2]), len(links) - 1))
     busy = [sum(task[1] for task in tasks if task[0] == resource) for resource in range(4)]
-    return Program(tuple(tasks), tuple(links), tuple(busy), sum(task[0] < INTRA for task in tasks))
+    return ReplayProgram(tuple(tasks), tuple(links), tuple(busy), sum(task[0] < INTRA for task in tasks))
 
 
 @needed
@@ -104,7 +104,7 @@ def test_plans_are_the_same(seed):
 @needed
 def test_steps_that_64_bits_cannot_hold_are_left_to_python():
     long = 2**61
-    program = Program(((INTER, long, 0, 0),), (INTER,), (0, 0, 0, long), 0)
+    program = ReplayProgram(((INTER, long, 0, 0),), (INTER,), (0, 0, 0, long), 0)
     line = Replayer(0, [1, 1, 1, 1])
     assert line.native is not None
     assert line.step([program] * 4, [1, 2, 3, 4], 1) == 1 + 4 * long
@@ -115,6 +115,6 @@ def test_steps_that_64_bits_cannot_hold_are_left_to_python():
 def test_without_the_library_python_does_it(monkeypatch):
     monkeypatch.setattr(native, "_library", lambda: None)
     line = Replayer(0, [10])
-    program = Program(((INTER, 5, 0, 0),), (INTER,), (0, 0, 0, 5), 0)
+    program = ReplayProgram(((INTER, 5, 0, 0),), (INTER,), (0, 0, 0, 5), 0)
     assert line.native is None
     assert line.step([program], [1], 1) == 15

@@ -24,7 +24,7 @@ from gradwire.planner.options import select
 from gradwire.planner.programs import Pricer, bytes_of
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.sim.events import COMPUTE, INTER
-from gradwire.sim.replay import Program, Replayer, launch_key
+from gradwire.sim.replay import Replayer, ReplayProgram, launch_key
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US, Simulator
 
@@ -110,7 +110,7 @@ def test_a_replayed_step_is_the_simulated_one(seed):
 def made_up(link, codec=0, index=0):
     """A program with an encode and an exchange."""
     tasks = ((COMPUTE, codec, 0, 0), (INTER, link, 0, 0)) if codec else ((INTER, link, 0, 0),)
-    return Program(tasks, (INTER,), (codec, 0, 0, link), 1 if codec else 0)
+    return ReplayProgram(tasks, (INTER,), (codec, 0, 0, link), 1 if codec else 0)
 
 
 def test_bubbles():

@@ -13,8 +13,8 @@ True
 """
 
 from gradwire.core.specs.base import (
+    ElementRun,
     Law,
-    Run,
     Spec,
     as_spec,
     example_specs,
@@ -38,6 +38,7 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "EFSignSGD",
+    "ElementRun",
     "ErrorFeedback",
     "Identity",
     "Int8",
@@ -46,7 +47,6 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "RandomK",
-    "Run",
     "SignSGD",
     "Signum",
     "Spec",

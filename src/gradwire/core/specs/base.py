@@ -14,8 +14,8 @@ from gradwire.errors import GradwireError, SpecError
 
 __all__ = [
     "BlockSpec",
+    "ElementRun",
     "Law",
-    "Run",
     "Spec",
     "SpecField",
     "as_spec",
@@ -29,7 +29,7 @@ __all__ = [
 _REGISTRY: dict[str, type["Spec"]] = {}
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements of one tensor that are encoded together with others: what sizes follow from."""
 
     numel: int
@@ -93,7 +93,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def element_bits(self) -> int:
-        """`Run.bits` of tensors with this spec."""
+        """`ElementRun.bits` of tensors with this spec."""
         return 0
 
     @property
@@ -101,7 +101,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether what one step loses is sent in a later one."""
         return "residual" in self.state
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs, of a gradient of so many bytes an element. Never depends on values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
 
@@ -155,7 +155,7 @@ class BlockSpec(Spec, frozen=True):
     def granularity(self) -> int:
         return self.block or 8192
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(coded_bytes([(run.numel, self.code_bits) for run in runs], self.block, self.scales))
 
 

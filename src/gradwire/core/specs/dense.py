@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number, word
-from gradwire.core.specs.base import BlockSpec, Law, Run, Spec, register_spec
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
@@ -23,7 +23,7 @@ class Identity(Spec, frozen=True):
     def law(self) -> Law:
         return Law("exact")
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(run.numel for run in runs) * itemsize
 
 
@@ -44,7 +44,7 @@ class Cast(Spec, frozen=True):
     def law(self) -> Law:
         return Law("contractive")
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return 2 * sum(run.numel for run in runs)
 
 
@@ -121,5 +121,5 @@ class Truncate(Spec, frozen=True):
         """Elements sent of so many."""
         return int(-(-numel // self.ratio))
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self.kept(sum(run.numel for run in runs)) * itemsize

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.specs.base import Law, Run, Spec, SpecField, as_spec, register_spec
+from gradwire.core.specs.base import ElementRun, Law, Spec, SpecField, as_spec, register_spec
 from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
@@ -60,7 +60,7 @@ class ErrorFeedback(Spec, frozen=True):
     def element_bits(self) -> int:
         return self.inner.element_bits
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self.inner.payload_bytes(runs, itemsize)
 
     def at_step(self, step: int) -> "ErrorFeedback":

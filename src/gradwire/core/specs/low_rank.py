@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.checks import number, whole
-from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_seed
 from gradwire.errors import SpecError
 
@@ -80,7 +80,7 @@ class PowerSGD(Spec, frozen=True):
         fits = self.rank <= min(rows, columns) and small <= rows * columns
         return (rows, columns) if fits else None
 
-    def round_numels(self, runs: Sequence[Run]) -> tuple[int, int]:
+    def round_numels(self, runs: Sequence[ElementRun]) -> tuple[int, int]:
         """float32 numbers summed in each round."""
         first = second = 0
         for run in runs:
@@ -89,5 +89,5 @@ class PowerSGD(Spec, frozen=True):
             second += matrix[1] * self.rank if matrix else 0
         return first, second
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return 4 * sum(self.round_numels(runs))

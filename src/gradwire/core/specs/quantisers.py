@@ -7,7 +7,7 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import coded_bytes, qsgd_bytes
-from gradwire.core.specs.base import BlockSpec, Law, Run, register_spec
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
@@ -69,7 +69,7 @@ class QSGD(BlockSpec, frozen=True):
     def element_bits(self) -> int:
         return self.bits
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(qsgd_bytes([(run.numel, run.bits) for run in runs], self.block, self.scale))
 
 
@@ -152,6 +152,6 @@ class TwoBit(BlockSpec, frozen=True):
     def law(self) -> Law:
         return Law("contractive")
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         sections = coded_bytes([(run.numel, 2) for run in runs], self.block)
         return sections.codes + (0 if self.threshold else sections.scales)

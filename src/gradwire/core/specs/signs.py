@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number
-from gradwire.core.specs.base import BlockSpec, Law, Run, Spec, register_spec
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_block
 from gradwire.errors import SpecError
 
@@ -22,7 +22,7 @@ class SignSGD(Spec, frozen=True):
     id: ClassVar[str] = "signsgd"
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum((run.numel + 7) // 8 for run in runs)
 
 
@@ -40,7 +40,7 @@ class Signum(Spec, frozen=True):
     def __post_init__(self) -> None:
         check_momentum(self.momentum)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return SignSGD().payload_bytes(runs, itemsize)
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import index_bytes, kept_of
-from gradwire.core.specs.base import Law, Run, Spec, register_spec
+from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_block, check_ratio, check_seed
 from gradwire.core.specs.signs import check_momentum
 from gradwire.errors import SpecError
@@ -24,11 +24,11 @@ class _Selected(Spec, frozen=True):
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
     varies_in_family: ClassVar[tuple[str, ...]] = ()
 
-    def _groups(self, runs: Sequence[Run]) -> list[int]:
+    def _groups(self, runs: Sequence[ElementRun]) -> list[int]:
         numels = [run.numel for run in runs]
         return [sum(numels)] if getattr(self, "per", "tensor") == "bucket" else numels
 
-    def _bytes(self, runs: Sequence[Run], itemsize: int, ratio: float) -> int:
+    def _bytes(self, runs: Sequence[ElementRun], itemsize: int, ratio: float) -> int:
         kept = [(kept_of(numel, ratio), numel) for numel in self._groups(runs)]
         return sum(k for k, _ in kept) * itemsize + sum(index_bytes(k, n) for k, n in kept)
 
@@ -61,7 +61,7 @@ class TopK(_Selected, frozen=True):
     def law(self) -> Law:
         return Law("contractive", self.ratio)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.ratio)
 
 
@@ -95,7 +95,7 @@ class BlockTopK(Spec, frozen=True):
         full, tail = divmod(numel, self.block)
         return full * kept_of(self.block, self.ratio) + kept_of(tail, self.ratio)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(self.kept(run.numel) for run in runs) * (itemsize + 1)
 
 
@@ -121,7 +121,7 @@ class Threshold(_Selected, frozen=True):
     def law(self) -> Law:
         return Law("contractive")
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.capacity)
 
 
@@ -160,11 +160,11 @@ class RandomK(Spec, frozen=True):
     def rounds(self) -> int:  # type: ignore[override]
         return 1 if self.indices == "common" else 0
 
-    def kept(self, runs: Sequence[Run]) -> int:
+    def kept(self, runs: Sequence[ElementRun]) -> int:
         """Elements sent."""
         return sum(kept_of(run.numel, self.ratio) for run in runs)
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return 4 * self.kept(runs) if self.indices == "common" else 8 + self.kept(runs) * itemsize
 
 
@@ -203,7 +203,7 @@ class DGC(_Selected, frozen=True):
     def owns_momentum(self) -> bool:
         return self.momentum > 0
 
-    def payload_bytes(self, runs: Sequence[Run], itemsize: int) -> int:
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.ratio)
 
     def at_step(self, step: int) -> "DGC":

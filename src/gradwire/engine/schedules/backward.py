@@ -7,9 +7,9 @@ import torch
 
 from gradwire.collectives import Meter
 from gradwire.core.schedules import Backward
-from gradwire.engine.control import Report
+from gradwire.engine.control import RankReport
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
 
 __all__ = ["BackwardSchedule"]
@@ -20,7 +20,7 @@ class BackwardSchedule:
 
     traits = Traits()
 
-    def __init__(self, reducer: Reducer, schedule: Backward, job: Job) -> None:
+    def __init__(self, reducer: Reducer, schedule: Backward, job: TrainingJob) -> None:
         self._reducer = reducer
         self._meters: list[Meter] = []
 
@@ -36,7 +36,7 @@ class BackwardSchedule:
     def on_begin(self) -> None:
         self._reducer.begin(self._reducer.exchange)
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         self._meters = self._reducer.running.finish(told)
 
     def on_closed(self, closed: Closed) -> None:

@@ -1,8 +1,8 @@
 """What a schedule is to the reducer that runs it: events, and properties that callers depend on.
 
 A schedule decides when a step begins, what must be over when backward ends, and what becomes of the means. It is an object of
-its own with the methods of `Schedule`; it holds the reducer, and inherits from nothing. What more it can do it says by having
-the methods of one of the other protocols here.
+its own with the methods of `ScheduleEvents`; it holds the reducer, and inherits from nothing. What more it can do it says by
+having the methods of one of the other protocols here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from gradwire.engine.control import Report, State
+from gradwire.engine.control import BackwardState, RankReport
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.states import Saved
@@ -21,14 +21,14 @@ __all__ = [
     "ClipsGradients",
     "Closed",
     "Corrects",
-    "Job",
     "KeepsState",
     "Launches",
     "Missing",
     "PutsOff",
-    "Schedule",
+    "ScheduleEvents",
     "SeesBackward",
     "ShardsOptimizer",
+    "TrainingJob",
     "Traits",
 ]
 
@@ -52,7 +52,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What a schedule may need of the script."""
 
     model: torch.nn.Module
@@ -79,10 +79,10 @@ class Closed(NamedTuple):
     exposed_s: float
     """The seconds that were waited there."""
     missing: list[Missing]
-    reports: Sequence[Report]
+    reports: Sequence[RankReport]
 
 
-class Schedule(Protocol):
+class ScheduleEvents(Protocol):
     """When a step begins, and what becomes of it. All methods but `on_forward` and `settle` are called on all ranks alike."""
 
     traits: Traits
@@ -103,7 +103,7 @@ class Schedule(Protocol):
         """A step is to begin: call `reducer.begin(exchange)` when it may."""
         ...
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         """Backward is over and all gradients were handed to the lanes: wait for `told`, what ranks tell of the step, and for as
         much of the exchange as must be over before backward returns."""
         ...
@@ -191,7 +191,7 @@ class ShardsOptimizer(Protocol):
 class Launches(Protocol):
     """A schedule that launches steps by itself, when the optimizer steps."""
 
-    def send_nothing(self, state: State) -> None:
+    def send_nothing(self, state: BackwardState) -> None:
         """Take part in one step with zeros, and no update."""
         ...
 

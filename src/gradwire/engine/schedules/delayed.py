@@ -35,11 +35,11 @@ from gradwire.collectives.streams import Mark
 from gradwire.core.checks import printable
 from gradwire.core.schedules import Delayed
 from gradwire.engine.buffers import BufferCopy, ModelBuffers
-from gradwire.engine.control import Report, State
+from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.drift import checksums
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.corrections import Corrections
 from gradwire.engine.schedules.launched import (
     Launched,
@@ -76,7 +76,7 @@ class DelayedSchedule:
 
     traits = Traits(sends_in_backward=False, sends_buffers=True, learns_order=False)
 
-    def __init__(self, reducer: Reducer, schedule: Delayed, job: Job) -> None:
+    def __init__(self, reducer: Reducer, schedule: Delayed, job: TrainingJob) -> None:
         self._reducer, self._data = reducer, schedule
         self._model, self._optimizer = weakref.ref(job.model), weakref.ref(job.optimizers[0])
         self._computing = False
@@ -92,7 +92,7 @@ class DelayedSchedule:
         self._sent_buffers: BufferCopy | None = None
         self._sending: list[Future[Mark]] = []
         self._meters: list[Meter] = []
-        self._landed: tuple[list[Report], float] | None = None
+        self._landed: tuple[list[RankReport], float] | None = None
         """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
         self._between = False
         """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
@@ -176,7 +176,7 @@ class DelayedSchedule:
         with self._guard.passing(), self._weights.shown(lend):
             self._arrive_first()
             update = partial(step_later, optimizer, whole, snapshot(optimizer))
-            self._launch([parameter.grad for parameter in parameters], State.DONE, update)
+            self._launch([parameter.grad for parameter in parameters], BackwardState.DONE, update)
             data = self._data
             if self._last_act or not data.local_update or self._reducer.step < data.warmup_steps:
                 self._land()
@@ -207,7 +207,7 @@ class DelayedSchedule:
             self._reducer.control.check_drift(self._landed[0], self._reducer.step)
             act()
 
-    def send_nothing(self, state: State) -> None:
+    def send_nothing(self, state: BackwardState) -> None:
         """See `Launches`."""
         with self._guard.passing(), self._weights.shown(lend=False):
             self._arrive_first()
@@ -220,7 +220,7 @@ class DelayedSchedule:
         with suppress(StepStateError):
             self.settle()  # this rank may not have heard yet that a step is void
             if self._computing and self._reducer.lanes.failure is None:  # else all ranks have heard of it already
-                self.send_nothing(State.LEFT)
+                self.send_nothing(BackwardState.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
 
@@ -238,7 +238,7 @@ class DelayedSchedule:
         self._send_buffers()
 
     @torch.no_grad()
-    def _launch(self, gradients: Sequence[torch.Tensor | None], state: State, update: Update | None) -> None:
+    def _launch(self, gradients: Sequence[torch.Tensor | None], state: BackwardState, update: Update | None) -> None:
         """Begin the exchange of these gradients, after what is due of W. Raises what the optimizer does, when it has begun."""
         self.on_begin()
         reducer, used = self._reducer, sum(1 << index for index, own in enumerate(gradients) if own is not None)
@@ -286,7 +286,7 @@ class DelayedSchedule:
 
     # ---- landing
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         self._meters = self._reducer.running.finish(told, *self._sending)
         for sent in self._sending:
             self._reducer.lanes.data[0].link.streams.wait(sent.result())
@@ -328,11 +328,13 @@ class DelayedSchedule:
         self._reducer.counted(reports)
         self._reducer.observers.measured(StepReport(self._meters, exposed))
 
-    def _take(self, launched: Launched, reports: Sequence[Report]) -> None:
+    def _take(self, launched: Launched, reports: Sequence[RankReport]) -> None:
         """The mean is due, but of parameters that no rank used."""
         used = reduce(or_, (report.used for report in reports))
         left = [
-            self._reducer.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is State.LEFT
+            self._reducer.group.global_ranks[rank]
+            for rank, report in enumerate(reports)
+            if report.state is BackwardState.LEFT
         ]
         self._due, self._update = {}, None if left else launched.update
         for index, slot in enumerate(self._reducer.slots):

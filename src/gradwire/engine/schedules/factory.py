@@ -9,7 +9,7 @@ from gradwire.core import schedules as data
 from gradwire.core.entry_points import named
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Job, Schedule
+from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob
 from gradwire.errors import PlanError
 
 __all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not"]
@@ -18,7 +18,7 @@ __all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not"]
 class ScheduleClass(Protocol):
     """A class that runs a schedule. `make_schedule` calls it."""
 
-    def __call__(self, reducer: Reducer, schedule: Any, job: Job) -> Schedule:
+    def __call__(self, reducer: Reducer, schedule: Any, job: TrainingJob) -> ScheduleEvents:
         """`schedule` is the plan's: the data."""
         ...
 
@@ -26,14 +26,14 @@ class ScheduleClass(Protocol):
         """Raises PlanError where the plan's schedule cannot run with these optimizers. May be left out."""
         ...
 
-    def why_not(self, job: Job) -> str:
+    def why_not(self, job: TrainingJob) -> str:
         """Why the schedule gains nothing in this script; '' if nothing speaks against it. May be left out."""
         ...
 
 
-def make_schedule(reducer: Reducer, schedule: data.Schedule, job: Job) -> Schedule:
+def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
     """What runs the steps of a plan with this schedule."""
-    made: Schedule = named(schedule.engine)(reducer, schedule, job)
+    made: ScheduleEvents = named(schedule.engine)(reducer, schedule, job)
     return made
 
 
@@ -77,7 +77,7 @@ def check_optimizers(optimizer: Any, prepared: Prepared) -> list[torch.optim.Opt
     return optimizers
 
 
-def why_not(prepared: Prepared, job: Job) -> str:
+def why_not(prepared: Prepared, job: TrainingJob) -> str:
     """Why the schedule of the prepared plan cannot run with these optimizers, or gains nothing with them; '' if it can."""
     try:
         check_optimizers(job.optimizers or None, prepared)

@@ -10,7 +10,7 @@ import torch
 from gradwire.collectives.streams import Mark
 from gradwire.core.plan import Plan
 from gradwire.core.schedules import Delayed
-from gradwire.engine.control import Report, State
+from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.schedules.weights import check_local_updates
 from gradwire.errors import PlanError, StepStateError
@@ -28,8 +28,8 @@ class Launched:
     """What is known of it until it lands."""
 
     exchange: Exchange
-    state: State
-    told: "Future[list[Report]]"
+    state: BackwardState
+    told: "Future[list[RankReport]]"
     sending: "list[Future[Mark]]"
     """Of the broadcast of buffers, if there are any."""
     update: Update | None

@@ -24,10 +24,10 @@ import torch
 
 from gradwire.collectives import LinkError
 from gradwire.core.schedules import Pipelined
-from gradwire.engine.control import Report
+from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import Gradient
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Job, Missing, Traits
+from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers
 from gradwire.engine.schedules.shard_norm import clip_coefficient, exact_shards, norm_over_ranks
 from gradwire.engine.seams.hooks import ModelHook
@@ -55,7 +55,7 @@ class PipelinedSchedule:
 
     traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True)
 
-    def __init__(self, reducer: Reducer, schedule: Pipelined, job: Job) -> None:
+    def __init__(self, reducer: Reducer, schedule: Pipelined, job: TrainingJob) -> None:
         self._reducer, self._gathers = reducer, Gathers(reducer, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._not_used: dict[int, list[Missing]] = defaultdict(list)
@@ -70,7 +70,7 @@ class PipelinedSchedule:
         self._guard = SettleFirst(None, job.optimizers, ModelHook(self, PipelinedSchedule.settle))
 
     @staticmethod
-    def why_not(job: Job) -> str:
+    def why_not(job: TrainingJob) -> str:
         """See `ScheduleClass`."""
         return next(filter(None, (why_whole(each, job.model, job.compiled_before) for each in job.optimizers)), "")
 
@@ -117,7 +117,7 @@ class PipelinedSchedule:
 
     # ---- the end of backward
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         self._reducer.running.open_gate()
         self._reducer.running.await_result(told)
 

@@ -23,11 +23,11 @@ import torch
 
 from gradwire.collectives import Link, LinkError
 from gradwire.core.schedules import Pipelined
-from gradwire.engine.control import Report
+from gradwire.engine.control import RankReport
 from gradwire.engine.leaving import leave
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Job, Traits
+from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers
 from gradwire.engine.schedules.pipelined import PipelinedSchedule, warn_once
 from gradwire.engine.schedules.shard_norm import clip_coefficient, norm_over_ranks
@@ -53,7 +53,7 @@ class ShardedSchedule:
         lanes_busy_between_steps=True, acts_before_gradients=True, learns_order=False, keeps_parameters=True
     )
 
-    def __init__(self, reducer: Reducer, schedule: Pipelined, job: Job) -> None:
+    def __init__(self, reducer: Reducer, schedule: Pipelined, job: TrainingJob) -> None:
         self._reducer, self._gathers = reducer, Gathers(reducer, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._optimizer = weakref.ref(job.optimizers[0])
@@ -92,7 +92,7 @@ class ShardedSchedule:
             )
 
     @staticmethod
-    def why_not(job: Job) -> str:
+    def why_not(job: TrainingJob) -> str:
         """See `ScheduleClass`."""
         return PipelinedSchedule.why_not(job)
 
@@ -197,7 +197,7 @@ class ShardedSchedule:
         self.settle()
         self._left_out = False
 
-    def on_end(self, told: "Future[list[Report]]") -> None:
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
         self._reducer.running.await_result(told)
 
     def on_closed(self, closed: Closed) -> None:

@@ -20,7 +20,15 @@ from gradwire.errors import PlanError
 from gradwire.exchange.states import LOCAL
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
-__all__ = ["Move", "TwoWeights", "check_local", "check_local_updates", "has_local_update", "local_move", "local_moves"]
+__all__ = [
+    "LocalMove",
+    "TwoWeights",
+    "check_local",
+    "check_local_updates",
+    "has_local_update",
+    "local_move",
+    "local_moves",
+]
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 """A local update for a rate of 1, and the squares and the mean that it takes."""
@@ -175,7 +183,7 @@ class TwoWeights:
             parameter.data = tensor
 
     @torch.no_grad()
-    def local_update(self, moves: "Iterable[Move | None]") -> None:
+    def local_update(self, moves: "Iterable[LocalMove | None]") -> None:
         """L = W moved, which the parameters then hold. None is no move."""
         moves = list(moves)  # all or nothing
         if self._home is not None:
@@ -211,7 +219,7 @@ def _copy(sources: Iterable[torch.Tensor], destinations: Iterable[torch.Tensor])
 # ---- the local update
 
 
-class Move(NamedTuple):
+class LocalMove(NamedTuple):
     """A rank's own step of one parameter, without weight decay: what its optimizer's next step would be, were this gradient the
     mean. Of SGD with its momentum; of the moments where the optimizer is Adam or one of its like."""
 
@@ -236,7 +244,7 @@ class Move(NamedTuple):
 
 def local_moves(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], local_lr: float | None
-) -> Iterator[Move | None]:
+) -> Iterator[LocalMove | None]:
     """The local update of each parameter by its own gradient. None is no move."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
@@ -254,14 +262,14 @@ def local_move(
     parameter: torch.nn.Parameter,
     gradient: torch.Tensor,
     rate: float,
-) -> Move | None:
+) -> LocalMove | None:
     """The local update of one parameter. None where the optimizer has no estimate yet that the step would be scaled by."""
     rate = -rate if param_group.get("maximize") else rate
     (key, moments_of), state = _MOMENTS[type(optimizer)], optimizer.state.get(parameter, {})
     if state.get(key) is None:
-        return Move(gradient, LocalUpdate(rate)) if isinstance(optimizer, torch.optim.SGD) else None
+        return LocalMove(gradient, LocalUpdate(rate)) if isinstance(optimizer, torch.optim.SGD) else None
     by, squares, mean = moments_of(state, param_group)
-    return Move(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
+    return LocalMove(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
 
 
 def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -124,11 +124,11 @@ def leave_hooks_behind(model: torch.nn.Module) -> None:
     if is_parametrized(model):
         return  # its class is its own and would be kept with it; torch refuses to pickle it, and in copies hooks do nothing
     reduce = copyreg.dispatch_table.get(type(model))
-    if not isinstance(reduce, _Reducer):
-        copyreg.pickle(type(model), _Reducer(reduce))
+    if not isinstance(reduce, _CopyReducer):
+        copyreg.pickle(type(model), _CopyReducer(reduce))
 
 
-class _Reducer:
+class _CopyReducer:
     """What the class's own reducer returns, without our hooks."""
 
     def __init__(self, before: Callable[[Any], Any] | None) -> None:

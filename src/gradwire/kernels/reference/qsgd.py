@@ -53,7 +53,7 @@ def qsgd_encode(
             scales, finite = find_scale(v, scale)
             payload[scale_at : scale_at + scales.numel() * 2] = scales.reshape(-1).view(torch.uint8)
             scale_at += count * keyed * 2
-            grid = _Grid(scales, scale, seg.bits)
+            grid = _LevelGrid(scales, scale, seg.bits)
             counter = (seg.first + at + torch.arange(count, device=src.device) * n) // 2
             codes = _quantise(torch.where(finite, v, 0.0), grid, counter, key if rounding == "stochastic" else None)
             packed = pack(torch.where(finite, codes, 0), seg.bits)
@@ -73,7 +73,7 @@ def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add
         for at, count, n in equal_blocks(seg.numel, block):
             raw = payload[scale_at : scale_at + count * keyed * 2].clone()
             scale_at += count * keyed * 2
-            grid = _Grid(raw.view(torch.int16).reshape(count, keyed), scale, seg.bits)
+            grid = _LevelGrid(raw.view(torch.int16).reshape(count, keyed), scale, seg.bits)
             size = count * ((n + 7) // 8) * seg.bits
             codes = unpack(payload[code_at : code_at + size].reshape(count, -1), n, seg.bits)
             code_at += size
@@ -108,7 +108,7 @@ def find_scale(v: Tensor, scale: str) -> tuple[Tensor, Tensor]:
     return torch.where(raw >= 0x8000, raw - 0x10000, raw).to(torch.int16), finite
 
 
-class _Grid:
+class _LevelGrid:
     """How a block's values map to codes; tensors of shape (blocks, 1)."""
 
     def __init__(self, raw: Tensor, scale: str, bits: int) -> None:
@@ -129,7 +129,7 @@ class _Grid:
         return (codes - self.zero).to(torch.float32) * self.step + self.base
 
 
-def _quantise(v: Tensor, grid: _Grid, counter: Tensor, key: int | None) -> Tensor:
+def _quantise(v: Tensor, grid: _LevelGrid, counter: Tensor, key: int | None) -> Tensor:
     """Codes (int64) of v; counter (blocks) numbers the first random word of each block; no key rounds to nearest."""
     n, half = v.shape[1], (v.shape[1] + 7) // 8 * 4
     fixed = ((v - grid.base) * grid.inverse + grid.origin).nan_to_num(0.0).to(torch.int32).to(torch.int64)
