@@ -62,7 +62,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
     return {
         "gradwire version": __version__,
         "torch version": torch.__version__,
-        "tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
+        "names, shapes and dtypes of the tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
     }
 
