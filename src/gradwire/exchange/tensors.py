@@ -63,7 +63,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
         "gradwire version": __version__,
         "torch version": torch.__version__,
         "names, shapes and dtypes of the tensors": [
-            [name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()
+            [name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows
         ],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
     }

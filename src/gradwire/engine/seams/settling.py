@@ -1,8 +1,8 @@
 """Methods that show or change weights wait first for the last step that the script asked for.
 
 Some schedules finish a step later than `optimizer.step()`, so weights are out of date for a while. The methods that show or
-change weights are replaced on the instances of the model, its submodules and the optimizers, never on their classes. A compiled or
-wrapped model is covered too, because the outer module calls these methods of the inner one.
+change weights are replaced on the instances of the model, its submodules and the optimizers, never on their classes. A compiled
+or wrapped model is covered too, because the outer module calls these methods of the inner one.
 
 Reads without a method are not covered: `model.fc.weight`, or parameters in a list of the script's own. For those there is
 `handle.flush()`.
