@@ -176,7 +176,7 @@ def test_steps_that_overlap_show_exchanges_in_their_own_time(schedule: str, worl
 
 
 def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_on() -> None:
-    option = ("comp:cpu", "alltoall", "decomp:cpu", "comp:cpu", "allgather", "decomp:cpu")
+    option = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
 
     def times(began: float, ended: float, phase: int = 1) -> TaskTimes:
         coding = 0.1 * (ended - began)
