@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ class Link:
         there. Receives are posted now: gloo sends only to a receiver that said it is ready, and that word would queue
         behind the receiver's own payload (an exchange announced late runs in one direction at a time).
         """
-        return (_Grouped if self.backend.name() == "nccl" else _Posted)(self, tag, received)
+        return (_Grouped if self.backend.name() == "nccl" else AllToAll)(self, tag, received)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
         """Everybody's `sent`, all of one size, one after another in `received`."""
@@ -141,60 +141,51 @@ class Link:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
-class AllToAll(Protocol):
-    """Every rank sends a part to every other. Parts of no bytes are not sent. Its calls raise LinkError."""
+class AllToAll:
+    """Every rank sends a part to every other, point to point, receives posted first. Empty parts are not sent. All calls raise
+    LinkError."""
+
+    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.tag, self.received = link, tag, received
+        self._sends: dict[int, dist.Work] = {}
+        self._receives: dict[int, dist.Work] = {}
+        self.announce()
+
+    def announce(self) -> None:
+        """Post the receives."""
+        for source, part in enumerate(self.received):
+            if source != self.link.rank and part.numel():
+                with transfer(source):
+                    self._receives[source] = self.link.backend.recv([part], source, self.tag)
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         """Send `sent[j]` to rank j; the own part is not used."""
-        ...
-
-    def wait(self, source: int) -> None:
-        """Until rank `source`'s part has arrived; on CUDA the current stream waits. The own part is there at once on CPU,
-        on CUDA when all that was queued before the exchange is done."""
-        ...
-
-    def finish(self) -> None:
-        """Until what was sent may be overwritten."""
-        ...
-
-
-class _Posted:
-    """Point to point, receives posted first."""
-
-    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
-        self.link, self.tag = link, tag
-        self.receives: dict[int, dist.Work] = {}
-        self.sends: dict[int, dist.Work] = {}
-        for source, part in enumerate(received):
-            if source != link.rank and part.numel():
-                with transfer(source):
-                    self.receives[source] = link.backend.recv([part], source, tag)
-
-    def send(self, sent: Sequence[torch.Tensor]) -> None:
         # begin with the next rank, so that not all send to rank 0 first
         for step in range(1, self.link.world_size):
             to = (self.link.rank + step) % self.link.world_size
             if sent[to].numel():
                 with transfer(to):
-                    self.sends[to] = self.link.backend.send([sent[to]], to, self.tag)
+                    self._sends[to] = self.link.backend.send([sent[to]], to, self.tag)
 
     def wait(self, source: int) -> None:
-        if source in self.receives:
+        """Wait for the part of rank `source`. On CUDA the current stream waits, for the own part until the work queued before the
+        exchange is done."""
+        if source in self._receives:
             with transfer(source):
-                self.receives[source].wait(self.link.timeout)
+                self._receives[source].wait(self.link.timeout)
 
     def finish(self) -> None:
-        for to, send in self.sends.items():
+        """Wait until the sent tensors may be overwritten."""
+        for to, send in self._sends.items():
             with transfer(to):
                 send.wait(self.link.timeout)
 
 
-class _Grouped:
-    """One grouped call on CUDA; waiting queues a wait on the current stream."""
+class _Grouped(AllToAll):
+    """One grouped call on CUDA."""
 
-    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
-        self.link, self.received = link, list(received)
-        self.work: dist.Work | None = None
+    def announce(self) -> None:
+        pass
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         own = self.link.rank
@@ -202,10 +193,9 @@ class _Grouped:
         outputs = [none if j == own else part for j, part in enumerate(self.received)]
         inputs = [none if j == own else part for j, part in enumerate(sent)]
         with transfer():
-            self.work = self.link.backend.alltoall(outputs, inputs)
+            self.work: dist.Work = self.link.backend.alltoall(outputs, inputs)
 
     def wait(self, source: int) -> None:
-        assert self.work is not None
         with transfer():
             self.work.wait()
 
