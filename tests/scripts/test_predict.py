@@ -76,7 +76,7 @@ def measured(request: BenchRequest, problem: str | None, watch: object) -> Bench
 
 @pytest.fixture
 def testbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "Cluster", FakeTestbed)
+    monkeypatch.setattr(runner, "EmulatedCluster", FakeTestbed)
     monkeypatch.setattr(predict, "run_bench", measured)
 
 

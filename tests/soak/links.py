@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def link_lost(chance: random.Random, seed: int, folder: str) -> None:
     """A link is down for longer than the timeout: all ranks are told in time."""
     timeout_s = 4.0
-    with testbed.Cluster(2, inter="1gbit") as cluster:
+    with testbed.EmulatedCluster(2, inter="1gbit") as cluster:
         run = Run(cluster, folder, seed, timeout_s, steps=10**9)
         run.wait_for_step(2)
         time.sleep(chance.uniform(0, 0.3))
@@ -37,7 +37,7 @@ def link_lost(chance: random.Random, seed: int, folder: str) -> None:
 def link_flaps(chance: random.Random, seed: int, folder: str) -> None:
     """A link is down for a moment and comes back: nothing is lost."""
     expected = alone(seed)
-    with testbed.Cluster(2, inter="1gbit") as cluster:
+    with testbed.EmulatedCluster(2, inter="1gbit") as cluster:
         run = Run(cluster, folder, seed, timeout_s=30.0, steps=STEPS)
         for _ in range(2):
             run.wait_for_step(2)
@@ -52,7 +52,7 @@ def link_flaps(chance: random.Random, seed: int, folder: str) -> None:
 def torchrun_restarts(chance: random.Random, seed: int, folder: str) -> None:
     """A rank is killed under torchrun --max-restarts: all begin again from checkpoints and end as if nothing had been."""
     expected = alone(seed)
-    with testbed.Cluster(2, inter="1gbit") as cluster:
+    with testbed.EmulatedCluster(2, inter="1gbit") as cluster:
         run = Run(cluster, folder, seed, timeout_s=30.0, steps=STEPS, elastic=True)
         run.join(150)
     run.expect_digests(expected)
@@ -66,7 +66,13 @@ class Run:
     """Ranks on a cluster, in a thread."""
 
     def __init__(
-        self, cluster: testbed.Cluster, folder: str, seed: int, timeout_s: float, steps: int, elastic: bool = False
+        self,
+        cluster: testbed.EmulatedCluster,
+        folder: str,
+        seed: int,
+        timeout_s: float,
+        steps: int,
+        elastic: bool = False,
     ) -> None:
         self.ends: dict[int, tuple[str, str, str, float]] = {}
         self._lines: list[str] = []

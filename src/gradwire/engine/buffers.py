@@ -20,12 +20,12 @@ class ModelBuffers:
         """Whether the next forward broadcasts: the first one after a step."""
 
     def changed(self, model: torch.nn.Module) -> bool:
-        """Whether they would not fit into what the other ranks send and expect."""
+        """Whether the sizes differ from those that the other ranks send and expect."""
         return _nbytes(list(model.buffers())) != self._nbytes
 
     def broadcast(self, model: torch.nn.Module | None) -> Callable[[Link], None] | None:
-        """What to do on a lane, None when there is nothing to send. No model: it changed, and this rank takes nothing,
-        and gives nothing as rank 0."""
+        """The job for a lane; None when there is nothing to send. Without a model (it changed) this rank takes nothing, and as
+        rank 0 gives nothing."""
         if not self.due or not self._nbytes:
             return None
         return partial(
@@ -33,7 +33,8 @@ class ModelBuffers:
         )
 
     def copy(self, model: torch.nn.Module | None) -> "BufferCopy | None":
-        """As they are now, to be broadcast while the model goes on; None when there is nothing to send. No model as above."""
+        """A copy of the buffers, to be broadcast while the model goes on; None when there is nothing to send. Without a model as
+        in `broadcast`."""
         return BufferCopy(_packed(model, self._nbytes, self._device), model is not None) if self._nbytes else None
 
 

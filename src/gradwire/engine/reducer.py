@@ -62,7 +62,7 @@ class Reducer:
         self.filled: dict[int, None] = {}
         """Parameters whose gradients of this step are in their slots, in the order in which they came."""
         self.gradients: list[Gradient] = []
-        """What scripts get, in the order of the parameters."""
+        """The gradients that scripts get, in the order of the parameters."""
         self.watched = 0
         """How often it was given parameters."""
         self.observers = Observers()
@@ -133,7 +133,7 @@ class Reducer:
 
     @property
     def state(self) -> StepState:
-        """Where it is in its step."""
+        """The state of the step."""
         if self.lanes.failure is not None:
             return StepState.VOID if self.lanes.mendable else StepState.BROKEN
         return self._state

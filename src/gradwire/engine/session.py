@@ -94,8 +94,8 @@ class Session(Observer):
         self.schedule.settle()
 
     def plan_of(self, policy: Policy, order: Sequence[int] | None = None) -> Plan:
-        """What a policy makes of the tensors in an order, or in that in which their gradients become ready: the same on all
-        ranks."""
+        """The plan that a policy makes of the tensors, in this order or in the order in which their gradients become ready. The
+        same on all ranks."""
         tensors = [self.tensors[index] for index in (self.order if order is None else order)]
         return policy.plan(tensors, self.group.world_size)
 
@@ -225,7 +225,7 @@ class Session(Observer):
         self.began_s = None
 
     def _plan_again(self, policy: Policy) -> None:
-        """Buckets by the order in which rank 0's gradients came; what never came goes last."""
+        """Make the plan again, with tensors in the order in which rank 0's gradients came; tensors without a gradient go last."""
         came = self.reducer.ready_order
         order = torch.tensor([*came, *sorted(set(range(len(self.tensors))) - set(came))])
         try:
@@ -240,13 +240,12 @@ class Session(Observer):
     # ---- what ranks do together beside gradients
 
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
-        """The values of one rank of the group everywhere."""
+        """Give all ranks the values of one rank of the group."""
         self.settle()
         self._on_lane(partial(broadcast_bytes, tensors=tensors, root=root), what)
 
     def _on_lane(self, job: Callable[[Link], None], what: str) -> None:
-        """Do something on a lane that touches tensors of the model: the first one, or on the CPU the control lane if that
-        one may be busy."""
+        """Run a job on tensors of the model on the first lane; on the CPU on the control lane, if the first lane may be busy."""
         lane = self.lanes.data[0]
         if self.device.type == "cpu" and self.schedule.traits.lanes_busy_between_steps:
             lane = self.lanes.control
@@ -275,8 +274,8 @@ class Session(Observer):
         self._buffers.due = self.reducer.synchronise and not self.reducer.control.joining
 
     def begins(self) -> None:
-        """In join(), ranks without a batch send buffers before each step: where no training forward of the model did, as in a
-        loop in eval mode or one that calls parts of the model, they are sent now."""
+        """In join(), ranks without a batch send buffers before each step. If no training forward of the model has sent them here
+        (the script trains in eval mode, or calls parts of the model), send them now."""
         if self.reducer.control.joining and self._buffers.due:
             self._broadcast_buffers(self._model())
 

@@ -22,7 +22,7 @@ def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
         raise DisagreementError(
-            "parallelize stops on all ranks because it failed on some: "
+            "all ranks stop, because some of them failed: "
             + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
         )
     for rank, other in zip(global_ranks, others, strict=True):

@@ -1,6 +1,6 @@
-"""From a plan to memory: flat buffers, where each gradient lies in them, and the schemes that move them.
+"""From a plan to memory: the flat buffer of each bucket, the place of each tensor in it, and the schemes that exchange it.
 
-Everything here is made once, before the first step, and is the same on every rank but for who owns which shard.
+Everything is allocated once, before the first step. All ranks have the same buckets and places; they own different shards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,7 @@ class Slot:
     view: torch.Tensor
     """The place itself, in the tensor's shape and strides."""
     owed: torch.Tensor | None = None
-    """What another plan has not sent of this tensor, flat, and this plan's encodes do not remember: added to each gradient
-    until one counts."""
+    """A residual of another plan, flat, where this plan keeps no residuals. It is added to each gradient until a step counts."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is of the place's kind, its elements in the same order."""
@@ -46,7 +45,7 @@ class Slot:
         return own == place or _order(_place_strides(tensor), shape) == _order(place, shape)
 
     def in_memory(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the tensor's elements, flat, in the order in which they lie in the place, on its device."""
+        """Values of the tensor's elements, in row-major order, put into the order of the place. Flat, on the place's device."""
         values = values.to(self.view.device)
         if self.view.is_contiguous():
             return values.reshape(-1)
@@ -54,13 +53,13 @@ class Slot:
         return placed.copy_(values.reshape(self.view.shape)).as_strided((values.numel(),), (1,))
 
     def by_element(self, memory: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
+        """Values in the order of the place, put into row-major order. Flat."""
         if self.view.is_contiguous():
             return memory
         return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
 
     def add_owed(self) -> None:
-        """To the gradient, which is there."""
+        """Add what is owed to the gradient in the slot."""
         if self.owed is not None:
             memory = self.view.as_strided((self.view.numel(),), (1,))
             memory.add_(self.owed.to(memory.dtype))
@@ -69,8 +68,8 @@ class Slot:
 _MOST_ENCODES = 4
 """Of any option: before both first steps and before both second ones."""
 _STEPPED_TOGETHER = 128
-"""Shards that ranks step begin at multiples of so many elements from a tensor's start: then a fused optimizer's kernel, which
-steps whole vectors and the rest in another way, rounds each element as it does in the whole tensor."""
+"""Shards of the optimizer begin at multiples of so many elements of a tensor. A fused optimizer's kernel treats whole vectors
+and the rest differently; cut so, it rounds each element as in the whole tensor."""
 
 
 @dataclass
@@ -91,7 +90,7 @@ class BucketBuffers:
         return [self.flat, *(slot.view for slot in self.slots), *(t for chunk in self.chunks for t in chunk.aliases)]
 
     def take_back(self, slot: Slot) -> None:
-        """The sum of this gradient is not used by any rank: what it holds of residuals stays unsent."""
+        """No rank uses the sum of this gradient: put the residuals that it contains back into the memory."""
         for (start, end), chunk in zip(pairwise(self.bounds), self.chunks, strict=True):
             low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
             if low < high:
@@ -219,7 +218,7 @@ def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
 
 
 class _Rows:
-    """The segments of any run of a bucket."""
+    """Makes the segments of any range of a bucket."""
 
     def __init__(self, bucket: Bucket, members: Sequence[torch.Tensor], granularity: int) -> None:
         self.numels, self.granularity = [member.numel() for member in members], granularity
@@ -242,7 +241,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _BucketRuns:
-    """How the piece that begins at an element of the bucket may be cut."""
+    """Cuts the piece that begins at an element of the bucket."""
 
     rows: _Rows
     begin: int
@@ -299,5 +298,5 @@ def _place_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _order(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """What strides say of where elements lie: those of dimensions of one element say nothing."""
+    """The strides of the dimensions of more than one element: the others do not matter."""
     return [stride for stride, size in zip(strides, shape, strict=True) if size > 1]

@@ -1,16 +1,17 @@
-"""What compressors remember of all buckets, by tensor name: to save, to load, and to carry over to another set of buckets.
+"""The residuals and factors that compressors keep, by tensor name: saved, loaded, and carried over to other buckets.
 
-Each encode of a scheme covers a range of elements. What it lost is a part of the mean gradient, whatever it encoded: a rank's
-own gradient, a node's sum or the sum of all, since gradients are divided by the number of ranks first. So when ranges change
-hands, adding one to the other loses nothing. Keys are `{what}/{encode}/{tensor}`. Two are special. The encode 'left' is what no
-encode of this rank took over from another plan; it goes into the next gradient. `{what}_copy` is what several ranks remember
-alike, because they encode the very same sum, one on each node: it is lost once, so all but the lowest rank's are copies, which a
-resumed run needs and a sum over ranks leaves out.
+Each encode of a scheme covers a range of elements and keeps a residual for it. Gradients are divided by the number of ranks
+first, so every residual is a part of the mean gradient: of a rank's own gradient, of a node's sum, or of the sum of all. When a
+range moves to another encode, its residual is added to the residual there, and nothing is lost.
 
-Where a plan remembers no residual of a tensor at all, as under plain all-reduce, what another one left is owed by the tensor's
-slot, and saved as 'left' too.
+Keys are `{what}/{encode}/{tensor}`. Two kinds of key are special:
 
-What is shared (PowerSGD's factors) is the same on all ranks, and of another size than the tensor.
+- The encode 'left' is a residual of another plan that no encode of this rank took over. It is added to the next gradient.
+- `{what}_copy` is a residual that several ranks keep alike, since one rank of each node encodes the same sum. The lowest rank's
+  is the original. A resumed run needs the copies; a sum over ranks leaves them out.
+
+Plans without error feedback keep no residuals. A residual of another plan is then owed by the tensor's slot, and saved as 'left'.
+Shared values (PowerSGD's factors) are the same on all ranks, and of another size than the tensor.
 """
 
 import re
@@ -34,25 +35,25 @@ State = Mapping[str, torch.Tensor]
 
 
 class _KeptRun(NamedTuple):
-    """A part of what is remembered of a tensor."""
+    """A part of the memory of one tensor."""
 
     key: str
-    """Of the whole, `{what}/{encode}/{tensor}`."""
+    """`{what}/{encode}/{tensor}`."""
     first: int
-    """The part's first element."""
+    """The first element of the part, within the tensor."""
     numel: int
-    """Of the whole."""
+    """Elements of the whole tensor."""
     part: torch.Tensor
 
 
 class Remembered:
-    """Views of what one set of buckets remembers."""
+    """The memory of the compressors of one set of buckets, by tensor."""
 
     def __init__(self, buckets: list[BucketBuffers]) -> None:
         self._buckets = buckets
 
     def _runs(self, change: bool = False) -> Iterator[_KeptRun]:
-        """With `change` what is written to the parts is remembered."""
+        """All parts. With `change`, values that the caller writes into a part are stored."""
         for buffers in self._buckets:
             for chunk, start in zip(buffers.chunks, buffers.bounds, strict=False):
                 for name, value in chunk.shared.items():
@@ -64,7 +65,7 @@ class Remembered:
                         memory.write(values)
 
     def _carried_sizes(self) -> dict[str, int]:
-        """What can be taken over, and of how many elements it is."""
+        """The keys that `take_over` accepts, with their numbers of elements, without what slots owe."""
         sizes: dict[str, int] = {}
         for buffers in self._buckets:
             for chunk in buffers.chunks:
@@ -75,7 +76,7 @@ class Remembered:
         return sizes
 
     def _taken_sizes(self) -> dict[str, int]:
-        """The same, and what slots can owe."""
+        """The keys that `take_over` accepts, with their numbers of elements."""
         return self._carried_sizes() | {_carried(key): slot.view.numel() for key, slot in self._owing()}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -91,12 +92,12 @@ class Remembered:
         return state | {key: slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
 
     def _slots(self, keys: Iterable[str]) -> dict[str, Slot]:
-        """Of those of these keys that are of a tensor's elements."""
+        """The slot of each key that stands for the elements of a tensor."""
         by_name = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
         return {key: by_name[key.split("/", 2)[2]] for key in keys if not key.startswith(f"{SHARED}/")}
 
     def _owing(self) -> Iterator[tuple[str, Slot]]:
-        """The slots of which no residual is remembered, with their keys."""
+        """The slots of buckets that keep no residuals, with their keys."""
         for buffers in self._buckets:
             if not any("residual" in chunk.remembers for chunk in buffers.chunks):
                 yield from ((f"residual/{LEFT}/{slot.name}", slot) for slot in buffers.slots)
@@ -125,11 +126,11 @@ class Remembered:
         self._give({_carried(key): value.reshape(-1) for key, value in state.items() if _is_left(key)})
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent yet of each tensor, and else remembers, all encodes added up: `{what}/{tensor}`."""
+        """All that this rank has not sent yet, by `{what}/{tensor}`: the encodes added up."""
         return added_up([self.state()])
 
     def names(self) -> list[str]:
-        """Tensors of which something is remembered."""
+        """The tensors that have a memory."""
         return list(dict.fromkeys(key.partition("/")[2] for key in self._carried_sizes()))
 
     def check_carried(self, carried: State) -> None:
@@ -145,13 +146,13 @@ class Remembered:
         _check_sizes({key: value.numel() for key, value in carried.items()}, expected)
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
-        """What `take_over` can take of it."""
+        """The part of `carried` that `take_over` accepts."""
         expected = self._taken_sizes()
         return {key: value for key, value in carried.items() if expected.get(key) == value.numel()}
 
     def take_over(self, carried: State) -> None:
-        """Begin with what another set of buckets left, and with zeros where it left nothing (with the first factors, where
-        no shared ones)."""
+        """Begin with the residuals of another set of buckets, and with zeros for the other tensors. Shared factors that
+        are not in `carried` stay as they are."""
         for buffers in self._buckets:
             for chunk in buffers.chunks:
                 for name, value in chunk.shared.items():
@@ -161,8 +162,8 @@ class Remembered:
         self._give(carried)
 
     def _give(self, carried: State) -> None:
-        """Hand to each scheme what is carried of its elements, all at once: what is stored narrow is rounded once then. What
-        no scheme takes, the slots owe."""
+        """Give each scheme the residuals of its elements, in one call, so that narrow residuals are rounded once. The slots
+        owe the residuals that no scheme takes."""
         for key, slot in self._owing():
             owed = carried.get(_carried(key))
             slot.owed = slot.in_memory(owed) if owed is not None else None
@@ -181,7 +182,7 @@ class Remembered:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What happens inside leaves no trace in what is remembered."""
+        """The memory is the same after the block as before it."""
         copies = [(held, held.clone()) for held in self.held()]
         try:
             yield

@@ -1,4 +1,4 @@
-"""A handle's state as a flat dictionary of tensors, and what a rank takes of one: the same for any number of ranks.
+"""The state of a handle or an exchange: a flat dictionary of tensors, which any number of ranks can load.
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
@@ -37,7 +37,7 @@ _CURE = "Pass what handle.state_dict() returned."
 
 
 class Saved(NamedTuple):
-    """What one rank takes of a state."""
+    """The part of a state that one rank takes."""
 
     step: int
     order: list[int]
@@ -46,9 +46,9 @@ class Saved(NamedTuple):
     own: bool
     """Whether memory is this rank's own, from a group of the same ranks."""
     memory: list[dict[str, torch.Tensor]]
-    """`{what}/{encode}/{tensor}` of each rank from which something is taken."""
+    """`{what}/{encode}/{tensor}`, of each rank whose memory this rank takes."""
     missing: list[int]
-    """Ranks that should be among those but are not in the state."""
+    """Ranks whose memory this rank should take and that are not in the state."""
     weights: list[int]
     """Of a `delayed` schedule, if memory is this rank's own: a checksum of each global weight, below 2**64."""
     decided: Plan | None
@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 
 
 def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What compressors remember, and what is the schedule's."""
+    """The memory of compressors, and the memory of the schedule."""
     own = {key: value for key, value in memory.items() if key.startswith((CORRECTION, LOCAL))}
     return {key: value for key, value in memory.items() if key not in own}, own
 

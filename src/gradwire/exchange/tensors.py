@@ -58,11 +58,13 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
     """What ranks compare, most telling first."""
     if plan is None:
         return {"error": f"{type(problem).__name__}: {problem}"}
-    likes = {name: like(tensor) for name, tensor in tensors.items()}
+    rows = [(name, like(tensor)) for name, tensor in tensors.items()]
     return {
         "gradwire version": __version__,
         "torch version": torch.__version__,
-        "tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in likes.items()],
+        "names, shapes and dtypes of the tensors": [
+            [name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows
+        ],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
     }
 

@@ -93,6 +93,8 @@ gradwire report
   RUN
   --out
   --tensorboard
+gradwire schedules
+  --json
 gradwire simulate
   PLAN
   --profile

@@ -23,7 +23,7 @@ from benchmarks.papers.strawmen import (
     nearby_layers,
 )
 from gradwire.errors import PlanError
-from gradwire.planner.fusion import Affine, Fusion, FusionCosts, evaluate, optimal
+from gradwire.planner.fusion import AffineCost, Fusion, FusionCosts, evaluate, optimal
 from gradwire.planner.starts import close_after, close_before
 
 Pair = tuple[float, float]
@@ -336,5 +336,5 @@ def test_what_is_exponential_refuses_what_it_cannot_do() -> None:
 
 
 def test_a_pair_becomes_an_affine_cost() -> None:
-    assert FREE.exchange == Affine(0, 1)
-    assert FusionCosts(encode=flat_then_linear, exchange=Affine(1, 2)).encode is flat_then_linear
+    assert FREE.exchange == AffineCost(0, 1)
+    assert FusionCosts(encode=flat_then_linear, exchange=AffineCost(1, 2)).encode is flat_then_linear

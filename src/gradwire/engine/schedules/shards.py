@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
 
 
 class Shards:
-    """Those of one rank."""
+    """The shards of one rank."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Shards:
                         self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
 
     def take_weights(self) -> None:
-        """The shards' weights become those of the parameters as they are."""
+        """Copy the parameters' present values into the shards."""
         for shard in self.all:
             if (parameter := self._parameters[shard.index]()) is not None:
                 values = in_order(parameter.detach(), self._slots[shard.index].view)
@@ -93,7 +93,7 @@ class Shards:
         return any(shard.weight in optimizer.state for shard in self.all)
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep of the optimizer's state of whole parameters that of shards alone."""
+        """Replace the optimizer's state of whole parameters by the state of this rank's shards."""
         for index, reference in enumerate(self._parameters):
             parameter = reference()
             if parameter is None or parameter not in optimizer.state:
@@ -104,7 +104,7 @@ class Shards:
                     optimizer.state[shard.weight] = part_of_state(state, like, shard.first, shard.weight.numel())
 
     def forget_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of all shards."""
+        """Remove the state of all shards from the optimizer."""
         for shard in self.all:
             optimizer.state.pop(shard.weight, None)
 

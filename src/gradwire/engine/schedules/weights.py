@@ -1,9 +1,8 @@
-"""Two sets of weights: the global ones, W, the same on all ranks, and a rank's own, L, on which its next step computes.
+"""Two sets of weights: the global weights W, the same on all ranks, and the local weights L, on which the next step computes.
 
-The model's parameters hold one of the two. They hold L from the training forward of a step to its `optimizer.step()`, and W
-whenever a script may look. While they hold L a copy of W is kept; while they hold W a copy of L is, until the next training
-forward takes it. In `optimizer.step()` they have the memory of that copy of W for a while. So the `delayed` schedule needs one
-more copy of the weights, and two while a script looks.
+The model's parameters hold one of the two sets; a copy of the other set is kept. They hold L from the training forward of a step
+to its `optimizer.step()`, and W whenever a script may look. During `optimizer.step()` the parameters borrow the memory of the
+copy of W. So the `delayed` schedule needs one more copy of the weights, and two while a script looks.
 """
 
 import warnings
@@ -35,10 +34,10 @@ Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 
 
 class TwoWeights:
-    """The weights of some parameters, which hold W at first, and L = W.
+    """W and L of some parameters. At first the parameters hold W, and L = W.
 
-    All methods that write do so in place, under `torch.no_grad()`: parameters stay the same objects, in the same memory but
-    while they are lent some, and autograd tells of a graph that needs what was written over.
+    All writes are in place, under `torch.no_grad()`. So parameters stay the same objects, and autograd notices a graph that
+    needs the values of before.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -57,12 +56,12 @@ class TwoWeights:
 
     @property
     def global_weights(self) -> list[torch.Tensor]:
-        """W as it is after the last update that landed. Not to be written."""
+        """W after the last update that landed. Read only."""
         return [p.detach() for p in self._parameters] if self._show_global else self._global
 
     @property
     def local_weights(self) -> list[torch.Tensor]:
-        """L, on which the next step computes. Not to be written."""
+        """L, on which the next step computes. Read only."""
         if self._show_global:
             self._forget_stale()
             if self._local is not None:
@@ -71,7 +70,7 @@ class TwoWeights:
 
     @torch.no_grad()
     def show_global(self, keep_local: bool = True) -> None:
-        """The parameters hold W from now on. Without `keep_local` L is forgotten: the next step computes on W."""
+        """Let the parameters hold W. Without `keep_local` forget L: the next step computes on W."""
         if not keep_local:
             self._local = self._global_sums = None
         if not self._show_global:
@@ -83,9 +82,8 @@ class TwoWeights:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """The parameters hold L from now on.
-
-        What a script did to W in the meantime counts. Then L is not of this W any more, and the next step computes on W.
+        """Let the parameters hold L. If the script has changed W in the meantime, L is out of date, and the next step computes
+        on the changed W.
         """
         if not self._show_global:
             return
@@ -101,7 +99,7 @@ class TwoWeights:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def _warn_of_writes(self) -> None:
-        """What is written into L is lost with it. This rank alone may do so, and others would wait for it if it raised."""
+        """Warn of writes into L, which are lost. No error: this rank alone may have written, and the others would wait for it."""
         changed = [
             name
             for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
@@ -134,7 +132,7 @@ class TwoWeights:
     def update(
         self, gradients: Mapping[int, torch.Tensor | None], step: Callable[[Sequence[torch.nn.Parameter]], None]
     ) -> None:
-        """W of these parameters becomes what `step`, which is given them, makes of it with these gradients in `grad`. They hold W
+        """Call `step` with these parameters, which hold W, and these gradients in `grad`. The parameters hold the new W
         afterwards, and their own gradients again."""
         self.show_global()
         chosen = [self._parameters[index] for index in gradients]
@@ -184,7 +182,7 @@ class TwoWeights:
 
     @torch.no_grad()
     def local_update(self, moves: "Iterable[LocalMove | None]") -> None:
-        """L = W moved, which the parameters then hold. None is no move."""
+        """Set L to W after each parameter's local update, and let the parameters hold L. None: L = W."""
         moves = list(moves)  # all or nothing
         if self._home is not None:
             self._go_home()
@@ -231,7 +229,7 @@ class LocalMove(NamedTuple):
     """The first-moment estimate so far, of SGD the momentum; None where the optimizer has none."""
 
     def apply(self, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` becomes the weight moved, in one pass over memory where all lie in it alike."""
+        """Write the updated weight to `out`: in one pass over memory, where all tensors have the same layout."""
         tensors = [each for each in (weight, self.gradient, self.squares, self.mean, out) if each is not None]
         alike = all(each.dtype is weight.dtype and each.stride() == weight.stride() for each in tensors)
         dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Tensors whose values come later: whoever uses one waits for its values at that moment, whatever the use is.
+"""Tensors whose values come later: the first use of such a tensor, of any kind, waits for its values.
 
 A parameter that is still to be stepped, or a gradient that is still on its way, is for that time of a class of its own, as
 torch's uninitialized parameters are. Torch hands every use of such a tensor, by operators, methods, attributes, optimizers,

@@ -1,11 +1,11 @@
-"""Whatever lets a script see or change weights waits first until they are what the script's last step made of them.
+"""Methods that show or change weights wait first for the last step that the script asked for.
 
-Schedules that finish a step later than `optimizer.step()` leave weights behind for a while. The methods that show or change
-them are replaced on the instances, of the model, all its submodules and the optimizers, never on their classes. What goes
-through an outer module (a compiled or wrapped model) is seen too, because outer modules call these methods of inner ones.
+Some schedules finish a step later than `optimizer.step()`, so weights are out of date for a while. The methods that show or
+change weights are replaced on the instances of the model, its submodules and the optimizers, never on their classes. A compiled
+or wrapped model is covered too, because the outer module calls these methods of the inner one.
 
-Not seen is what reads tensors without a method: `model.fc.weight`, or parameters kept in a list of the script's own. For
-those there is `handle.flush()`.
+Reads without a method are not covered: `model.fc.weight`, or parameters in a list of the script's own. For those there is
+`handle.flush()`.
 """
 
 import weakref

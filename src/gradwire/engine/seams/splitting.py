@@ -39,8 +39,8 @@ def compiled_frames() -> int:
 
 
 def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, compiled_before: int) -> str:
-    """Why some parameters must not be stepped later, and their values not wait for it; '' if they may. `compiled_before` is what
-    `compiled_frames` returned before the model was parallelized, when all compiled code was forgotten."""
+    """Why the optimizer cannot step some parameters later than others; '' if it can. `compiled_before` is what `compiled_frames`
+    returned before the model was parallelized, when all compiled code was forgotten."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return why_at_once(optimizer) or why_none_later(parameters, model, compiled_before)
 
@@ -100,16 +100,16 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def moved(parameters: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> bool:
-    """Whether each has other values than before: a trial in which nothing moves, as in a wrapper whose optimizer inside steps
-    tensors of its own, shows nothing."""
+    """Whether every tensor has other values than before. A trial in which nothing moves proves nothing: an optimizer in a wrapper
+    may step tensors of its own."""
     return not any(p.numel() and torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
 
 
 def clone(
     optimizer: torch.optim.Optimizer, small: Callable[[torch.nn.Parameter, torch.Generator], torch.nn.Parameter]
 ) -> tuple[Any, list[torch.nn.Parameter]]:
-    """The same class and values with small parameters and what their state would be, and these parameters: `small` makes two of
-    each kind, the same ones in every clone."""
+    """An optimizer of the same class and settings with small parameters and their state, and these parameters. `small` makes
+    them: two of each kind, the same in every clone."""
     made = object.__new__(type(optimizer))
     left_out = {"state", "param_groups", "step", "_guard", *_HOOKS}
     own = {key: value for key, value in vars(optimizer).items() if key not in left_out and not key.startswith("__")}

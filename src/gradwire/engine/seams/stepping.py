@@ -95,8 +95,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
 
 @contextmanager
 def outermost(device: torch.device) -> Iterator[None]:
-    """Inside, a step is what it is in the outermost lines of a script, whatever is around: inference mode, no_grad, autocast
-    or a transform of torch.func."""
+    """Run a step as in the outermost lines of a script: without the inference mode, no_grad, autocast or torch.func transform
+    that may surround the caller."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -119,8 +119,8 @@ def step_only(
 def step_later(
     optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
 ) -> None:
-    """As `step_only`, of a whole step that was asked for when the groups had these values: what it writes into its groups, such
-    as a count of steps, is written into the optimizer's own."""
+    """As `step_only`, for a whole step that the script asked for when the groups had these values. Values that the step writes
+    into its groups, such as a count of steps, are written into the optimizer's own groups."""
     parts = _parts(groups, parameters, keep_empty=True)
     before = [_copied(part) for part in parts]
     _step_parts(optimizer, whole, [part for part in parts if part["params"]])

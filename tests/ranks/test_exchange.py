@@ -1,0 +1,318 @@
+"""`gw.Exchange` alone: the bits of `parallelize`, phases alone, states, and wrong use."""
+
+import time
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, World, Worlds, digest, seeded
+
+import gradwire as gw
+from gradwire.core.collectives import COLLECTIVES
+from gradwire.core.specs import example_specs
+from gradwire.core.tensors import TensorInfo
+from gradwire.exchange.plans import info_of
+
+SHAPES = list(islice(cycle([(1,), (7,), (123,), (3, 5), (40, 11), (130,), (1, 1), (2, 3, 4), (513,), (33, 9)]), 100))
+DTYPES = list(islice(cycle([torch.float32, torch.bfloat16, torch.float16]), 100))
+SPECS = [gw.Identity(), *(spec for spec in example_specs() if spec != gw.Identity())]
+STEPS = 3
+
+
+def tensors(step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = seeded(step, rank)
+    pairs = enumerate(zip(SHAPES, DTYPES, strict=True))
+    return {f"t{at}": torch.randn(shape, generator=generator).to(dtype) for at, (shape, dtype) in pairs}
+
+
+class Many(torch.nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in tensors(0, 0).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * gradients[name]).sum().float() for name, p in self.named_parameters()]).sum()
+
+
+def plans_of(spec: gw.Spec) -> dict[str, gw.Plan]:
+    infos = [TensorInfo(f"t{at}", s, str(d)[6:]) for at, (s, d) in enumerate(zip(SHAPES, DTYPES, strict=True))]
+    named = {
+        name: each for name, each in COLLECTIVES.items() if (each.plain if not spec.encodes else each.carries(spec))
+    }
+    ranks = dist.get_world_size()
+    return {
+        name: gw.Uniform(spec, scheme=name, bucket_bytes=4000, chunk_bytes=2000).plan(infos, ranks) for name in named
+    }
+
+
+def both_ways(spec: gw.Spec) -> dict[str, tuple[list[str], list[str]]]:
+    """Of each scheme: digests of the means of each step, by `parallelize` and by `gw.Exchange`."""
+    found = {}
+    for name, plan in plans_of(spec).items():
+        model = Many()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = gw.parallelize(model, optimizer, plan=plan)
+        by_handle = []
+        for step in range(STEPS):
+            model(tensors(step, dist.get_rank())).backward()
+            by_handle.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
+            optimizer.zero_grad()
+        handle.detach()
+        exchange = gw.Exchange(tensors(0, 0), plan=plan)
+        alone = []
+        for step in range(STEPS):
+            means = tensors(step, dist.get_rank())
+            exchange.average_(means)
+            alone.append(digest(means.values()))
+        exchange.close()
+        found[name] = (by_handle, alone)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)
+def test_the_bits_are_those_of_parallelize(worlds: Worlds, spec: gw.Spec, ranks: int) -> None:
+    first, *others = worlds.run(ranks, both_ways, spec, deadline_s=240.0)
+    assert first, "no scheme carries this spec"
+    for name, (by_handle, alone) in first.items():
+        assert alone == by_handle, name
+        assert len(set(alone)) == STEPS
+    assert all(other == first for other in others)
+
+
+# ---- the interface
+
+
+def piecemeal() -> dict[str, Any]:
+    """Tensors in another order, waited for one by one, others in their place, and only described."""
+    rank, found = dist.get_rank(), {}
+    own = {name: tensor.float() for name, tensor in tensors(1, rank).items()}
+    mean = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    for each in range(dist.get_world_size()):
+        for name, tensor in tensors(1, each).items():
+            mean[name] += tensor.float() / dist.get_world_size()
+    metas = {name: gw.TensorMeta(tuple(tensor.shape)) for name, tensor in own.items()}
+    exchange = gw.Exchange(metas, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=3000))
+    exchange.begin()
+    for name in reversed(own):
+        exchange.ready(name, own[name])
+    for name in own:
+        exchange.wait(name)
+        found[name] = torch.allclose(own[name], mean[name], atol=1e-6)
+    exchange.wait()
+    with exchange.recorded() as tasks:
+        exchange.average_(own)
+    stats = exchange.stats()
+    exchange.close()
+    words = [stats.steps, len(tasks) == sum(2 * each.chunks for each in stats.buckets), stats.wire_bytes > 0]
+    return {"equal": all(found.values()), "words": words, "bits": digest(own.values())}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tensors_may_come_in_any_order_and_be_waited_for_one_by_one(ranks: int, worlds: Worlds) -> None:
+    told = worlds.run(ranks, piecemeal)
+    assert all(each["equal"] and each["words"][:2] == [2, True] for each in told)
+    assert len({each["bits"] for each in told}) == 1
+
+
+def by_phases(spec: gw.Spec, schedule: str) -> list[bool]:
+    """Whether a reduce phase and a gather phase give what a whole step gives."""
+    plan = gw.Uniform(spec, scheme="alltoall", schedule=schedule, bucket_bytes=3000, chunk_bytes=1000)
+    whole, parts = (
+        {f"t{at}": torch.randn(301, generator=seeded(at, dist.get_rank())) for at in range(9)} for _ in "ab"
+    )
+    one, other = gw.Exchange(whole, plan=plan), gw.Exchange(parts, plan=plan)
+    equal = []
+    for _ in range(2):
+        one.average_()
+        other.begin("reduce")
+        for name in parts:
+            other.ready(name)
+        other.wait()
+        runs = other.own_shards
+        if not spec.encodes:
+            shards = [(name, slice(*run)) for name, each in runs.items() for run in each]
+            equal.append(all(torch.equal(parts[name][part], whole[name][part]) for name, part in shards))
+        other.begin("gather")
+        for name in parts:
+            other.ready(name)
+        other.wait()
+        if not spec.encodes:
+            equal.append(all(torch.equal(parts[name], whole[name]) for name in whole))
+    equal.append(sum(end - first for each in runs.values() for first, end in each) <= 9 * 301)
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest(parts.values()))
+    equal.append(len(set(digests)) == 1)
+    one.close()
+    other.close()
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=4)], ids=["identity", "qsgd"])
+def test_the_reduce_and_the_gather_phase_alone(worlds: Worlds, spec: gw.Spec, schedule: str, ranks: int) -> None:
+    for told in worlds.run(ranks, by_phases, spec, schedule):
+        assert all(told)
+
+
+def resumed() -> bool:
+    plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)))
+
+    def run(exchange: gw.Exchange, steps: range) -> list[str]:
+        found = []
+        for step in steps:
+            means = {"w": torch.randn(2000, generator=seeded(step, dist.get_rank()))}
+            exchange.average_(means)
+            found.append(digest(means.values()))
+        return found
+
+    first = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=plan)
+    run(first, range(3))
+    state = {key: value.clone() for key, value in first.state_dict().items()}
+    expected = run(first, range(3, 6))
+    second = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=plan)
+    second.load_state_dict(state)
+    found = run(second, range(3, 6))
+    other = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=gw.Uniform(gw.QSGD(bits=4)))
+    with pytest.raises(ValueError, match="the state was saved under plan"):
+        other.load_state_dict(state)
+    for each in (first, second, other):
+        each.close()
+    return found == expected
+
+
+def test_a_saved_exchange_goes_on_bit_for_bit(worlds: Worlds) -> None:
+    assert worlds.run(2, resumed) == [True, True]
+
+
+# ---- wrong use
+
+
+def refused(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (gw.GradwireError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misused() -> list[str]:
+    mine = {"a": torch.ones(9), "b": torch.ones(2, 3)}
+    told = [
+        refused(lambda: gw.Exchange({}, plan=gw.QSGD())),
+        refused(lambda: gw.Exchange({"a": [1.0]}, plan=gw.QSGD())),  # type: ignore[dict-item]
+        refused(lambda: gw.Exchange(mine, plan="auto")),
+        refused(lambda: gw.Exchange({"a": torch.ones(3, dtype=torch.int64)}, plan=gw.Identity())),
+    ]
+    exchange = gw.Exchange(mine, plan=gw.Uniform(gw.QSGD(bits=4), scheme="allgather"))
+    told += [
+        refused(lambda: exchange.ready("a")),
+        refused(lambda: exchange.wait("a")),
+        refused(lambda: exchange.begin("all")),
+        refused(lambda: exchange.begin("reduce")),
+        refused(lambda: exchange.own_shards),
+    ]
+    exchange.begin()
+    exchange.ready("a")
+    told += [
+        refused(exchange.begin),
+        refused(lambda: exchange.ready("a")),
+        refused(lambda: exchange.ready("c")),
+        refused(lambda: exchange.ready("b", torch.ones(6))),
+        refused(lambda: exchange.ready("b", torch.ones(2, 3, dtype=torch.float64))),
+        refused(exchange.wait),
+        refused(exchange.state_dict),
+    ]
+    exchange.ready("b")
+    exchange.wait()
+    assert torch.equal(mine["a"], torch.ones(9)) and exchange.step == 1
+    exchange.close()
+    told.append(refused(exchange.average_))
+    return told
+
+
+SAID = [
+    "PlanError: tensors is {}", "PlanError: tensors['a'] is a list", "PlanError: plan is 'auto'", "PlanError: tensor 'a'",
+    "StepStateError: ready('a') was called and no step runs", "StepStateError: wait('a') was called and no step runs",
+    "PlanError: phases is 'all'", "PlanError: 'reduce' needs two phases", "PlanError: 'own_shards' needs two phases",
+    "StepStateError: begin() was called while step 0 runs", "StepStateError: ready('a') was called twice in step 0",
+    "StepStateError: the exchange has no tensor c", "StepStateError: tensor 'b' has shape (6,)",
+    "StepStateError: tensor 'b' has shape (2, 3) and dtype torch.float64", "StepStateError: wait() was called before 'b'",
+    "StepStateError: state_dict() was called while step 0 runs", "StepStateError: this exchange was closed",
+]  # fmt: skip
+
+
+def test_wrong_use_is_refused_and_the_step_goes_on(worlds: Worlds) -> None:
+    for told in worlds.run(2, misused):
+        assert [words[: len(said)] for words, said in zip(told, SAID, strict=True)] == SAID
+
+
+def disagreeing() -> list[str]:
+    rank = dist.get_rank()
+    return [
+        refused(lambda: gw.Exchange({"a": torch.ones(9)}, plan=gw.QSGD(bits=4 + rank))),
+        refused(lambda: gw.Exchange({"a": torch.ones(9 + rank)}, plan=gw.QSGD(bits=4))),
+        refused(lambda: gw.Exchange({"a": torch.ones(9)}, plan=[gw.QSGD(bits=4), 3][rank])),  # type: ignore[arg-type]
+    ]
+
+
+def test_ranks_that_disagree_are_told_so_on_all_ranks(worlds: Worlds) -> None:
+    first, second = worlds.run(2, disagreeing)
+    for told in (first, second):
+        assert told[0].startswith("DisagreementError: ranks disagree on the plan")
+        assert told[1].startswith("DisagreementError: ranks disagree on the names, shapes")
+    assert first[2].startswith("DisagreementError: all ranks stop, because some of them failed: rank 1")
+    assert second[2].startswith("PlanError: plan is a int")
+
+
+def left_alone() -> str:
+    exchange = gw.Exchange({"a": torch.ones(90)}, plan=gw.QSGD(bits=4))
+    exchange.average_()
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+    time.sleep(0.5)
+    return refused(exchange.average_)
+
+
+def test_a_rank_that_died_is_named() -> None:
+    with World(2, group_timeout_s=8.0) as world:
+        world.start(left_alone)
+        first, second = world.collect(40.0)
+    assert second.kind == "died"
+    assert first.kind == "returned" and "CommunicationError: step 1: rank 0 waited for bucket 0 (a)" in first.value
+    assert "rank 1 did not answer" in first.value
+
+
+def beside_a_model() -> bool:
+    """Two exchanges and a handle, one after another in each step."""
+    model = Given([50])
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+    two = [gw.Exchange({"w": torch.full((30,), float(dist.get_rank()))}, plan=gw.Identity()) for _ in range(2)]
+    for step in range(3):
+        model(model.random_gradients(dist.get_rank(), step)).backward()
+        for each in two:
+            each.begin()
+            each.ready("w", torch.full((30,), float(dist.get_rank() + step)))
+        for each in two:
+            each.wait()
+    handle.detach()
+    for each in two:
+        each.close()
+    return True
+
+
+def test_several_exchanges_work_beside_a_handle(worlds: Worlds) -> None:
+    assert worlds.run(2, beside_a_model) == [True, True]
+
+
+def test_what_a_planner_knows_of_a_tensor() -> None:
+    assert info_of("a", torch.ones(2, 3, dtype=torch.bfloat16)) == TensorInfo("a", (2, 3), "bfloat16", "cpu")

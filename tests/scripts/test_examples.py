@@ -1,0 +1,32 @@
+"""The examples that are scripts run as their docstrings say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(gradwire.__file__).parents[2]
+SAID = {
+    "average_models.py": r"rank [01]: norm (\S+), \d+ bytes sent",
+    "ddp_hook.py": r"rank [01]: loss \S+, weights (\S+)",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_both_ranks_end_with_the_same_weights(name: str) -> None:
+    path = ROOT / "examples" / name
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(SAID[name], done.stdout)
+    assert len(told) == 2 and len(set(told)) == 1, done.stdout
+
+
+def test_the_exchange_without_an_engine_is_an_example_of_30_lines() -> None:
+    assert len((ROOT / "examples" / "average_models.py").read_text().splitlines()) <= 30
