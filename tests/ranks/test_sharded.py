@@ -15,7 +15,8 @@ from torch import nn
 from worlds import Worlds, digest
 
 import gradwire as gw
-from gradwire.engine.prepare import check_optimizers, prepare
+from gradwire.engine.prepare import prepare
+from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.sharded import Sharded
 from gradwire.engine.seams.elementwise import elementwise
 from gradwire.engine.seams.later import is_later
