@@ -17,7 +17,7 @@ from worlds import Worlds, digest
 import gradwire as gw
 from gradwire.engine.prepare import prepare
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.schedules.sharded import Sharded
+from gradwire.engine.schedules.sharded import ShardedSchedule
 from gradwire.engine.seams.elementwise import elementwise
 from gradwire.engine.seams.later import is_later
 from gradwire.engine.seams.splitting import splits
@@ -248,10 +248,10 @@ def test_a_step_may_be_left_out_by_all_ranks_and_not_by_one(worlds: Worlds) -> N
 
 def test_on_a_device_any_training_forward_opens_the_gate_of_a_step_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of a forward inside no_sync() wait behind that gate too."""
-    steps, opened = object.__new__(Sharded), []
+    steps, opened = object.__new__(ShardedSchedule), []
     steps.executor = SimpleNamespace(buckets=[SimpleNamespace(flat=torch.empty(0, device="meta"))])  # type: ignore[assignment]
     steps._step_is_due, steps.synchronise = True, False
-    monkeypatch.setattr(Sharded, "_gather_as_it_was", lambda self: opened.append(self))
+    monkeypatch.setattr(ShardedSchedule, "_gather_as_it_was", lambda self: opened.append(self))
     steps.before_forward(nn.Linear(1, 1).eval())
     assert not opened
     steps.before_forward(nn.Linear(1, 1))

@@ -202,7 +202,7 @@ class Bits:
         first = min(_FIRST, self.adaptive.period - 1)
         if live.step % self.adaptive.period == first:  # the step that comes
             adapting = self._adapting(live)
-            self._errors = Errors(self.adaptive, live.parameters, adapting, live.step, live.group.rank)
+            self._errors = Errors(self.adaptive, live.session.parameters, adapting, live.step, live.group.rank)
 
     def _adapting(self, live: Live) -> set[str]:
         """The tensors whose bits are chosen: those that no rule gives a spec of their own."""

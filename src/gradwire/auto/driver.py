@@ -193,12 +193,12 @@ class Auto:
             return
         self._steps += 1
         if self._steps == 1 and self.schedules != ("backward",):
-            self._stepped = Stepped(live.optimizers)
+            self._stepped = Stepped(live.session.optimizers)
         # what changes with the step, as PowerSGD does after its first ones, is to be seen as it stays
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._moments = StepMoments(live.parameters, Clock(live.device, self.clock))
+            self._moments = StepMoments(live.session.parameters, Clock(live.device, self.clock))
             live.hold(True)
 
     def _look(self, live: Live, us: float) -> None:

@@ -1,4 +1,4 @@
-"""Whether a run that takes up a state may go on under the plan that was saved."""
+"""Whether a resumed run may use the saved plan."""
 
 from collections.abc import Collection
 
@@ -9,8 +9,8 @@ __all__ = ["unlike"]
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
-    """Why a saved plan cannot come from the policy that made `own`, whatever its buckets; '' if it can. `ways` may stand for
-    each other.
+    """Why a saved plan cannot come from the policy of the plan `own`; '' if it can. Buckets may differ, and specs in `ways` may
+    replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
     >>> from gradwire.planner.policy import Uniform
@@ -20,15 +20,15 @@ def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
     >>> unlike(eight, four, ways=(QSGD(bits=4), QSGD(bits=8)))
     ''
     >>> unlike(eight, plain)
-    "'w' has QSGD(bits=8, block=128) there, and Identity() here. Load it with the plan= it was saved with."
+    "'w' has QSGD(bits=8, block=128) in the saved plan and Identity() here. Load the state with the plan= that it was saved with."
     """
-    cure = "Load it with the plan= it was saved with."
+    cure = "Load the state with the plan= that it was saved with."
     if plan.schedule != own.schedule:
-        return f"it is of schedule {plan.schedule!r}, and this one is of {own.schedule!r}. {cure}"
+        return f"the saved plan has schedule {plan.schedule!r}, this run has {own.schedule!r}. {cure}"
     specs = {name: bucket.spec_of(name) for bucket in own.buckets for name in bucket.tensors}
     for bucket in plan.buckets:
         for name in bucket.tensors:
             saved, here = bucket.spec_of(name), specs.get(name)
             if saved != here and not (saved in ways and here in ways):
-                return f"{name!r} has {saved!r} there, and {here!r} here. {cure}"
+                return f"{name!r} has {saved!r} in the saved plan and {here!r} here. {cure}"
     return ""
