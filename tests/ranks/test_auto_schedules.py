@@ -45,7 +45,7 @@ class InTurn:
         self.seen += 1
         if self.seen % 3 == 0:
             policy = self.policies[self.seen // 3 % len(self.policies)]
-            handle.session.change_to(handle.session.plan_of(policy))
+            handle.change_to(handle.plan_of(policy))
 
 
 FEEDBACK = gw.ErrorFeedback(gw.TopK(0.05))

@@ -252,9 +252,9 @@ def test_on_a_device_any_training_forward_opens_the_gate_of_a_step_left_out(monk
     steps.executor = SimpleNamespace(buckets=[SimpleNamespace(flat=torch.empty(0, device="meta"))])  # type: ignore[assignment]
     steps._step_is_due, steps.synchronise = True, False
     monkeypatch.setattr(ShardedSchedule, "_gather_as_it_was", lambda self: opened.append(self))
-    steps.before_forward(nn.Linear(1, 1).eval())
+    steps.on_forward(nn.Linear(1, 1).eval())
     assert not opened
-    steps.before_forward(nn.Linear(1, 1))
+    steps.on_forward(nn.Linear(1, 1))
     assert opened == [steps]
 
 
