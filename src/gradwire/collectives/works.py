@@ -96,6 +96,11 @@ class Transfer:
     after: list[Work] = field(default_factory=list)
     """Work after all parts have arrived."""
 
+    @staticmethod
+    def empty(before: list[Work], world_size: int, nothing: torch.Tensor) -> "Transfer":
+        """A transfer that sends and receives `nothing`."""
+        return Transfer(before, [nothing] * world_size, [nothing] * world_size)
+
 
 class Transfers:
     """A scheme whose phases are lists of transfers, one after another."""
