@@ -179,12 +179,12 @@ class Training:
 
     def group(self, nbytes: int) -> tuple[tuple[str, ...], ...]:
         """The buckets that a size makes."""
-        plan = Live(self.handle).plan_of(_with(nbytes))
+        plan = Live(self.handle.session).plan_of(_with(nbytes))
         return tuple(bucket.tensors for bucket in plan.buckets)
 
     def turns(self, sizes: list[int], steps: Steps) -> list[float]:
         """Milliseconds of a step under each size, on the slowest rank: medians over turns, which are interleaved."""
-        live, found = Live(self.handle), [list[float]() for _ in sizes]
+        live, found = Live(self.handle.session), [list[float]() for _ in sizes]
         for turn in range(steps.rounds):
             for place in [(turn + each) % len(sizes) for each in range(len(sizes))]:
                 live.change_to(live.plan_of(_with(sizes[place])))

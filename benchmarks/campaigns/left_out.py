@@ -28,20 +28,24 @@ class ReduceOnly(TwoPhase):
     """Every rank ends with its shard of the sum, and tells nobody: all other gradients stay each rank's own."""
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self.reduce = link.expect(tag, self.for_sum)
+        super().post(link, tag, (0,))
 
-    def _gather(self, link: Link, meter: Meter) -> None:
-        pass
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if phase == 0:
+            super().run(phase, link, meter, ready)
 
 
 class GatherOnly(TwoPhase):
     """Every rank's own shard stands for the sum, and all ranks get all shards."""
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self.gather = link.expect(tag + 1, self.sums)
+        super().post(link, tag, (1,))
 
-    def _reduce(self, link: Link, meter: Meter, ready: Mark) -> None:
-        self.total.copy_(self.parts[self.rank])
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if phase == 0:
+            self.take_shard(link.streams)
+        else:
+            super().run(phase, link, meter, ready)
 
 
 class ComputeOnly(TwoPhase):

@@ -188,7 +188,7 @@ def others_states() -> list[str]:
 
 def test_a_plan_that_its_driver_would_not_make_is_refused(worlds: Worlds) -> None:
     for tuned, ruled, alike in worlds.run(2, others_states):
-        assert "Identity() here" in tuned and "Load it with the plan= it was saved with" in tuned
+        assert "Identity() here" in tuned and "Load the state with the plan= that it was saved with" in tuned
         assert "'p2' has QSGD" in ruled and alike == ""
 
 

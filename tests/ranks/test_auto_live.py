@@ -270,7 +270,7 @@ def resume_while_trying() -> tuple[bool, int, str]:
 def test_what_was_only_being_tried_is_not_kept_and_what_is_not_allowed_is_refused(worlds: Worlds) -> None:
     for undecided, decisions, told in worlds.run(2, resume_while_trying):
         assert undecided and decisions == 1
-        assert "accuracy is 'exact', which allows no ErrorFeedback" in told
+        assert "accuracy='exact' does not allow the saved plan's ErrorFeedback" in told
 
 
 def feedback_is_fast(plan: gw.Plan, step: int) -> tuple[float, float]:

@@ -11,23 +11,23 @@ def step_with_a_changed_report(at_message: int) -> str:
     """Rank 0's message number `at_message` is changed on its way to rank 1; what a rank is told, within a few steps."""
     model = Given([300])
     handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
-    send, sent = link._Posted.send, [0]
+    send, sent = link.AllToAll.send, [0]
 
-    def changed(self: link._Posted, parts: list) -> None:
+    def changed(self: link.AllToAll, parts: list) -> None:
         sent[0] += 1
         if sent[0] == at_message and dist.get_rank() == 0:
             parts = [part.clone() for part in parts]
             parts[1][33] ^= 4
         send(self, parts)
 
-    link._Posted.send = changed
+    link.AllToAll.send = changed
     try:
         for _ in range(3):
             model(model.random_gradients(1)).backward()
     except gw.CommunicationError as error:
         return str(error)
     finally:
-        link._Posted.send = send
+        link.AllToAll.send = send
         handle.detach()
     return ""
 

@@ -288,7 +288,7 @@ def test_a_poor_fit_is_told_with_numbers_and_a_cure_and_a_flat_one_refused() -> 
     assert (
         len(problems) == 1 and "inter link" in problems[0] and "Gb/s" in problems[0] and "Profile again" in problems[0]
     )
-    with pytest.raises(StepStateError, match="allreduce link cannot be told"):
+    with pytest.raises(StepStateError, match="rate of the allreduce link cannot be found"):
         measured_links({"inter": line, "allreduce": [(size, 10.0 - size / 1e6) for size, _ in line]}, grid)
 
 

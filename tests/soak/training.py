@@ -210,7 +210,7 @@ def _flip_a_bit(which: int, seed: int) -> None:
     import gradwire.collectives.link as link
 
     chance, sent = random.Random(seed), [0]
-    send = link._Posted.send
+    send = link.AllToAll.send
 
     def corrupted(self: Any, parts: Any) -> None:
         sent[0] += 1
@@ -221,7 +221,7 @@ def _flip_a_bit(which: int, seed: int) -> None:
             parts[to].view(torch.uint8)[chance.randrange(parts[to].numel())] ^= 1 << chance.randrange(8)
         send(self, parts)
 
-    link._Posted.send = corrupted
+    link.AllToAll.send = corrupted
 
 
 def job_of(seed: int, folder: str, **changes: Any) -> Job:

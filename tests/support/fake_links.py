@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Meter
-from gradwire.collectives.streams import HostStreams
+from gradwire.collectives.streams import Streams
 
 __all__ = ["FakeLink", "drive", "links"]
 
@@ -19,7 +19,7 @@ Key = tuple[int, int, int]
 class FakeLink:
     """What schemes use of a link. A part that does not come within half a minute is an error, not a hang."""
 
-    streams = HostStreams()
+    streams = Streams()
 
     def __init__(self, rank: int, world_size: int, wires: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
         self.rank, self.world_size, self.wires = rank, world_size, wires

@@ -1,4 +1,4 @@
-"""What each class of accuracy allows, and the policy that a run begins with."""
+"""The specs and schedules that each accuracy class allows, and the first policy of a run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,44 +25,43 @@ __all__ = [
 ]
 
 ACCURACIES = ("exact", "safe", "aggressive")
-"""exact: nothing is encoded. safe: what ends within 3 % of plain DDP's loss on every job of docs/compressors.md. aggressive: what
-is smaller too, where its steps are so much faster that a loss is reached sooner."""
+"""exact: nothing is encoded. safe: the final loss is within 3 % of plain DDP's on every job of docs/compressors.md. aggressive:
+also specs that need more steps for the same loss, if the steps are so fast that training reaches a loss sooner."""
 
 SCHEDULES = ("backward", "pipelined", "delayed")
-"""Those that may be allowed."""
 
-# in the order of what they cost in accuracy there, the least first
+# ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
 _SAFE: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
 _AGGRESSIVE: tuple[Spec, ...] = (PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
-"""So many steps bring the loss as far as one of plain DDP: the geometric mean over the bench's three jobs, each at least 1, as
-`python -m benchmarks losses` works it out. Of specs that are not here: 1."""
+"""Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
+`python -m benchmarks losses`. Other specs need 1."""
 _EIGHT_BITS = QSGD(bits=8)
 _SAFE_DELAYED = (Delayed(k=2), Delayed(k=2, correction=_EIGHT_BITS), Delayed(k=5), Delayed(k=5, correction=_EIGHT_BITS))
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_accuracy(accuracy: str) -> str:
-    """`accuracy` itself. Raises PlanError if it is no class."""
+    """Return `accuracy`. Raises PlanError if it is no accuracy class."""
     word("accuracy", accuracy, ACCURACIES, error=PlanError)
     return accuracy
 
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
-    """The words that were given. Raises PlanError for one that is none, and where "backward" is missing."""
+    """The schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
     words = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     for each in words:
         word("schedules", each, SCHEDULES, error=PlanError)
     if "backward" not in words:
         raise PlanError(
-            f"schedules is {words!r}, without 'backward', in which plan='auto' begins and plain all-reduce runs. Write "
-            f"schedules={('backward', *words)!r}, or pass a policy with the schedule you want."
+            f"schedules={words!r} does not contain 'backward'. plan='auto' begins in this schedule and runs plain all-reduce in "
+            f"it. Write schedules={('backward', *words)!r}, or pass a policy with the schedule that you want."
         )
     return words
 
 
 def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
-    """What these words allow beside `backward`, in the order of what it costs in accuracy: `pipelined` costs nothing."""
+    """The schedules allowed beside `backward`, the most accurate first: `pipelined` costs no accuracy."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and accuracy != "exact":
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
@@ -70,17 +69,17 @@ def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
 
 
 def specs_of(accuracy: str, tensors: Sequence[TensorInfo]) -> tuple[Spec, ...]:
-    """What may be used beside uncompressed exchange on these tensors, in the order of what it costs in accuracy."""
+    """The specs allowed for these tensors beside no compression, the most accurate first."""
     return all_specs(accuracy) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
 
 
 def all_specs(accuracy: str) -> tuple[Spec, ...]:
-    """What the class allows beside uncompressed exchange, in the same order."""
+    """The specs that the class allows beside no compression, the most accurate first."""
     return {"exact": (), "safe": _SAFE, "aggressive": _SAFE + _AGGRESSIVE}[accuracy]
 
 
 def steps_for_one(specs: Iterable[Spec]) -> float:
-    """How many steps with these specs do what one of plain DDP does: as many as with the most lossy.
+    """Steps needed with these specs for the progress of one step of plain DDP: those of the most lossy spec.
 
     >>> steps_for_one([QSGD(bits=4), PowerSGD(rank=4)])
     1.2
@@ -89,7 +88,7 @@ def steps_for_one(specs: Iterable[Spec]) -> float:
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
-    """The spec for all that it can encode; the rest, and vectors, travel as they are."""
+    """The spec for all tensors of a dtype that can be encoded, vectors excepted; the others stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})
@@ -97,6 +96,6 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
 
 
 def first_policy(accuracy: str, tensors: Sequence[TensorInfo]) -> Policy:
-    """What runs until something is decided: the smallest that is safe. What it keeps back goes over to what is chosen."""
+    """The policy until the first decision: the smallest safe spec. Its residuals go over to the chosen plan."""
     safe = [spec for spec in specs_of(accuracy, tensors) if spec in _SAFE]
     return policy_of(safe[-1] if safe else Identity(), tensors)

@@ -1,22 +1,21 @@
-"""Bits by tensor on a live job: errors are measured on the gradients themselves, and rank 0 assigns bits by them.
+"""Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
 
-In one step of each period every rank encodes and decodes each of its own gradients with every number of bits, as they come and
-before they are sent. Squared errors are added over ranks. The new plan has the buckets of the old one, with other bits by tensor,
-so what is remembered stays where it was; buckets are made anew only where tensors get blocks of several sizes.
+In one step of each period every rank encodes and decodes each of its own gradients with every number of bits, before the gradient
+is sent. Squared errors are added over ranks. The new plan keeps the buckets, so residuals stay in place; new buckets are made
+only if tensors get blocks of different sizes.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from gradwire.auto.decision import say
+from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
-from gradwire.auto.resuming import unlike
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Plan
 from gradwire.core.specs import QSGD, ElementRun
@@ -34,16 +33,12 @@ __all__ = ["UNIFORM", "WIDTHS", "Assigned", "Bits", "assign", "measured", "sensi
 
 WIDTHS = tuple(range(2, 9))
 UNIFORM = WIDTHS.index(4)
-"""Place in `ways_of` of the 4 bits that the error allowed is measured by."""
+"""The index in `ways_of` of 4 bits, whose error sets the error budget."""
 _FIRST = 10
-"""The step whose gradients are measured first: the very first ones are like no others."""
+"""The first step that is measured: gradients of the first steps are not typical."""
 _TOP = 0.01
-"""Part of a gradient's values that count as its top ones."""
-_RULES: Mapping[str, Callable[[Sequence[Sensitivity], float], Assignment]] = {
-    "exact": exact,
-    "kmeans": kmeans,
-    "linear": linear,
-}
+"""The part of a gradient's values that count as its top values."""
+_RULES = {"exact": exact, "kmeans": kmeans, "linear": linear}
 
 
 @dataclass(frozen=True)
@@ -56,17 +51,17 @@ class Assigned:
     blocks: Mapping[str, int]
     """Elements that share one scale."""
     nbytes: int
-    """Payload of these tensors, encoded once."""
+    """Payload bytes of these tensors, encoded once."""
     uniform_nbytes: int
-    """The same with 4 bits for all."""
+    """Payload bytes with 4 bits for all tensors."""
     error: float
-    """Over that of 4 bits for all, as square roots of summed squared errors of all ranks' gradients."""
+    """The error over that of 4 bits for all tensors: square roots of squared errors summed over ranks."""
     proven: bool
     """Whether fewer bytes would break the budget."""
     measured_us: float
-    """What measuring took of the step, on rank 0."""
+    """Time of measuring, on rank 0."""
     chosen_us: float
-    """What the choice took, on rank 0."""
+    """Time of choosing, on rank 0."""
 
     def __str__(self) -> str:
         counts = {width: list(self.bits.values()).count(width) for width in WIDTHS}
@@ -81,7 +76,7 @@ class Assigned:
 
 
 class Errors:
-    """What each number of bits loses of each gradient, in the steps of its life: rows of `measured`."""
+    """Measures the gradients of one step, until `remove`: rows of `measured` by name."""
 
     def __init__(
         self,
@@ -111,12 +106,12 @@ class Errors:
 
 
 def ways_of(adaptive: AdaptiveBits) -> tuple[QSGD, ...]:
-    """The specs among which each tensor's is chosen."""
+    """The specs to choose from."""
     return adaptive.ways(WIDTHS)
 
 
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """Of one rank's gradient, flat: the squared error in each of `ways_of`, its squared norm and that of its top values."""
+    """For a flat gradient of one rank: the squared error of each spec in `ways_of`, the squared norm, and that of its top."""
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)
@@ -135,7 +130,7 @@ def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: in
 def sensitivities(
     adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
 ) -> list[Sensitivity]:
-    """What the rules decide by. Rows are sums over ranks of `measured`, one for each tensor."""
+    """The input of the rules. Rows are sums of `measured` over ranks, one for each tensor."""
     tensors, ways = [], ways_of(adaptive)
     for info, row in zip(infos, rows, strict=True):
         sizes = [spec.payload_bytes([ElementRun(info.numel, spec.bits)], 4) for spec in ways]
@@ -145,14 +140,13 @@ def sensitivities(
 
 
 def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
-    """The index in `ways_of` of each tensor's spec, from rows as in `sensitivities`. Raises PlanError for errors that are not
-    finite."""
+    """The index in `ways_of` for each tensor, from rows as in `sensitivities`. Raises PlanError if an error is not finite."""
     tensors = sensitivities(adaptive, infos, rows)
     return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
 
 
 def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:
-    """The plan with these bits; tensors that are not named stay as they are."""
+    """The plan with these bits; other tensors keep their specs."""
     buckets = []
     for bucket in plan.buckets:
         specs = {name: adaptive.spec(bits[name]) if name in bits else bucket.spec_of(name) for name in bucket.tensors}
@@ -175,7 +169,7 @@ class Bits:
         return repr(self.adaptive)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """What runs until something is measured."""
+        """The policy until the first measurement."""
         return self.adaptive.policy
 
     def recorded(self) -> Decision:
@@ -183,29 +177,29 @@ class Bits:
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan is not the policy's with other bits; '' if it is."""
+        """Why a saved plan cannot come from the policy with other bits; '' if it can."""
         return unlike(plan, own, ways_of(self.adaptive))
 
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
-        """Nothing is kept between steps but the plan."""
+        """Keep nothing but the plan."""
         self._stop()
 
     def detached(self) -> None:
-        """No gradient is measured any more."""
+        """Stop measuring gradients."""
         self._stop()
 
     def finished(self, session: Session) -> None:
-        """One step more."""
+        """A step ended."""
         live = Live(session)
         if self._errors is not None:
             self._choose(live, self._errors)
         first = min(_FIRST, self.adaptive.period - 1)
-        if live.step % self.adaptive.period == first:  # the step that comes
+        if live.step % self.adaptive.period == first:  # of the next step
             adapting = self._adapting(live)
-            self._errors = Errors(self.adaptive, live.parameters, adapting, live.step, live.group.rank)
+            self._errors = Errors(self.adaptive, live.session.parameters, adapting, live.step, live.group.rank)
 
     def _adapting(self, live: Live) -> set[str]:
-        """The tensors whose bits are chosen: those that no rule gives a spec of their own."""
+        """The tensors whose bits are chosen: those that match no rule of the policy."""
         ways = set(ways_of(self.adaptive))
         ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
         found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
@@ -228,7 +222,7 @@ class Bits:
         began = time.perf_counter()
         summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
         rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
-        # what got no gradient in this step tells nothing, and stays as it is
+        # tensors without gradient in this step keep their bits
         told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
         if not told_of:
             return
@@ -237,15 +231,14 @@ class Bits:
         if live.group.rank == 0:
             try:
                 chosen = assign(self.adaptive, infos, rows)
-            except PlanError as error:  # of a step whose gradients were not finite
-                say(f"bits stay as they are: {error}")
+            except PlanError as error:  # gradients were not finite
+                say(f"the bits of all tensors stay unchanged: {error}")
         told = live.from_first(msgspec.json.encode(chosen).decode())
         if (found := msgspec.json.decode(told, type=Assignment | None)) is None:
             return
         specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
         bits = {name: spec.bits for name, spec in specs.items()}
-        apart = len({spec.family for spec in specs.values()} | {ways[0].family}) > 1
-        if apart:
+        if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:
             present = {name: bucket.spec_of(name) for bucket in live.plan.buckets for name in bucket.tensors}
             stay = {name: present[name] for name in adapting}
             live.change_to(live.plan_of(self.adaptive.policy_of(stay | specs)))

@@ -1,64 +1,67 @@
-"""What was decided, and how it is said."""
+"""Decisions of `plan="auto"`, and how the user is told."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
 from gradwire.record.run import Alternative
 from gradwire.record.run import Decision as Recorded
 
-__all__ = ["AutoDecision", "Tried", "say"]
+__all__ = ["AutoDecision", "Tried", "say", "unlike"]
 
 _LOGGER = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan that was a candidate."""
+    """A candidate plan."""
 
     name: str
     """Its specs and number of buckets, in words."""
     predicted_us: float
-    """Of a step, by the simulator."""
+    """Predicted time of a step."""
     measured_us: float | None
-    """Median of the steps that counted, of the slowest rank; None if it was not run."""
+    """Median time of the counted steps on the slowest rank; None if the plan did not run."""
     steps: int
-    """How many counted."""
+    """The number of counted steps."""
     steps_for_one: float = 1.0
-    """So many of its steps bring the loss as far as one of plain all-reduce."""
+    """Steps needed for the progress of one step of plain all-reduce."""
 
 
 @dataclass(frozen=True)
 class AutoDecision:
-    """What runs from a step on, and why."""
+    """The plan from `step` on, and the reasons for it."""
 
     step: int
     why: str
-    """What made gradwire decide: 'start', or what had changed."""
+    """The reason for deciding: 'at the start', or the change in the times."""
     chosen: Tried
     plain: Tried
-    """Plain all-reduce, whether or not it was chosen."""
+    """Plain all-reduce, chosen or not."""
     tried: tuple[Tried, ...]
     """All candidates, in the order of the trial."""
     took_steps: int
-    """Steps from the first that was looked at to this one."""
+    """The number of steps that deciding took."""
     cost_us: float
-    """How much longer these took than as many under the chosen plan, with all that was measured and planned."""
+    """Time of these steps and of measuring and planning, minus the time of equally many steps of the chosen plan."""
     exposed_us: float
-    """Of the chosen plan's step, how long it waits for exchanges, on the rank that waits least: the most that another schedule
-    could gain."""
+    """Time that a step of the chosen plan waits for exchanges, on the rank that waits least: an upper bound on the gain of other
+    schedules."""
     elsewhere: tuple[Tried, ...] = ()
-    """The best plan by prediction of each schedule that `schedules=` does not allow."""
+    """For each schedule that `schedules=` does not allow: its best plan by prediction."""
     refused: tuple[str, ...] = ()
-    """Schedules that are allowed and cannot run in this script, each with the reason."""
+    """Allowed schedules that cannot run in this script, each with the reason."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
         if chosen.measured_us is None:
-            return f"plan='auto' runs {chosen.name}: by prediction nothing else comes near it."
+            return f"plan='auto' runs {chosen.name}: all other plans are predicted to be much slower."
         measured = chosen.measured_us
         runs = f"plan='auto' runs {chosen.name}: {measured / 1e3:.1f} ms a step (predicted {chosen.predicted_us / 1e3:.1f})"
         if chosen == plain:
-            beside = "plain all-reduce, and nothing tried is more than 2 % faster"
+            beside = "plain all-reduce: no plan tried is more than 2 % faster"
         elif plain.measured_us:
             times = plain.measured_us / max(measured, 1e-9)
             beside = f"plain all-reduce {plain.measured_us / 1e3:.1f} ms, {times:.2f} times as long"
@@ -67,9 +70,9 @@ class AutoDecision:
         part = 100 * self.cost_us / max(1000 * measured, 1e-9)
         return (
             f"{runs}; {beside}. Decided in {self.took_steps} steps ({self.why}), which cost {self.cost_us / 1e6:.2f} s, "
-            f"{part:.1f} % of 1000 steps. {self.exposed_us / 1e3:.1f} ms of a step wait for exchanges{self._elsewhere}."
+            f"{part:.1f} % of 1000 steps. A step waits {self.exposed_us / 1e3:.1f} ms for exchanges{self._elsewhere}."
             + "".join(
-                f" {each.name} took {each.measured_us / 1e3:.1f} ms, but needs about {each.steps_for_one:g} times the steps."
+                f" {each.name} took {each.measured_us / 1e3:.1f} ms, but needs about {each.steps_for_one:g} times as many steps."
                 for each in self.tried
                 if each.measured_us and each.measured_us < measured and each.steps_for_one > chosen.steps_for_one
             )
@@ -77,7 +80,7 @@ class AutoDecision:
         )
 
     def recorded(self) -> Recorded:
-        """For a record of the run."""
+        """The decision as a recorded run stores it."""
         alternatives = tuple(
             Alternative(name=each.name, step_us=each.measured_us, kept=each == self.chosen)
             for each in self.tried
@@ -92,14 +95,18 @@ class AutoDecision:
         own_us = self.chosen.predicted_us * self.chosen.steps_for_one
         faster = [each for each in self.elsewhere if each.predicted_us * each.steps_for_one < own_us]
         if not faster:
-            return " and no schedule that is not allowed is predicted to be faster" if self.elsewhere else ""
+            return (
+                "; the schedules that schedules= does not allow are not predicted to be faster"
+                if self.elsewhere
+                else ""
+            )
         times = "; ".join(f"{each.name} would take {each.predicted_us / 1e3:.1f} ms (predicted)" for each in faster)
-        return f"; {times}, if schedules= allowed it"
+        return f"; {times}, if schedules= allowed its schedule"
 
 
 def say(line: str) -> None:
-    """Tell the user, through the logger 'gradwire' at level INFO: `logging.getLogger("gradwire").setLevel("WARNING")` keeps
-    it quiet. Where nobody set up logging it goes to stderr, as warnings do."""
+    """Log a line at level INFO of the logger 'gradwire', to stderr if logging is not set up.
+    `logging.getLogger("gradwire").setLevel("WARNING")` silences it."""
     if _LOGGER.level == logging.NOTSET:
         _LOGGER.setLevel(logging.INFO)
     if not _LOGGER.hasHandlers():
@@ -107,3 +114,29 @@ def say(line: str) -> None:
         handler.setFormatter(logging.Formatter("gradwire: %(message)s"))
         _LOGGER.addHandler(handler)
     _LOGGER.info(line)
+
+
+def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
+    """Why a saved plan cannot come from the policy of the plan `own`; '' if it can. Buckets may differ, and specs in `ways` may
+    replace each other.
+
+    >>> from gradwire.core import QSGD, Identity, TensorInfo
+    >>> from gradwire.planner.policy import Uniform
+    >>> four, eight, plain = (
+    ...     Uniform(spec).plan([TensorInfo("w", (10, 10), "float32")]) for spec in (QSGD(bits=4), QSGD(bits=8), Identity())
+    ... )
+    >>> unlike(eight, four, ways=(QSGD(bits=4), QSGD(bits=8)))
+    ''
+    >>> unlike(eight, plain)
+    "'w' has QSGD(bits=8, block=128) in the saved plan and Identity() here. Load the state with the plan= that it was saved with."
+    """
+    cure = "Load the state with the plan= that it was saved with."
+    if plan.schedule != own.schedule:
+        return f"the saved plan has schedule {plan.schedule!r}, this run has {own.schedule!r}. {cure}"
+    specs = {name: bucket.spec_of(name) for bucket in own.buckets for name in bucket.tensors}
+    for bucket in plan.buckets:
+        for name in bucket.tensors:
+            saved, here = bucket.spec_of(name), specs.get(name)
+            if saved != here and not (saved in ways and here in ways):
+                return f"{name!r} has {saved!r} in the saved plan and {here!r} here. {cure}"
+    return ""

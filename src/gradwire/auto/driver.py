@@ -1,20 +1,15 @@
-"""`plan="auto"` on a live job: what happens in which step.
+"""`plan="auto"` on a live job, in four phases.
 
-1. settle: the first steps, under the first policy: memory is new, and the order of gradients is learned.
-2. look: a few steps whose gradients' moments are taken, with nothing sent before the last one. Then links and codecs are measured
+1. settle: the first steps run the first policy, until memory is allocated and the order of gradients is known.
+2. look: a few steps record when gradients become ready, with all sends after the last one. Then links and codecs are measured,
    and rank 0 makes offers.
-3. try: the offers run in turns, as the trial says.
-4. watch: the chosen plan runs. Every few steps ranks exchange how long these took; the answer is looked at a step later, so
-   that nobody waits for it. When something drifted, links are measured again and offers are tried again, the running plan first.
+3. try: the offers run in the turns of a `Trial`.
+4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer a step later, without
+   waiting. When the times have changed, links are measured and offers are tried again, the running plan first.
 
-Ranks always do the same in the same step: every decision follows from numbers that all of them have, exchanged or sent by rank 0.
-Steps in which a rank had no batch (`handle.join()`) are left out on all.
-
-A step is timed from the end of the last one to its own, as `Pace` says, whatever the schedule. In the `delayed` schedule it ends
-in the script's next `optimizer.step()`, when its exchange has landed.
-
-Schedules that the script cannot run are left out, on all ranks if on any: how it steps its optimizers is watched until offers
-are made.
+All ranks do the same in the same step: every decision follows from numbers that all ranks have. Steps in which a rank had no
+batch (`handle.join()`) do not count on any rank. `Pace` times the steps; in the `delayed` schedule a step ends in the next
+`optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks.
 """
 
 import time
@@ -60,85 +55,76 @@ __all__ = ["Auto"]
 
 SETTLE_STEPS, LOOK_STEPS = 2, 3
 _MOST_SECONDS = 0.3
-"""For each kind of link, for codecs and for the planner's search, at most."""
+"""The most time for each kind of link, for codecs, and for the planner's search."""
 _STEPS_WORTH = 4.0
-"""And no longer than so many steps take."""
-
-_UNDECIDED = "auto had not decided yet: it takes 40 to 80 steps, in which it measures and tries plans."
-
-_GOES_ON = (
-    "It goes on under the plan that it began this run with: one that was saved, or the first where it could not "
-    "plan or is alone."
-)
+"""The same in steps: the shorter of the two counts."""
 
 _Phase = Callable[[Live, float], None]
 _Told = tuple[list[tuple[Candidate, dict[str, Any]]], list[Candidate]]
-"""Candidates with their plans; and those that are only foreseen."""
+"""Candidates with their plans; and the best candidates of schedules that are not allowed."""
 
 
 class Auto:
     """The driver of one handle."""
 
     def __init__(self, accuracy: str, schedules: tuple[str, ...]) -> None:
-        """Raises PlanError for a class of accuracy or a schedule that is none."""
+        """Raises PlanError for an unknown accuracy class or schedule."""
         self.accuracy = check_accuracy(accuracy)
         self.schedules = check_schedules(schedules)
         self.decisions: list[AutoDecision] = []
         self._watch = Watch()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
-        """Seconds that pass on this rank."""
         self._pace = Pace()
         self._began_s = 0.0
-        """When the step in hand began."""
+        """When the current step began."""
         self._stepped: Stepped | None = None
         self._phase: _Phase = self._settle
         self._current: Plan | None = None
-        """The plan that was chosen."""
+        """The chosen plan."""
         self._profile: Profile | None = None
         self._costs: Costs | None = None
         self._moments: StepMoments | None = None
         self._waiting: Callable[[], list[list[float]]] | None = None
-        """For a window's times of all ranks, which were sent a step before."""
+        """Returns the times of a window on all ranks, which were sent a step before."""
 
     def __repr__(self) -> str:
         return f"Auto(accuracy={self.accuracy!r}, schedules={self.schedules!r})"
 
     @property
     def searching(self) -> bool:
-        """Whether what runs is not decided: a run that resumes then decides anew."""
+        """Whether there is no decision yet; a resumed run then decides anew."""
         return self._phase not in (self._watching, self._settle_resumed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """What runs until something is decided. A rank alone sends nothing, so there nothing is encoded."""
+        """The policy until the first decision. A single rank sends nothing and encodes nothing."""
         return first_policy(self.accuracy, tensors) if ranks > 1 else Uniform(Identity())
 
     def recorded(self) -> Recorded:
-        """The last decision, and why."""
+        """The last decision and its reason."""
         if self.decisions:
             return self.decisions[-1].recorded()
         if self.searching:
-            return Recorded(by="plan='auto', which had not decided yet", words=(_UNDECIDED,))
-        return Recorded(by="plan='auto'", words=(_GOES_ON,))
+            words = "auto had not decided yet: deciding takes 40 to 80 steps, in which auto measures and tries plans."
+            return Recorded(by="plan='auto', which had not decided yet", words=(words,))
+        words = "auto kept the plan of the start: a saved plan, or the first one because auto could not plan or has one rank."
+        return Recorded(by="plan='auto'", words=(words,))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan is not allowed: by its schedule, or by what it encodes; '' if it is."""
+        """Why a saved plan is not allowed, by its schedule or its specs; '' if it is."""
         kind = plan.schedule.word
         if kind not in self.schedules:
-            return f"schedules is {self.schedules!r}, and it is in {kind!r}. Allow that one."
+            return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
-        allowed = {Identity(), *all_specs(self.accuracy)}
+        lossy = sorted(map(repr, specs - {Identity(), *all_specs(self.accuracy)}))
         if kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules):
-            return f"accuracy is {self.accuracy!r}, which allows no {plan.schedule!r}. Load it with the class it was saved under."
-        if lossy := sorted(map(repr, specs - allowed)):
-            return (
-                f"accuracy is {self.accuracy!r}, which allows no {lossy[0]}. Load it with the class it was saved under."
-            )
-        return ""
+            lossy = [repr(plan.schedule)]
+        cure = "Load the state with the accuracy= that it was saved with."
+        return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
-        """Go on under the plan of the state. Other ranks than those that saved decide anew, beginning with it; what was only
-        being tried is one candidate among others."""
+        """Run the saved plan. If other ranks saved the plan, decide anew with this plan as the current one. If the plan was only
+        on trial, decide anew without it."""
         live = Live(session)
         self._begin(live)
         self._current = None if searching else live.plan
@@ -146,16 +132,16 @@ class Auto:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:
-        """The script does something else now: what passes until the next step's forward is no part of that step."""
+        """Leave out the time until the next step's forward: the script does something else now."""
         self._pace.pause()
 
     def finished(self, session: Session) -> None:
-        """One step more."""
+        """A step ended."""
         live = Live(session)
-        if live.infos is not self._infos:  # the model is another one
+        if live.infos is not self._infos:  # the model changed
             self._begin(live)
         if live.device.type != "cpu":
-            # that of the computation alone: gathers may go on beside the next forward
+            # of the computation alone: gathers may run beside the next forward
             torch.accelerator.current_stream(live.device).synchronize()
         now = self.clock()
         began_s = live.began_s
@@ -170,7 +156,7 @@ class Auto:
     # ---- settle and look
 
     def detached(self) -> None:
-        """The handle lets go of the model: nothing stays on it or on the optimizers."""
+        """Remove all hooks from the model and the optimizers."""
         for watcher in (self._stepped, self._moments):
             if watcher is not None:
                 watcher.remove()
@@ -187,18 +173,18 @@ class Auto:
         self._current = self._profile = self._costs = self._waiting = None
 
     def _settle(self, live: Live, us: float) -> None:
-        if live.plan.schedule != Backward():  # of a resumed run; steps that overlap do not show what they consist of
+        if live.plan.schedule != Backward():  # of a resumed run; the parts of overlapping steps cannot be measured
             live.change_to(live.plan_of(self.first_policy(live.infos, live.group.world_size)))
             self._pace.forget()
             return
         self._steps += 1
         if self._steps == 1 and self.schedules != ("backward",):
-            self._stepped = Stepped(live.optimizers)
-        # what changes with the step, as PowerSGD does after its first ones, is to be seen as it stays
+            self._stepped = Stepped(live.session.optimizers)
+        # specs that change after the first steps, such as PowerSGD, are measured after the change
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._moments = StepMoments(live.parameters, Clock(live.device, self.clock))
+            self._moments = StepMoments(live.session.parameters, Clock(live.device, self.clock))
             live.hold(True)
 
     def _look(self, live: Live, us: float) -> None:
@@ -219,7 +205,7 @@ class Auto:
         self._offer(live, max(row[0] for row in rows))
 
     def _offer(self, live: Live, step_us: float) -> None:
-        """Measure links, let rank 0 make offers, and begin to try them. `step_us` is the same on all ranks."""
+        """Measure links, let rank 0 make offers, and begin the trial. `step_us` is the same on all ranks."""
         began = self.clock()
         self._pace.forget()
         seconds = min(_MOST_SECONDS, _STEPS_WORTH * step_us / 1e6)
@@ -230,7 +216,7 @@ class Auto:
             try:
                 text = msgspec.json.encode(self._made(live, cluster, seconds)).decode()
             except GradwireError as error:
-                say(f"plan='auto' could not plan and goes on as it is: {error}")
+                say(f"plan='auto' could not make a plan and keeps the current one: {error}")
         self._offers, self._elsewhere = _read(live.from_first(text))
         self._spent_us += 1e6 * (self.clock() - began)
         (spent_us,) = live.exchange([self._spent_us])()[0]
@@ -244,7 +230,7 @@ class Auto:
         self._run_turn(live)
 
     def _made(self, live: Live, cluster: Cluster, seconds: float) -> _Told:
-        """What rank 0 offers, and the best by prediction of the schedules that are not allowed."""
+        """The offers of rank 0, and the best candidates of schedules that are not allowed."""
         assert self._profile is not None
         specs = specs_of(self.accuracy, live.infos)
         allowed = [s for s in schedules_of(self.accuracy, self.schedules) if s.word not in self._refused]
@@ -257,12 +243,12 @@ class Auto:
         return [(offer.candidate, offer.plan.to_dict()) for offer in made], foreseen(*job, others)
 
     def _kept(self) -> Plan | None:
-        """The chosen plan, if its schedule can still run."""
+        """The chosen plan, if the script can still run its schedule."""
         current = self._current
         return None if current is None or current.schedule.word in self._refused else current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
-        """The kinds of schedule that are allowed and cannot run here, with the reason of the first rank that has one."""
+        """Allowed kinds of schedule that the script cannot run, with the reason of the first rank that has one."""
         own: dict[str, str] = {}
         if self._stepped is not None:
             self._stepped.remove()
@@ -278,12 +264,12 @@ class Auto:
     # ---- try
 
     def _run_turn(self, live: Live) -> None:
-        """Change to the plan whose turn it is; to the chosen one when there is none."""
+        """Change to the plan of the next turn, or decide after the last one."""
         while (turn := self._trial.turn) is not None:
             try:
                 self._change_to(live, turn.candidate)
                 return
-            except (PlanError, FormatError):  # of an option that this engine does not run: on every rank
+            except (PlanError, FormatError):  # the engine does not run an option of the plan, on any rank
                 self._trial.leave_out()
         self._decide(live)
 
@@ -310,16 +296,11 @@ class Auto:
         assert index is not None
         self._change_to(live, index)
         tried = [
-            Tried(
-                candidate.name,
-                candidate.predicted_us,
-                trial.median_us(place),
-                len(trial.times[place]),
-                candidate.steps_for_one,
-            )
-            for place, candidate in enumerate(trial.candidates)
+            Tried(each.name, each.predicted_us, trial.median_us(place), len(trial.times[place]), each.steps_for_one)
+            for place, each in enumerate(trial.candidates)
         ]
         plain = next(place for place, candidate in enumerate(trial.candidates) if candidate.plain)
+        elsewhere = (Tried(each.name, each.predicted_us, None, 0, each.steps_for_one) for each in self._elsewhere)
         decision = AutoDecision(
             step=live.step,
             why=self._why,
@@ -329,9 +310,7 @@ class Auto:
             took_steps=self._took,
             cost_us=trial.cost_us,
             exposed_us=median(self._exposed_us[index] or [0.0]),
-            elsewhere=tuple(
-                Tried(each.name, each.predicted_us, None, 0, each.steps_for_one) for each in self._elsewhere
-            ),
+            elsewhere=tuple(elsewhere),
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decisions.append(decision)
@@ -350,7 +329,7 @@ class Auto:
         self._current = plan
         self._watch.chosen(live.step, plan.digest(), step_us)
         self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.period)
-        """Times of the last steps, of which the mean counts: a correction takes longer than other steps."""
+        """Times of the steps of a cycle. Their mean counts, because a correction takes longer than other steps."""
         self._window: list[tuple[float, float]] = []
         self._waiting, self._phase = None, self._watching
         self._spent_us, self._took = 0.0, 0
@@ -380,13 +359,12 @@ class Auto:
 
 
 def _read(text: str) -> tuple[list[Offer], list[Candidate]]:
-    """What rank 0 made; nothing where it could not."""
+    """The offers of rank 0; none if it could not plan."""
     made, elsewhere = msgspec.json.decode(text, type=_Told) if text else ([], [])
     return [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in made], elsewhere
 
 
 def _over_ranks(rows: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Of each step how long it took, on the slowest rank, and how long lanes were busy with links, on the rank that waited
-    least for others."""
+    """The times of the steps on the slowest rank, and those of lanes on links on the rank that waited least for others."""
     columns = list(zip(*rows, strict=True))
     return [max(column) for column in columns[:WINDOW]], [min(column) for column in columns[WINDOW:]]

@@ -1,8 +1,7 @@
-"""A live job's profile, links and codecs, in little time.
+"""Quick measurements of a live job: its profile, links and codecs.
 
-The backward is seen in a few steps in which nothing is sent before the last gradient is there. Only moments at which gradients
-become ready are taken: what comes before the first one, from the begin of forward on, counts as forward, and is dealt out to
-tensors as backward is.
+In a few steps all sends wait for the last gradient, and the moment at which each gradient becomes ready is recorded. The time
+from the start of forward to the first gradient counts as forward; each tensor gets the same part of forward as of backward.
 """
 
 import math
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from gradwire.auto.live import Live
 from gradwire.core.cluster import Cluster
@@ -28,15 +28,15 @@ __all__ = ["StepMoments", "cluster_of", "codecs_of", "profile_of", "scaled"]
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
 _UNKNOWN_GBPS = 100.0
-"""Of a link whose times tell no rate: too fast for that."""
+"""The rate assumed for a link that is too fast for its times to show a rate."""
 
 
 class StepMoments:
-    """When gradients become ready, as long as it lives or until `remove`."""
+    """Records when gradients become ready, until `remove`."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
         self.rows: list[list[float]] = []
-        """Of each step so many microseconds for each parameter, in registration order; NaN where no gradient came."""
+        """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
         self._seen: dict[int, Any] = {}
         self._count, self._clock = len(parameters), clock
         self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
@@ -45,7 +45,7 @@ class StepMoments:
         self._seen[index] = self._clock.mark()
 
     def ended(self, began_s: float, ended_s: float) -> None:
-        """A step is over, now, that lasted from one of these times to the other."""
+        """End a step that lasted from `began_s` to now, which is `ended_s`."""
         now = self._clock.mark()
         us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
@@ -56,10 +56,10 @@ class StepMoments:
 
 
 def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float) -> Profile:
-    """infos: in registration order. rows: of each rank, the rows of its steps one after another, the same number on all.
-    between_us: from the end of a step to the next one's forward.
+    """The profile from recorded moments: in each step those of the latest rank, for which an exchange waits; then medians.
 
-    An exchange waits for all ranks, so in each step the latest one's moment counts; over steps the median does.
+    infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all ranks.
+    between_us: the time from the end of a step to the next forward.
     """
     count = len(infos)
     steps = len(rows[0]) // count
@@ -67,8 +67,8 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
     for index in range(count):
         latest = []
         for step in range(steps):
-            found = [row[step * count + index] for row in rows]
-            latest += [max(us for us in found if not math.isnan(us))] if not all(map(math.isnan, found)) else []
+            found = [us for row in rows if not math.isnan(us := row[step * count + index])]
+            latest += [max(found)] if found else []
         moments[index] = median(latest) if latest else math.inf
     order = sorted(range(count), key=lambda index: (moments[index], -index))
     first = at = moments[order[0]] if math.isfinite(moments[order[0]]) else 0.0
@@ -79,35 +79,31 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
     for index in order:
         gap = max(0.0, moments[index] - at) if math.isfinite(moments[index]) else 0.0
         at += gap
-        info = infos[index]
-        part = gap / backward_us if backward_us > 0 else 1 / count
+        info, part_us = infos[index], (gap / backward_us if backward_us > 0 else 1 / count) * forward_us
         tensors.append(
-            TensorProfile(
-                name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part * forward_us
-            )
+            TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us)
         )
     device = "cpu" if live.device.type == "cpu" else torch.cuda.get_device_name(live.device)
     return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """The same model when its computation takes so many times as long, as with a larger batch."""
-    data = profile.to_dict()
-    data["optimizer_us"] = factor * (profile.optimizer_us or 0.0)
-    for tensor in data["tensors"]:
-        tensor["backward_us"] *= factor
-        tensor["forward_us"] *= factor
-    return Profile.from_dict(data)
+    """The profile with all times multiplied by `factor`, as a larger batch changes them."""
+    tensors = (
+        replace(tensor, backward_us=factor * tensor.backward_us, forward_us=factor * (tensor.forward_us or 0.0))
+        for tensor in profile.tensors
+    )
+    return replace(profile, optimizer_us=factor * (profile.optimizer_us or 0.0), tensors=tuple(tensors))
 
 
 def cluster_of(live: Live, seconds: float) -> Cluster:
-    """The links, each watched for about so many seconds. Collective, and the same on all ranks."""
+    """The measured links, about `seconds` for each. Collective; all ranks get the same cluster."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
     return measured_links(times, grid, _UNKNOWN_GBPS).cluster
 
 
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
-    """Times of encodes and decodes on this rank, measured for about so many seconds in all."""
+    """Times of encodes and decodes on this rank, measured in about `seconds` in all."""
     calls = max(1, len(specs)) * 2 * len(_CODEC_SIZES)
     return measure_codecs(specs, live.device, _CODEC_SIZES, seconds / calls)

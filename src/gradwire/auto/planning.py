@@ -1,4 +1,4 @@
-"""From measured times to the few plans that are worth a trial."""
+"""Choose the few plans that are worth a trial, from measured times."""
 
 import time
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from gradwire.planner.starts import ddp
 __all__ = ["MOST_TRIED", "Offer", "foreseen", "offers", "words_of"]
 
 MOST_TRIED = 3
-"""Plans that are tried beside plain all-reduce; for each further kind of schedule that is allowed one more."""
+"""Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""
 _WORTH = 1.5
-"""Those that are predicted to be so many times slower to a loss than the best are not."""
+"""A plan is not tried if it is predicted to take this many times as long to a loss as the best one."""
 _CLOSE = 1.05
-"""Predictions that differ by no more say nothing: what costs least accuracy is tried first."""
+"""Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
 _FEWEST_EVALUATIONS = 20
 
@@ -49,11 +49,11 @@ def offers(
     current: Plan | None = None,
     schedules: Sequence[Schedule] = (),
 ) -> list[Offer]:
-    """Plain all-reduce and the best others by prediction, all different, the best first; the current plan before all.
+    """The current plan, the best plans by prediction, and plain all-reduce, without duplicates.
 
-    specs: in the order of what they cost in accuracy, the least first. schedules: those allowed beside `backward`, in the same
-    order; the best of each kind is offered if it is worth it.
-    The planner's own plan is among them, sought for about so many seconds; the others are policies, one for each spec.
+    specs: the allowed specs, the most accurate first. schedules: those allowed beside `backward`, in the same order; the best
+    plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's search, which takes about
+    `seconds`, and one policy for each spec.
     """
     found = _Plans(profile, cluster, costs, specs, schedules)
     began = time.perf_counter()
@@ -63,8 +63,9 @@ def offers(
     found.policy(Uniform(Identity(), bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
     evaluations = min(EVALUATIONS, int(seconds * len(found.plans) / (time.perf_counter() - began)))
     planned = []
-    if evaluations >= _FEWEST_EVALUATIONS and _one_kind(profile):
-        # the search knows steps alone: of what needs more of them for a loss, it gets only what pays for all of the model
+    # of other dtypes the search might compress some that compressors do not take
+    if evaluations >= _FEWEST_EVALUATIONS and {tensor.dtype for tensor in profile.tensors} <= {"float32"}:
+        # the search compares steps alone: of specs that need more steps for a loss, it gets those that pay for the whole model
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
         job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
@@ -77,7 +78,7 @@ def offers(
     others = [plan for digest, plan in found.plans.items() if digest not in known]
     most_us = _WORTH * found.least_us(list(found.plans.values()))
     worth = found.best_first([plan for plan in others if found.us(plan) <= most_us])
-    of_each = [next(plan for plan in worth if plan.schedule.word == kind) for kind in _kinds(worth)]
+    of_each = _best_of_each_kind(worth)
     rest = [plan for plan in worth if plan not in of_each]
     most = MOST_TRIED - 1 + len({schedule.word for schedule in (Backward(), *schedules)})
     tried = found.best_first([*of_each, *rest[: max(0, most - len(of_each))]])
@@ -88,27 +89,20 @@ def offers(
 def foreseen(
     profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
 ) -> list[Candidate]:
-    """The best by prediction of each kind of schedule, plans made from policies."""
+    """For each kind of schedule the best candidate by prediction, with plans from policies."""
     found = _Plans(profile, cluster, costs, specs, schedules)
     found.add_scheduled([])
-    plans = found.best_first(list(found.plans.values()))
-    return [
-        found.candidate(next(plan for plan in plans if plan.schedule.word == kind), False) for kind in _kinds(plans)
-    ]
+    return [found.candidate(plan, False) for plan in _best_of_each_kind(found.best_first(list(found.plans.values())))]
 
 
 class _Plans:
-    """Plans for one job, and what is predicted of them."""
+    """Plans for one job, with predictions."""
 
     def __init__(
-        self,
-        profile: Profile,
-        cluster: Cluster,
-        costs: Costs,
-        specs: Sequence[Spec],
-        schedules: Sequence[Schedule],
+        self, profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
     ) -> None:
-        self.infos, self.ranks = profile.tensor_infos(_device(profile)), cluster.world_size
+        device = "cpu" if profile.device == "cpu" else "gpu"
+        self.infos, self.ranks = profile.tensor_infos(device), cluster.world_size
         self.job = PlanningJob(profile, cluster, costs, specs)
         self.plans: dict[str, Plan] = {}
         """By digest."""
@@ -128,7 +122,7 @@ class _Plans:
                 self.plans[digest] = plan
 
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
-        """The policy of each spec, and these plans, in all the schedules; without those that the simulator cannot price."""
+        """Add the policy of each spec and these plans in all schedules, except those that the simulator cannot price."""
         policies = [Uniform(Identity()), *(policy_of(spec, self.infos) for spec in self._specs)]
         for schedule in self._schedules:
             plans = [msgspec.structs.replace(p, schedule=schedule).plan(self.infos, self.ranks) for p in policies]
@@ -140,21 +134,21 @@ class _Plans:
                     self.add(plan)
 
     def us(self, plan: Plan) -> float:
-        """Of what does as much for the loss as one step of plain all-reduce, predicted."""
+        """Predicted time for the progress of one step of plain all-reduce."""
         return self._us[plan.digest()] * _steps_for_one(plan)
 
     def least_us(self, plans: Sequence[Plan]) -> float:
         return min(self.us(plan) for plan in plans)
 
     def best_first(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Those that come close to the best by what they cost in accuracy, and then the rest by time."""
+        """Plans close to the best in the order of their accuracy, then the others in the order of their times."""
         if not plans:
             return []
         close_us = _CLOSE * self.least_us(plans)
         return sorted(plans, key=lambda p: (False, self.loss(p)) if (us := self.us(p)) <= close_us else (True, us))
 
     def loss(self, plan: Plan) -> int:
-        """The place of the plan's most lossy spec; a schedule that costs accuracy comes after all specs without one."""
+        """The plan's place in the order of accuracy, 0 for the most accurate: by schedule, then by the most lossy spec."""
         places = {spec: place for place, spec in enumerate(self._specs, 1)}
         delayed = [schedule for schedule in self._schedules if schedule.costs_accuracy]
         later = 1 + delayed.index(plan.schedule) if plan.schedule in delayed else 0
@@ -170,22 +164,16 @@ def _steps_for_one(plan: Plan) -> float:
     return steps_for_one(spec for bucket in plan.buckets for spec in bucket.specs)
 
 
-def _kinds(plans: Sequence[Plan]) -> list[str]:
-    """Of their schedules."""
-    return list(dict.fromkeys(plan.schedule.word for plan in plans))
-
-
-def _device(profile: Profile) -> str:
-    return "cpu" if profile.device == "cpu" else "gpu"
-
-
-def _one_kind(profile: Profile) -> bool:
-    """Whether all gradients are of one dtype, and one that compressors take: else the search might compress others."""
-    return {tensor.dtype for tensor in profile.tensors} <= {"float32"}
+def _best_of_each_kind(plans: Sequence[Plan]) -> list[Plan]:
+    """The first plan of each kind of schedule."""
+    best: dict[str, Plan] = {}
+    for plan in plans:
+        best.setdefault(plan.schedule.word, plan)
+    return list(best.values())
 
 
 def words_of(plan: Plan) -> str:
-    """A plan in a few words.
+    """A short description of a plan.
 
     >>> from gradwire.core import QSGD, TensorInfo
     >>> words_of(Uniform(QSGD(bits=4)).plan([TensorInfo("w", (10, 10), "float32")]))

@@ -1,7 +1,7 @@
-"""Which bucket size to try next, from the throughput under those that were tried. Pure: talks to nobody.
+"""Choose the next bucket size to try, from the throughput in earlier trials. Pure: no communication.
 
-Buckets consist of whole tensors, so most sizes make the same buckets as others: the search is over the different groupings. The
-Bayesian search keeps some trials to try the best of them again, since the best of many noisy trials is often one that was lucky.
+Buckets consist of whole tensors, so many sizes make the same buckets: the search is over the different groupings. The Bayesian
+search keeps some trials to repeat the best groupings, since the best of many noisy trials was often only lucky.
 
 >>> from gradwire.core import Identity
 >>> from gradwire.planner import Uniform
@@ -17,7 +17,6 @@ import random
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import harmonic_mean
-from typing import NamedTuple
 
 from gradwire.errors import PlanError
 from gradwire.planner.tuned import Tuned
@@ -25,26 +24,26 @@ from gradwire.planner.tuned import Tuned
 __all__ = ["SizeSearch", "check_library", "spaced"]
 
 XI = 0.1
-"""How much better than the best a size should be to count as better, in units of the first trial's throughput (DeAR)."""
+"""The improvement that the search looks for, in units of the first trial's throughput (DeAR)."""
 STOP = 0.01
-"""The search ends when no size promises to be better than the best by more than this part of it."""
+"""The search ends when the expected improvement of every size is at most this part of the best throughput."""
 _SIZES = 64
-"""Sizes that are looked at, evenly spaced on a logarithmic scale: 7 % from one to the next from 1 to 100 MB."""
+"""The number of sizes, evenly spaced on a logarithmic scale."""
 AGAIN = 3
-"""Trials that the Bayesian search keeps for what looks best, of ten or more; of fewer a third."""
+"""Trials that the Bayesian search keeps to repeat the best groupings; a third of all trials if these are fewer than ten."""
 LOOKS = 3
-"""Trials of the best after which it is believed."""
+"""The search ends after so many trials of the best grouping."""
 _NOISE = 0.02
-"""Deviation of a trial's throughput, in units of the first's."""
+"""Standard deviation of a trial's throughput, in units of the first trial's."""
 _OCTAVES, _VARIANCE = 1.0, 0.1
-"""Of throughput as a function of the size's logarithm: how far one size tells of another, and how much sizes differ at least.
-Fitted to few trials both go astray: the search ends after two or three that happen to be alike."""
+"""Length scale of the Gaussian process in octaves of size, and its least variance. Not fitted: fits to few trials end the search
+too early."""
 
 
 class SizeSearch:
     """A search in progress.
 
-    group: what tells the buckets of a size from those of another, such as the digest of the plan that it makes.
+    group: maps a size to a value that identifies its buckets, such as the digest of the plan.
     """
 
     def __init__(self, tuned: Tuned, group: Callable[[int], Hashable]) -> None:
@@ -53,9 +52,9 @@ class SizeSearch:
         self.groupings = {nbytes: group(nbytes) for nbytes in self.sizes}
         """By size."""
         self._rates: dict[Hashable, list[float]] = {}
-        """Throughput in each trial of a grouping, in the order of their first trials."""
+        """Throughput in each trial of a grouping, in the order of first trials."""
         self._with: dict[Hashable, int] = {}
-        """The size with which a grouping was tried."""
+        """The size of each grouping's last trial."""
         self._proposed = tuned.start_bytes
         self._next = _SEARCHES[tuned.search](self)
 
@@ -74,7 +73,7 @@ class SizeSearch:
         return max(self._rates, key=self._rate)
 
     def _rate(self, grouping: Hashable) -> float:
-        """Steps over the time they took in all trials."""
+        """Throughput over all trials of a grouping."""
         return harmonic_mean(self._rates[grouping])
 
     def propose(self) -> int | None:
@@ -88,13 +87,13 @@ class SizeSearch:
         return proposed
 
     def took(self, rate: float) -> None:
-        """Throughput under the size that was proposed last; any unit, above 0."""
+        """Add the throughput of the size proposed last, in any unit, above 0."""
         grouping = self.groupings[self._proposed]
         self._rates.setdefault(grouping, []).append(rate)
         self._with[grouping] = self._proposed
 
     def _new(self, sizes: Iterable[int]) -> Iterator[int]:
-        """Those whose grouping is not known when their turn comes."""
+        """The sizes whose grouping has no trial yet when their turn comes."""
         return (nbytes for nbytes in sizes if self.groupings[nbytes] not in self._rates)
 
     # ---- searches: sizes in the order in which they are to be tried
@@ -116,9 +115,9 @@ class SizeSearch:
             first = self._rate(next(iter(self._rates)))
             seen = {middle[grouping]: self._rate(grouping) / first for grouping in self._rates}
             best, found = max(seen.values()), _predict(seen, [middle[grouping] for grouping in left])
-            if max(found.improvement(best)) < STOP * best:
+            if max(_improvement(mean - best, std) for mean, std in found) < STOP * best:
                 break
-            promises = found.improvement(best + XI)
+            promises = [_improvement(mean - best - XI, std) for mean, std in found]
             sizes = alike[left[promises.index(max(promises))]]
             yield sizes[len(sizes) // 2]
         while len(self._rates) > 1 and len(self._rates[self._best]) < LOOKS:
@@ -132,25 +131,14 @@ _SEARCHES: Mapping[str, Callable[[SizeSearch], Iterator[int]]] = {
 }
 
 
-class _Predicted(NamedTuple):
-    """What the Gaussian process says of places that were not tried."""
-
-    means: Sequence[float]
-    deviations: Sequence[float]
-
-    def improvement(self, over: float) -> list[float]:
-        """Expected improvement over a value, of each place."""
-        return [_improvement(mean - over, std) for mean, std in zip(self.means, self.deviations, strict=True)]
-
-
 def _improvement(gain: float, std: float) -> float:
-    """The mean of the part above 0 of a normal number with this mean and deviation."""
+    """The expected improvement: the mean of max(0, x) for a normal x of mean `gain` and deviation `std`."""
     z = gain / max(std, 1e-12)
     return gain * (1 + math.erf(z / math.sqrt(2))) / 2 + std * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
-def _predict(seen: Mapping[float, float], places: Sequence[float]) -> _Predicted:
-    """`seen` are throughputs, in units of the first, by place: the logarithm of a size to base 2."""
+def _predict(seen: Mapping[float, float], places: Sequence[float]) -> list[tuple[float, float]]:
+    """Mean and deviation of the throughput at each place, from those `seen`. A place is the logarithm of a size to base 2."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 
@@ -158,14 +146,14 @@ def _predict(seen: Mapping[float, float], places: Sequence[float]) -> _Predicted
     process = GaussianProcessRegressor(kernel, alpha=_NOISE**2)
     center = sum(seen.values()) / len(seen)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a variance at its bound, which few points make usual
+        warnings.simplefilter("ignore")  # few points often put the variance at its bound
         process.fit([[place] for place in seen], [rate - center for rate in seen.values()])
         means, deviations = process.predict([[place] for place in places], return_std=True)
-    return _Predicted([float(mean) + center for mean in means], [float(std) for std in deviations])
+    return [(float(mean) + center, float(std)) for mean, std in zip(means, deviations, strict=True)]
 
 
 def spaced(low: int, high: int, count: int) -> list[int]:
-    """So many whole numbers from one to the other, evenly spaced on a logarithmic scale.
+    """`count` whole numbers from `low` to `high`, evenly spaced on a logarithmic scale.
 
     >>> spaced(1, 100, 3)
     [1, 10, 100]
@@ -174,11 +162,11 @@ def spaced(low: int, high: int, count: int) -> list[int]:
 
 
 def check_library() -> None:
-    """Load what the Gaussian process is computed with. Raises PlanError if it is missing."""
+    """Load scikit-learn, which computes the Gaussian process. Raises PlanError if scikit-learn is missing."""
     try:
         import sklearn.gaussian_process  # noqa: F401
     except ImportError as error:
         raise PlanError(
-            f"search is 'bayes', and scikit-learn, which it computes with, cannot be loaded ({error}). Run pip install "
-            "scikit-learn on every node, or use search='random' or search='grid', which need nothing."
+            f"search='bayes' needs scikit-learn, which cannot be loaded ({error}). Run pip install scikit-learn on every "
+            "node, or use search='random' or search='grid'."
         ) from error

@@ -1,4 +1,4 @@
-"""How a script steps its optimizers: what a schedule that steps them itself must know before it does."""
+"""How a script calls its optimizers: some schedules step the optimizers themselves, which not every script allows."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,20 +11,18 @@ __all__ = ["Stepped"]
 
 
 class Stepped:
-    """Watches the steps of optimizers, from its making until `remove`."""
+    """Watches the steps of optimizers until `remove`."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._handles: list[Any] = []
         self._seen = False
         self.problem = ""
-        """Why only the script itself can step them; '' if nothing speaks against it."""
+        """Why gradwire cannot step the optimizers; '' if it can."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(ModelHook(self, Stepped._steps)))
             else:
-                self.problem = (
-                    f"{type(optimizer).__name__} is no torch.optim.Optimizer, and how it is stepped is not known"
-                )
+                self.problem = f"{type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be watched"
 
     def _steps(self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._seen = True
@@ -39,5 +37,5 @@ class Stepped:
         for handle in self._handles:
             handle.remove()
         if self._handles and not self._seen and not self.problem:
-            self.problem = "no step() of the optimizers that were passed was seen"
+            self.problem = "the script did not call step() of the optimizers that it passed"
         self._handles = []

@@ -1,8 +1,7 @@
-"""Which of several plans is fastest to a loss, told by the times of real steps that run them in turns. Pure: talks to nobody.
+"""Find the plan that is fastest to a loss, by the times of real steps that run the plans in turns. Pure: no communication.
 
-Turns are interleaved, A B C A B C, so that a drift of the machine hits all alike. The first turn of each is a short look; who is
-clearly slower then is left out, at once if it is hopeless. The others go on until the difference is clear, or until the budget is
-spent.
+Turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. The first turn of each plan is short. Plans
+that are clearly slower are left out; the others go on until the difference is clear or the budget is spent.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -19,62 +18,59 @@ from typing import NamedTuple
 __all__ = ["Candidate", "Trial", "TrialTurn", "allowance_us"]
 
 GAIN = 0.02
-"""Plain all-reduce runs unless something is faster by more than this part."""
+"""Plain all-reduce is chosen unless another plan is faster by more than this part."""
 ALIKE = 0.02
-"""Candidates whose times differ by no more than this part are alike."""
+"""Candidates whose times differ by at most this part count as equally fast."""
 HYSTERESIS = 0.04
-"""What runs already goes on unless something is faster by more than this part."""
+"""The current plan is chosen unless another plan is faster by more than this part."""
 _LOOK_STEPS, _TURN_STEPS = 3, 5
-"""Of a first turn and of later ones. The first step of a turn is not counted: memory is new."""
+"""Steps of first turns and of later ones. The first step of a turn does not count: memory is new."""
 _LOOK_FACTOR, _TURN_FACTOR = 1.25, 1.10
-"""Slower than the best by more, and a candidate is left out."""
+"""A candidate is left out if it takes more than so many times as long as the best, after its first turn or a later one."""
 _HOPELESS = 4.0
-"""A step is so many times slower than the best: the turn ends. Plain all-reduce of which that is predicted is not run."""
+"""A turn ends if a step takes so many times as long as the best. Plain all-reduce does not run if this is predicted."""
 _PLAIN_FACTOR = 1.5
-"""Plain all-reduce is looked at but not tried further where it takes so many times as long. Where that is predicted it is looked
-at for one step."""
+"""Plain all-reduce has one turn if it takes so many times as long as the best, and one step if this is predicted."""
 _ROUNDS, _MOST_ROUNDS = 2, 6
-"""Where something runs already there are no more than the first: its times have changed, which is to be answered soon, and
-what is not clearly faster does not replace it."""
+"""The most rounds with a current plan, whose times have changed so that a quick decision counts, and without one."""
 _LEFT = (3, 2, 2)
-"""Candidates that go on after each round, at most."""
+"""The most candidates after each round."""
 _CLEAR = 1.05
-"""The next best is so many times slower: that is clear, and no further round is needed."""
+"""No further round is needed if the second best takes so many times as long as the best."""
 
 
 class Candidate(NamedTuple):
-    """A plan that may be chosen."""
+    """A plan in a trial."""
 
     name: str
     predicted_us: float
     plain: bool = False
-    """Whether it is plain all-reduce: what everything else is compared with."""
+    """Whether this is plain all-reduce."""
     loss: int = 0
-    """A place in the order of what costs accuracy: 0 is nothing. Of candidates that are alike in time the lowest is taken."""
+    """The place in the order of accuracy, 0 for the most accurate. Of equally fast candidates the lowest place is chosen."""
     cycle: int = 1
-    """Its steps are alike only in groups of so many: of each group the mean counts."""
+    """Times vary inside groups of so many steps; the mean of each group counts."""
     steps_for_one: float = 1.0
-    """So many of its steps bring the loss as far as one of plain all-reduce: by this its times are compared, and nothing else."""
+    """Steps needed for the progress of one step of plain all-reduce; times are multiplied by this before they are compared."""
 
 
 class TrialTurn(NamedTuple):
-    """So many steps of one candidate, if none is hopeless."""
+    """Some steps of one candidate."""
 
     candidate: int
     steps: int
 
 
 def allowance_us(best_us: float, plain_us: float) -> float:
-    """What deciding may cost beyond the chosen plan's own steps: 5 % of 1000 of them, or 20 of plain all-reduce."""
+    """The budget of a trial: 5 % of 1000 steps of the best plan, or 20 steps of plain all-reduce if these take longer."""
     return max(0.05 * 1000 * best_us, 20 * plain_us)
 
 
 class Trial:
     """A trial in progress.
 
-    candidates: those to try, the best by prediction first. current: the one that runs already, if any does. known_us: what a
-    step takes under some plan, to tell what is hopeless. spent_us, before: what was spent on deciding before the trial, and how
-    many steps are in that.
+    candidates: the best by prediction first. current: the index of the current plan, if there is one. known_us: the time of a
+    step under some plan. spent_us, before: the time and the steps spent on deciding before the trial.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class Trial:
     ) -> None:
         self.candidates, self.current, self._known_us = tuple(candidates), current, known_us
         self.times: list[list[float]] = [[] for _ in self.candidates]
-        """Microseconds of the steps that count, by candidate; means over its cycles."""
+        """Microseconds of the counted steps by candidate, as means over cycles."""
         self.steps, self._total_us = before, spent_us
         self._round = 0
         self._in_turn: list[float] = []
@@ -102,11 +98,11 @@ class Trial:
 
     @property
     def turn(self) -> TrialTurn | None:
-        """What to run next; None when it is decided."""
+        """The next turn; None after the decision."""
         return self._queue[0] if self._queue else None
 
     def took(self, us: float) -> None:
-        """A step of the turn took so long, on the slowest rank."""
+        """Add the time of a step of the turn, on the slowest rank."""
         turn = self._queue[0]
         self._in_turn.append(us)
         self._total_us += us
@@ -118,7 +114,7 @@ class Trial:
         self.times[turn.candidate] += _means(self._in_turn[1:] or self._in_turn, cycle)
         self._in_turn = []
         self._queue.pop(0)
-        # every candidate is looked at: the best may come last
+        # every candidate has a first turn: the best may come last
         if self._round and self.cost_us > allowance_us(self._best_us, self.plain_us):
             self._queue = []
             self._choose()
@@ -126,33 +122,31 @@ class Trial:
             self._next_round()
 
     def spend(self, us: float) -> None:
-        """Deciding took so long beside steps."""
+        """Add time spent on deciding beside steps."""
         self._total_us += us
 
     def leave_out(self) -> None:
-        """The candidate whose turn it is cannot run."""
+        """Leave out the candidate of the turn, which cannot run."""
         turn = self._queue.pop(0)
         self._queue = [other for other in self._queue if other.candidate != turn.candidate]
         if not self._queue:
             self._next_round()
 
     def median_us(self, index: int) -> float | None:
-        """Of a candidate's steps that counted; None if there were none."""
+        """The median of a candidate's counted steps; None if there are none."""
         return median(self.times[index]) if self.times[index] else None
 
     @property
     def cost_us(self) -> float:
-        """What deciding has cost so far: all that was spent, less what the steps would have taken under the best plan."""
+        """The time spent so far, minus the time of equally many steps of the best plan."""
         return max(0.0, self._total_us - self.steps * self._best_us)
 
     @property
     def plain_us(self) -> float:
-        """Of plain all-reduce: measured, else predicted; 0 if it is not among the candidates."""
-        index = self._plain
-        if index is None:
+        """Time of a step of plain all-reduce, measured or else predicted; 0 if it is no candidate."""
+        if (index := self._plain) is None:
             return 0.0
-        measured = self.median_us(index)
-        return self.candidates[index].predicted_us if measured is None else measured
+        return self.median_us(index) or self.candidates[index].predicted_us
 
     @property
     def _plain(self) -> int | None:
@@ -160,23 +154,22 @@ class Trial:
 
     @property
     def _best_us(self) -> float:
-        """A step of what is best so far."""
+        """Time of a step of the best plan so far."""
         measured = [index for index, times in enumerate(self.times) if times]
         return median(self.times[min(measured, key=self._to_loss_us)]) if measured else 0.0
 
     def _to_loss_us(self, index: int) -> float:
-        """What is compared: the median, times the steps that do what one of plain all-reduce does."""
+        """The time for the progress of one step of plain all-reduce."""
         return median(self.times[index]) * self.candidates[index].steps_for_one
 
     def _look_steps(self, candidate: Candidate) -> int:
-        """Of the first turn. Plain all-reduce has none where it is predicted to be hopeless, and one where it will hardly be
-        chosen."""
+        """Steps of the first turn: for plain all-reduce fewer, or none, if it is predicted to be much slower."""
         if not candidate.plain or len(self.candidates) == 1 or candidate.predicted_us <= _PLAIN_FACTOR * self._known_us:
             return _LOOK_STEPS
         return int(candidate.predicted_us <= _HOPELESS * self._known_us)
 
     def _turn(self, index: int, steps: int) -> TrialTurn:
-        """At least so many steps: one that does not count, and whole cycles."""
+        """A turn of at least so many steps: one that does not count, and whole cycles."""
         cycle = self.candidates[index].cycle
         return TrialTurn(index, 1 + cycle * -(-(steps - 1) // cycle))
 
@@ -198,7 +191,7 @@ class Trial:
             return False
         if self._round > 1:
             return self._to_loss_us(index) <= _TURN_FACTOR * best_us
-        # after a look of two steps the faster one counts
+        # of a first turn's two steps the faster one counts
         return min(times) * candidate.steps_for_one <= (_PLAIN_FACTOR if candidate.plain else _LOOK_FACTOR) * best_us
 
     def _choose(self) -> None:
@@ -214,7 +207,7 @@ class Trial:
         if current in medians and medians[best] > (1 - HYSTERESIS) * medians[current]:
             best = current
         if plain in medians and best != plain:
-            # what was faster once goes on as long as it is faster at all
+            # the current plan only has to be faster at all
             least = 0.0 if best == current else GAIN
             if medians[best] > (1 - least) * medians[plain]:
                 best = plain
@@ -222,6 +215,6 @@ class Trial:
 
 
 def _means(times: Sequence[float], cycle: int) -> list[float]:
-    """Of each whole cycle; of all if there is none."""
+    """Means over whole cycles; the mean of all times if there is no whole cycle."""
     whole = [fmean(times[at : at + cycle]) for at in range(0, len(times) - cycle + 1, cycle)]
     return whole or [fmean(times)]

@@ -1,10 +1,8 @@
-"""`gw.Tuned` on a live job: bucket sizes are tried in turn, and the one with the highest throughput stays.
+"""`gw.Tuned` on a live job: try bucket sizes, and keep the one with the highest throughput.
 
-A trial is some steps that do not count, since memory is new, and some whose mean counts: of the slowest rank. Rank 0 searches and
-sends each next size; every rank makes the same plan of it. When the search is over nothing is measured any more.
-
-A step is timed from the end of one backward to the end of the next: so all that a size may lengthen counts, in the pipelined
-schedule the next forward too. A pause between two steps, as for an evaluation, does not.
+A trial has some steps that do not count, since memory is new, and some whose mean on the slowest rank counts. Rank 0 searches and
+sends each size; every rank makes the same plan from it. A step is timed from the end of one backward to the end of the next, so
+the next forward of the pipelined schedule counts. A pause between two steps, as for an evaluation, does not count.
 """
 
 import time
@@ -14,9 +12,8 @@ from statistics import fmean, median
 
 import torch
 
-from gradwire.auto.decision import say
+from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
-from gradwire.auto.resuming import unlike
 from gradwire.auto.sizes import SizeSearch, check_library
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
@@ -28,7 +25,7 @@ from gradwire.record.run import Decision
 __all__ = ["TriedSize", "TunedSize", "Tuning"]
 
 _PAUSE = 3.0
-"""A step that takes so many times as long as the trial's median holds a pause, and counts as the median."""
+"""A step that takes so many times as long as the trial's median contains a pause, and counts as the median."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,13 @@ class TriedSize:
     nbytes: int
     """The `bucket_bytes` of the policy."""
     buckets: int
-    """How many that makes."""
+    """The number of buckets of this size."""
     step_us: float
-    """Mean of the steps that counted, of the slowest rank."""
+    """Mean time of the counted steps on the slowest rank."""
     search_us: float
-    """What finding this size and changing to it took."""
+    """Time of finding this size and changing to it."""
     cost_us: float
-    """How much longer all steps of the trial took than as many under the chosen size, with what finding the size took."""
+    """Time of all steps of the trial and of finding the size, minus the time of equally many steps of the chosen size."""
 
     def __str__(self) -> str:
         buckets = f"{self.buckets} bucket{'s' if self.buckets > 1 else ''}"
@@ -53,20 +50,20 @@ class TriedSize:
 
 @dataclass(frozen=True)
 class TunedSize:
-    """What runs from a step on, and what was tried."""
+    """The size from `step` on, and all trials."""
 
     step: int
     search: str
     chosen: TriedSize
-    """The first trial of the size that is kept; `step_us` is the mean over its trials."""
+    """The first trial of the chosen size; `step_us` is the mean over its trials."""
     tried: tuple[TriedSize, ...]
-    """All trials, in their order. The Bayesian search tries again what looks best."""
+    """All trials in their order. The Bayesian search repeats the best sizes."""
     took_steps: int
     """Steps of all trials."""
 
     @property
     def cost_us(self) -> float:
-        """Of all trials together."""
+        """The cost of all trials together."""
         return sum(each.cost_us for each in self.tried)
 
     def __str__(self) -> str:
@@ -90,24 +87,22 @@ class Tuning:
         self.tuned = tuned
         self.decisions: list[TunedSize] = []
         self.clock: Callable[[], float] = time.perf_counter
-        """Seconds that pass on this rank."""
         self.searching = True
         self._infos: list[TensorInfo] | None = None
         self._search: SizeSearch | None = None
         """On rank 0."""
         self._tried: list[TriedSize] = []
         self._nbytes = tuned.start_bytes
-        """The size that is being tried."""
+        """The size on trial."""
         self._steps_us: list[float] = []
-        """Of the trial."""
         self._search_us, self._mark = 0.0, 0.0
-        """How long it took to find the size and to change to it, and when the last step ended."""
+        """The time of finding the size and changing to it, and the end of the last step."""
 
     def __repr__(self) -> str:
         return repr(self.tuned)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """What runs until the first trial."""
+        """The policy until the first trial."""
         return self.tuned.with_bytes(self.tuned.start_bytes)
 
     def recorded(self) -> Decision:
@@ -115,11 +110,11 @@ class Tuning:
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan is not the policy's in buckets of some size; '' if it is."""
+        """Why a saved plan cannot come from the policy with buckets of another size; '' if it can."""
         return unlike(plan, own)
 
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
-        """Go on under the size that was found; search anew where it was not found yet, or by other ranks."""
+        """Keep the saved size. Search anew if the search had not ended, or if other ranks saved the size."""
         settled = same_ranks and not searching
         self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
 
@@ -127,11 +122,11 @@ class Tuning:
         """Nothing is kept on the model."""
 
     def finished(self, session: Session) -> None:
-        """One step more."""
+        """A step ended."""
         live = Live(session)
         if live.group.world_size == 1:
             self.searching = False
-        elif live.infos is not self._infos:  # the first step, or the model is another one
+        elif live.infos is not self._infos:  # the first step, or the model changed
             self._begin(live)
         elif self.searching:
             self._step(live)
@@ -149,7 +144,7 @@ class Tuning:
 
     def _step(self, live: Live) -> None:
         if live.device.type != "cpu":
-            # that of the computation alone: gathers may go on beside the next forward
+            # of the computation alone: gathers may run beside the next forward
             torch.accelerator.current_stream(live.device).synchronize()
         now = self.clock()
         if live.everybody:
@@ -169,7 +164,7 @@ class Tuning:
         self._try_next(live, began)
 
     def _try_next(self, live: Live, began: float) -> None:
-        """Change to the size that is to be tried, or, when the search is over, to the best."""
+        """Change to the next size, or to the best size after the search."""
         proposed = self._search.propose() if self._search is not None else None
         told = int(live.from_first(str(proposed or 0)))
         if told == 0:
@@ -182,7 +177,8 @@ class Tuning:
 
     def _decide(self, live: Live) -> None:
         self.searching, self._search = False, None
-        means = {one.nbytes: _mean_us(self._tried, one.nbytes) for one in self._tried}
+        sizes = dict.fromkeys(one.nbytes for one in self._tried)
+        means = {nbytes: fmean(one.step_us for one in self._tried if one.nbytes == nbytes) for nbytes in sizes}
         nbytes = min(means, key=means.__getitem__)
         live.change_to(live.plan_of(self.tuned.with_bytes(nbytes)))
         each = self.tuned.discard_steps + self.tuned.trial_steps
@@ -197,11 +193,6 @@ class Tuning:
         self.decisions.append(decision)
         if live.group.rank == 0:
             say(str(decision))
-
-
-def _mean_us(tried: Sequence[TriedSize], nbytes: int) -> float:
-    """Of a step under a size, over all its trials."""
-    return fmean(one.step_us for one in tried if one.nbytes == nbytes)
 
 
 def _without_pauses(steps_us: Sequence[float]) -> list[float]:

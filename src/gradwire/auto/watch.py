@@ -1,11 +1,11 @@
-"""Whether times are still as they were when a plan was chosen. Pure: talks to nobody.
+"""Detects when times have changed since a plan was chosen. Pure: no communication.
 
-Two signs are watched, as medians over windows of steps: how long a step takes, and how long its lanes were busy with links. The
-second tells of a link that became faster though the step, which computes meanwhile, did not. A large change counts at once, a
-small one when two windows in a row show it.
+Two times are compared, as medians over windows of steps: the time of a step, and the time of its lanes on links. The second
+changes even if a faster link does not make a step faster, because the step computes meanwhile. A large change is reported at
+once, a small one after two windows in a row.
 
-After each decision it waits for some steps before it reports again. The wait doubles when a decision led nowhere: the same plan
-again, or one that was left not long ago. So times that go up and down cannot make plans do the same.
+After each decision there is a wait before the next report. The wait doubles after a decision without effect: the same plan, or
+one that ran not long ago. So plans do not alternate when times do.
 """
 
 from collections.abc import Sequence
@@ -17,33 +17,33 @@ __all__ = ["WINDOW", "Drift", "Watch"]
 WINDOW = 8
 """Steps of a window."""
 _LARGE, _SMALL = 1.8, 1.25
-"""Factors by which steps become longer or shorter."""
+"""Factors between the times of a step before and now."""
 _LARGE_LINK, _SMALL_LINK = 3.0, 1.6
-"""The same of the time on links, which is less even."""
+"""The same for times on links, which vary more."""
 _LINK_PART = 0.1
-"""Links count where they take at least so much of a step, before or after."""
+"""Times on links count if they are at least this part of a step, before or now."""
 _FIRST_WAIT, _MOST_WAIT = 32, 8192
 
 
 class Drift(NamedTuple):
-    """What changed since the plan was chosen."""
+    """The change since the plan was chosen."""
 
     step: float
-    """Length of a step now, over what it was."""
+    """Time of a step now over the time before."""
     link: float
-    """Time that lanes are busy with links, over what it was."""
+    """Time of lanes on links now over the time before."""
 
     @property
     def of_links(self) -> bool:
-        """Whether links changed, and not computation alone."""
+        """Whether the links changed, not only the computation."""
         return max(self.link, 1 / self.link) > _SMALL
 
     def __str__(self) -> str:
-        return f"steps take {self.step:.2f} times as long as before, exchanges {self.link:.2f} times"
+        return f"steps take {self.step:.2f} times as long as before, exchanges {self.link:.2f} times as long"
 
 
 class Watch:
-    """Sees the windows of a run."""
+    """Compares the windows of a run."""
 
     def __init__(self) -> None:
         self._plan = ""
@@ -53,10 +53,10 @@ class Watch:
         self._settled = False
         self._not_before = 0
         self._before: tuple[int, int] = (0, 0)
-        """In which directions step and links had drifted in the last window: -1, 0 or 1."""
+        """The directions of the changes of step and links in the last window: -1, 0 or 1."""
 
     def chosen(self, step: int, plan: str, step_us: float) -> None:
-        """From this step on a plan runs that took so long in the trial. `plan` is a word that tells plans apart."""
+        """A plan runs from this step on. `plan` identifies the plan; `step_us` is its time in the trial, 0 if unknown."""
         returned = plan in self._left_at and step - self._left_at[plan] < 8 * self._wait
         led_nowhere = bool(self._plan) and (plan == self._plan or returned)
         self._wait = min(_MOST_WAIT, 2 * self._wait) if led_nowhere else _FIRST_WAIT
@@ -66,13 +66,11 @@ class Watch:
         self._step_us, self._link_us, self._settled, self._before = step_us, 0.0, False, (0, 0)
 
     def window(self, step: int, steps_us: Sequence[float], links_us: Sequence[float]) -> Drift | None:
-        """Times of the steps until this one, of the slowest rank, and those on links, of the rank that waited least.
-
-        Returns what drifted, if it is time to do something about it.
-        """
+        """Add the times of the steps until this one, of the slowest rank, and the times on links, of the rank that waited least.
+        Returns the change if there should be a new decision."""
         step_us, link_us = median(steps_us), median(links_us)
         if not self._settled:
-            # what a trial measures in turns is a little more than what follows
+            # times measured in a trial's turns are a little longer than later ones
             self._settled, self._link_us = True, link_us
             if self._step_us / _SMALL < step_us < self._step_us * _SMALL or not self._step_us:
                 self._step_us = step_us

@@ -1,7 +1,6 @@
-"""The TCP connections of a gloo backend, which gloo itself neither shows nor closes while a thread waits on them.
+"""The TCP connections of a gloo backend. Gloo neither shows its connections nor closes them while a thread waits.
 
-Shutting them down is the one way to end a wait that nobody will answer: the waiting thread gets an error at once, and
-so do the ranks at the other ends.
+Shutting the connections down is the only way to end such a wait: the waiting thread and the ranks at the other ends get an error.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ _DESCRIPTORS = "/dev/fd"
 
 
 class Connections:
-    """Connections of this process that were opened in a block.
+    """The connections that this process opened inside a block.
 
     >>> connections = Connections()
     >>> with connections.opened_here(expected=0):
@@ -30,15 +29,15 @@ class Connections:
 
     @contextmanager
     def opened_here(self, expected: int) -> Iterator[None]:
-        """Remember those opened in the block. Where it is not as many as expected (another thread opened one meanwhile,
-        the backend connects later), none is remembered: another's connection must never be shut down."""
+        """Remember the connections opened inside. If their number is not `expected`, because another thread opened one or the
+        backend connects later, remember none: connections of others must not be shut down."""
         before = _connected()
         yield
         opened = {number: inode for number, inode in _connected().items() if before.get(number) != inode}
         self._inodes = opened if len(opened) == expected else {}
 
     def shut_down(self) -> None:
-        """End both directions of those that are still there. The descriptors stay their owner's."""
+        """Shut down both directions of the remembered connections. Their owner keeps the descriptors."""
         now = _connected()
         for number, inode in self._inodes.items():
             if now.get(number) == inode:
@@ -48,7 +47,7 @@ class Connections:
 
 
 def _connected() -> dict[int, int]:
-    """Descriptors of connected TCP sockets, with the inode, since numbers are used again."""
+    """Descriptors of connected TCP sockets with their inodes, since numbers are reused."""
     found = {}
     with contextlib.suppress(OSError):  # no such folder on this system
         for entry in os.listdir(_DESCRIPTORS):

@@ -1,4 +1,4 @@
-"""The grid of ranks: who shares a node with whom, and which ranks stand at the same place of other nodes."""
+"""The grid of ranks: the ranks of each node, and the ranks at the same place of all nodes."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ class Grid:
 
     @staticmethod
     def of(names: Sequence[str], rank: int) -> "Grid":
-        """From the node that each rank says it is on."""
+        """The grid from the name of each rank's node."""
         by_name: dict[str, list[int]] = {}
         for other, name in enumerate(names):
             by_name.setdefault(name, []).append(other)
@@ -33,7 +33,7 @@ class Grid:
 
     @staticmethod
     def even(nodes: int, ranks_per_node: int, rank: int) -> "Grid":
-        """So many nodes of so many ranks each, one node's ranks after the other's."""
+        """A grid of nodes with equally many ranks. The ranks of a node are consecutive."""
         return Grid.of([str(other // ranks_per_node) for other in range(nodes * ranks_per_node)], rank)
 
     @property
@@ -46,12 +46,12 @@ class Grid:
 
     @property
     def ranks_per_node(self) -> int:
-        """Raises PlanError where nodes differ in it."""
+        """Raises PlanError if nodes have different numbers of ranks."""
         sizes = sorted({len(members) for members in self.members})
         if len(sizes) > 1:
             raise PlanError(
-                f"nodes have {sizes[0]} and {sizes[-1]} ranks: hierarchical options pair each rank with one on every other node. "
-                "Start as many ranks on every node, or choose an option whose tasks are all on the inter link."
+                f"nodes have {sizes[0]} and {sizes[-1]} ranks, but hierarchical options pair each rank with one on every node. "
+                "Start equally many ranks on every node, or choose an option whose tasks are all on the inter link."
             )
         return sizes[0]
 
@@ -64,7 +64,7 @@ class Grid:
         return self.members[self.node_of(rank)].index(rank)
 
     def groups(self, link: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that exchange over a link: 'all' is everybody, 'intra' a node's, 'inter' those at one place of all nodes."""
+        """The groups that exchange over a link: 'all' ranks, 'intra' those of a node, 'inter' those at one place of all nodes."""
         if link == "all":
             return (tuple(range(self.world_size)),)
         if link == "intra":
@@ -72,11 +72,11 @@ class Grid:
         return tuple(tuple(members[place] for members in self.members) for place in range(self.ranks_per_node))
 
     def group(self, link: str) -> tuple[int, ...]:
-        """The one of `groups` that this rank is in."""
+        """The group of this rank among `groups`."""
         return next(group for group in self.groups(link) if self.rank in group)
 
     def root_of(self, group: tuple[int, ...], root: int) -> int:
-        """The member of a group that does what `root` does in its own: at its place inside a node, on its node between."""
+        """The root of a group: `root` itself, or the member at the same place or on the same node as `root`."""
         if root in group:
             return root
         same_place = [rank for rank in group if self.place_of(rank) == self.place_of(root)]
@@ -84,14 +84,14 @@ class Grid:
         return (same_place or same_node)[0]
 
     def split(self, bytes_to: Sequence[int]) -> tuple[int, int]:
-        """Of the bytes that go to each rank: how many stay inside the node, and how many leave it."""
+        """The sum of bytes to ranks on this node, and to ranks on other nodes."""
         own = self.members[self.node_of(self.rank)]
         inside = sum(bytes_to[rank] for rank in own)
         return inside, sum(bytes_to) - inside
 
 
 def node_name() -> str:
-    """What this process calls its node: torchrun's number of it, else the host's name."""
+    """The name of this process's node: by torchrun's number, or else the host name."""
     number = os.environ.get("GROUP_RANK")
-    # both are there under torchrun; one alone may be left over from another launcher
+    # torchrun sets both variables; one alone may be left over from another launcher
     return f"torchrun {number}" if number is not None and "LOCAL_WORLD_SIZE" in os.environ else socket.gethostname()

@@ -1,7 +1,7 @@
-"""CGX's other reductions: ring and tree, which decode, add and encode again at every hop (CGX, section 3).
+"""CGX's ring and tree reductions, which decode, add and encode again at every hop (CGX, section 3).
 
-Each rank encodes each element once, in a partial sum or in the whole one, and so remembers as much of it as of its gradient.
-What the last rank encodes goes to all untouched, and all use what it decodes to.
+Each rank encodes each element once, in a partial sum or in the whole sum. The payload of the whole sum reaches all ranks
+unchanged, and all ranks decode it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["Ring", "Tree"]
 
 
 class _Hops(Transfers, OneEncode):
-    """What ring and tree share: partial sums in `reduce_dtype`, encoded and decoded shard by shard."""
+    """The common part of ring and tree: partial sums in `reduce_dtype`, encoded and decoded by shard."""
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, bounds: Sequence[int]) -> None:
         rank, world_size = group.rank, group.world_size
@@ -44,9 +44,9 @@ class _Hops(Transfers, OneEncode):
         return torch.empty(self.sizes[shard], dtype=torch.uint8, device=self.piece.flat.device)
 
     def _transfer(self, before: list[Work] | None = None) -> Transfer:
-        """One that sends and receives nothing yet."""
+        """A transfer without parts."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.piece.flat.device)
-        return Transfer(before or [], [nothing] * self.world_size, [nothing] * self.world_size)
+        return Transfer.empty(before or [], self.world_size, nothing)
 
     def _sum_of(self, shard: int) -> torch.Tensor:
         return self.total[: self.parts[shard].numel()]
@@ -61,14 +61,14 @@ class _Hops(Transfers, OneEncode):
 
 
 class Ring(_Hops):
-    """Shard j begins at rank j + 1, gathers one gradient at each of N - 1 hops and is complete at rank j; then payloads go
-    around once more."""
+    """Shard j starts at rank j + 1, adds one gradient at each of N - 1 hops, and ends at rank j. Then payloads go around
+    again."""
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         super().__init__(codec, piece, group, piece.bounds)
 
     def _hop(self, payload: torch.Tensor, arrived: torch.Tensor) -> Transfer:
-        """A payload to the next rank, another from the one before."""
+        """Send a payload to the next rank, and receive one from the rank before."""
         transfer = self._transfer()
         transfer.sent[(self.rank + 1) % self.world_size] = payload
         transfer.received[(self.rank - 1) % self.world_size] = arrived
@@ -110,15 +110,15 @@ class Ring(_Hops):
 
 
 class Tree(_Hops):
-    """Binomial: in round k the ranks at odd multiples of 2^k, counted from the root, send their partial sum to the even ones
-    below them; the root's payload goes back the same way. It takes any number of ranks."""
+    """A binomial tree for any number of ranks. In round k the ranks at odd multiples of 2^k, counted from the root, send their
+    partial sums to the rank 2^k below; the root's payload goes back the same way."""
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         self.root = root
         super().__init__(codec, piece, group, (0, piece.flat.numel()))
 
     def _rounds(self) -> list[tuple[int | None, int | None]]:
-        """(the rank above that gets this one's sum, the rank below that gives its own), of each round."""
+        """For each round: the rank that gets this rank's sum, and the rank that sends its sum to this one."""
         size, distance, rounds = self.world_size, 1, []
         place = (self.rank - self.root) % size
         while distance < size:

@@ -1,8 +1,8 @@
-"""Itineraries: who holds what after each task of an option, and so what one rank encodes, sends, receives and decodes.
+"""Itineraries: what one rank encodes, sends, receives and decodes in each task of an option. No tensors.
 
-Nothing here touches tensors. All ranks are followed through the tasks together, since what one receives is what another
-holds. A rank holds either values (a range of the piece, with the gradients of some ranks added) or payloads: a list, in
-which several may stand for the same elements, of senders that nobody has added yet (ByteComp's footnote 2).
+All ranks are followed through the tasks together, since a rank receives what another holds. A rank holds either values (a range
+of the piece, with the gradients of some ranks added) or a list of payloads. Several payloads may stand for the same elements of
+different ranks that are not yet added (ByteComp's footnote 2).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,23 +16,23 @@ from gradwire.core.collectives import ROUTINES
 __all__ = ["Encode", "Leg", "Parcel", "ParcelMove", "ParcelRun", "itinerary"]
 
 Cut = Callable[[int, int, int], Sequence[int]]
-"""cut(start, end, parts): parts + 1 edges at which the codec allows a range of elements to be cut."""
+"""cut(start, end, parts): parts + 1 edges at which the codec allows a cut."""
 
 
 class Parcel(NamedTuple):
     """One payload."""
 
     encode: int
-    """Number of the encode that made it, from 0."""
+    """The number of the encode, from 0."""
     maker: int
-    """The rank that did."""
+    """The rank of the encode."""
     start: int
     end: int
-    """Elements of the piece that it stands for."""
+    """The elements of the piece in the payload."""
     ranks: frozenset[int]
-    """Whose gradients are added in it."""
+    """The ranks of the gradients in the sum."""
     summed: bool
-    """Whether it is of a sum that the makers took, in the bucket's reduce_dtype; else of values in the gradient's own."""
+    """Whether the maker added the encoded values, in the bucket's reduce_dtype; otherwise they have the gradient's dtype."""
 
 
 class ParcelRun(NamedTuple):
@@ -43,19 +43,19 @@ class ParcelRun(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds between two tasks."""
+    """The values or payloads of a rank between two tasks."""
 
     start: int
     end: int
     ranks: frozenset[int]
-    """Whose gradients are in it, added or not."""
+    """The ranks of the gradients, added or not."""
     summed: bool = False
-    """Of values: whether this rank added them up itself."""
+    """Whether this rank added the values."""
     parcels: tuple[Parcel, ...] | None = None
-    """Payloads in the order in which they are added; None: it holds values."""
+    """Payloads in the order of their sum; None if the rank holds values."""
 
     def inside(self, start: int, end: int) -> tuple[Parcel, ...] | tuple[ParcelRun, ...]:
-        """The part of it that lies in a range."""
+        """The part in a range of elements."""
         if self.parcels is not None:
             return tuple(parcel for parcel in self.parcels if start <= parcel.start and parcel.end <= end)
         low, high = max(start, self.start), min(end, self.end)
@@ -64,7 +64,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Encode:
-    """What this rank encodes of the values that it holds."""
+    """An encode of the values of this rank."""
 
     number: int
     device: str
@@ -72,38 +72,38 @@ class Encode:
     end: int
     parcels: tuple[Parcel, ...]
     kept: frozenset[Parcel]
-    """Those of `parcels` that no other rank ever gets: they need no encoding."""
+    """The parcels that no other rank gets, so that they need no encoding."""
     voice: int
-    """The lowest rank that holds the same values. Where several do they must draw the same random numbers, or they would
-    make different payloads of one sum; and what this encode loses is lost once, not once for each of them."""
+    """The lowest rank with the same values. All ranks with the same values draw the same random numbers, to make the same
+    payloads, and the loss of the encode counts once."""
     ranks: frozenset[int]
-    """Whose gradients are added in the values."""
+    """The ranks of the gradients in the values."""
 
 
 class ParcelMove(NamedTuple):
-    """One exchange, as this rank takes part in it. What it keeps for itself is among both."""
+    """The part of this rank in one exchange. `sent` and `received` also have what the rank keeps."""
 
     sent: dict[int, tuple[Parcel, ...] | tuple[ParcelRun, ...]]
     received: dict[int, tuple[Parcel, ...] | tuple[ParcelRun, ...]]
     adds: bool
     held: Held | None
-    """What the rank holds afterwards."""
+    """The values or payloads of the rank afterwards."""
 
 
 @dataclass
 class Leg:
-    """A link task, with the encode before it and the decode after it: one phase of the engine."""
+    """A link task with the encode before and the decode after: one phase of the engine."""
 
     encode: Encode | None
-    """None: nothing is encoded here, or this rank holds nothing to encode."""
+    """None if this rank encodes nothing."""
     moves: list[ParcelMove] = field(default_factory=list)
     """One exchange; all-reduce has two."""
     decode: str = ""
-    """The device that decodes and adds what has arrived; '': payloads or values go on as they are."""
+    """The device that decodes and adds the arrived payloads; '' for no decode."""
 
 
 def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut) -> list[Leg]:
-    """What the grid's rank does for a piece of `numel` elements. `root` is the rank that rooted schemes go through.
+    """The legs of the grid's own rank for a piece of `numel` elements. `root` is the rank that rooted schemes go through.
 
     >>> halves = lambda start, end, parts: [start + (end - start) * part // parts for part in range(parts + 1)]
     >>> first, second = itinerary(["reducescatter:inter", "allgather:inter"], Grid.even(2, 1, 0), 0, 10, halves)
@@ -131,20 +131,20 @@ def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut)
 
 
 class _Journey:
-    """All ranks on their way."""
+    """The state of all ranks."""
 
     def __init__(self, grid: Grid, root: int, cut: Cut, numel: int, flat: bool) -> None:
         self.grid, self.root, self.cut, self.flat = grid, root, cut, flat
         self.held: list[Held | None] = [Held(0, numel, frozenset({rank})) for rank in range(grid.world_size)]
         self.encodes = 0
         self.travelled: set[Parcel] = set()
-        """Parcels of this rank that others got."""
+        """Parcels of this rank that other ranks got."""
 
     def _groups(self, link: str) -> tuple[tuple[int, ...], ...]:
         return self.grid.groups("all" if self.flat else link)
 
     def encode(self, device: str, following: Sequence[str]) -> Encode | None:
-        """All ranks that hold values make parcels of them, cut as finely as the link tasks before the next decode need."""
+        """Make parcels of all values, cut as finely as the link tasks before the next decode need."""
         number, found = self.encodes, None
         self.encodes += 1
         lowest: dict[tuple[int, int, frozenset[int]], int] = {}
@@ -176,7 +176,7 @@ class _Journey:
         return [ParcelRun(start, end) for start, end in pairwise(edges)]
 
     def decode(self) -> None:
-        """Everybody adds the payloads it has; those of whole sums are no terms of another."""
+        """All ranks add their payloads; payloads of whole sums are not added to others."""
         for rank, held in enumerate(self.held):
             if held is not None:
                 terms = any(len(parcel.ranks) < self.grid.world_size for parcel in held.parcels or ())
@@ -207,7 +207,7 @@ class _Journey:
         return own._replace(held=after[self.grid.rank])
 
     def _regions(self, word: str, group: Sequence[int], whole: ParcelRun) -> dict[int, ParcelRun]:
-        """What part of what the group holds each member gets; who gets nothing is left out."""
+        """The range that each member of the group gets; members that get nothing are left out."""
         gets = ROUTINES[word].gets
         if gets == "everybody":
             return dict.fromkeys(group, whole)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Runs jobs one after another on its own thread. The thread ends with `stop`, at the latest at interpreter exit."""
+    """Runs jobs one after another on its own thread, until `stop` or the exit of the interpreter."""
 
     def __init__(self, name: str, link: Link) -> None:
         self.link = link
@@ -35,7 +35,7 @@ class Lane:
         return future
 
     def stop(self) -> None:
-        """End the thread. A collective that it is stuck in fails, here and on the other ranks."""
+        """End the thread. A collective that still waits fails, here and on the other ranks."""
         self._finalizer()
 
 
@@ -57,8 +57,8 @@ def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) 
         return  # the job in hand dropped the last reference to the lane; the thread ends after it
     thread.join(timeout=1.0)
     if thread.is_alive():
-        # it waits for a rank that does not come. Left to its timeout it would wake up in an interpreter that is ending,
-        # where a thread that comes back from C++ aborts the process
+        # the thread waits for a rank that does not answer. If it returned from C++ while the interpreter ends, it would abort
+        # the process
         with contextlib.suppress(Exception):
             link.break_off()
         thread.join(timeout=1.0)

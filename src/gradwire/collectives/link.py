@@ -1,8 +1,8 @@
-"""Links: private communicators of one submitting thread each, beside the caller's process group.
+"""Links: private communicators beside the caller's process group, each used by one thread.
 
-A link is a backend object of its own (gloo on CPU, NCCL on CUDA) over the caller's ranks, made with a name that rank 0
-of the group chose. It is not registered with torch.distributed: `new_group` names groups by how many a process has,
-so ranks that belong to different sub-groups can be cross-wired or wait for each other for ever.
+A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
+not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
+could connect to wrong ranks or wait for each other forever.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ __all__ = ["AllToAll", "Group", "Link", "LinkError", "SilentLink"]
 
 
 class LinkError(Exception):
-    """A transfer failed, as the cause tells. `peer` is the rank within the group it was with, None if it was with all."""
+    """A transfer failed. `peer` is the other rank within the group, None for a collective of all ranks."""
 
     def __init__(self, peer: int | None, cause: Exception) -> None:
         super().__init__(str(cause).strip() or type(cause).__name__)
@@ -35,7 +35,7 @@ class LinkError(Exception):
 
 @contextmanager
 def transfer(peer: int | None = None) -> Iterator[None]:
-    """Around calls of a backend: what they raise becomes a LinkError."""
+    """Turn errors of a backend into LinkError."""
     try:
         yield
     except Exception as error:
@@ -52,7 +52,7 @@ class Group:
     global_ranks: tuple[int, ...]
     timeout: timedelta
     grid: Grid
-    """Which of them share a node. All one node until they have told each other."""
+    """The ranks by node; a single node until ranks have exchanged their nodes' names."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -66,22 +66,20 @@ class Group:
         return len(self.global_ranks)
 
     def agree_on_name(self) -> str:
-        """A name of 16 hex digits that rank 0 of the group drew. Collective, on the caller's own group."""
+        """A random name of 16 hex digits from rank 0 of the group. Collective, on the caller's own group."""
         device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
         drawn = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
         dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
         return bytes(drawn.tolist()).hex()
 
     def store(self, name: str) -> Any:
-        """The rendezvous store under a name of ours."""
+        """The rendezvous store with the prefix gradwire/name."""
         return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
 
 
 class Link:
-    """Collectives over a group's ranks, submitted by one thread.
-
-    Each returns at once; `Work.wait()` blocks the thread on CPU and queues a wait on the current stream on CUDA.
-    """
+    """Collectives over a group's ranks, submitted by one thread. Each returns at once; `Work.wait()` blocks the thread on CPU and
+    the current stream on CUDA."""
 
     def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
@@ -98,14 +96,14 @@ class Link:
                 self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "AllToAll":
-        """Announce an exchange: `received[j]` is where rank j's part goes. Call `AllToAll.send` when the own parts are
-        there. Receives are posted now: gloo sends only to a receiver that said it is ready, and that word would queue
-        behind the receiver's own payload (an exchange announced late runs in one direction at a time).
+        """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready.
+        Receives are posted now: gloo sends only to a receiver that announced itself, and a late announcement would wait behind
+        the receiver's own payload, so that only one direction would run at a time.
         """
-        return (_Grouped if self.backend.name() == "nccl" else _Posted)(self, tag, received)
+        return (_Grouped if self.backend.name() == "nccl" else AllToAll)(self, tag, received)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-        """Everybody's `sent`, all of one size, one after another in `received`."""
+        """Gather the tensor `sent` of all ranks, in rank order, in `received`. All have one size."""
         work: dist.Work = self.backend._allgather_base(received, sent)
         return work
 
@@ -117,84 +115,74 @@ class Link:
         return work
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> dist.Work:
-        """The root's values, in place. `root` is a rank of the group."""
+        """Copy the root's values to all ranks, in place. `root` is a rank of the group."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         work: dist.Work = self.backend.broadcast([tensor], options)
         return work
 
     def close(self) -> None:
-        """Free the backend while the interpreter is whole: gloo's threads drop the tensors of a collective some time after
-        it is done, and one that does so during interpreter exit aborts the process."""
+        """Free the backend before the interpreter exits: a gloo thread that frees tensors during exit aborts the process."""
         del self.backend
 
     def break_off(self) -> None:
-        """Fail what waits on this link, here and on the other ranks, at once. From any thread; nothing can be sent after."""
+        """Fail all waits on this link, here and on the other ranks, at once. For any thread; the link is unusable afterwards."""
         backend = self.__dict__.get("backend")
         if backend is not None and backend.name() == "nccl":
             backend.abort()
         self._connections.shut_down()
 
     def abandon(self) -> None:
-        """Never destroy the backend: its destructor would wait for operations that cannot finish any more."""
+        """Never destroy the backend: its destructor would wait for operations that cannot finish."""
         if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
-class AllToAll(Protocol):
-    """Every rank sends a part to every other. Parts of no bytes are not sent. Its calls raise LinkError."""
+class AllToAll:
+    """Every rank sends a part to every other, point to point, receives posted first. Empty parts are not sent. All calls raise
+    LinkError."""
+
+    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.tag, self.received = link, tag, received
+        self._sends: dict[int, dist.Work] = {}
+        self._receives: dict[int, dist.Work] = {}
+        self.announce()
+
+    def announce(self) -> None:
+        """Post the receives."""
+        for source, part in enumerate(self.received):
+            if source != self.link.rank and part.numel():
+                with transfer(source):
+                    self._receives[source] = self.link.backend.recv([part], source, self.tag)
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         """Send `sent[j]` to rank j; the own part is not used."""
-        ...
-
-    def wait(self, source: int) -> None:
-        """Until rank `source`'s part has arrived; on CUDA the current stream waits. The own part is there at once on CPU,
-        on CUDA when all that was queued before the exchange is done."""
-        ...
-
-    def finish(self) -> None:
-        """Until what was sent may be overwritten."""
-        ...
-
-
-class _Posted:
-    """Point to point, receives posted first."""
-
-    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
-        self.link, self.tag = link, tag
-        self.receives: dict[int, dist.Work] = {}
-        self.sends: dict[int, dist.Work] = {}
-        for source, part in enumerate(received):
-            if source != link.rank and part.numel():
-                with transfer(source):
-                    self.receives[source] = link.backend.recv([part], source, tag)
-
-    def send(self, sent: Sequence[torch.Tensor]) -> None:
         # begin with the next rank, so that not all send to rank 0 first
         for step in range(1, self.link.world_size):
             to = (self.link.rank + step) % self.link.world_size
             if sent[to].numel():
                 with transfer(to):
-                    self.sends[to] = self.link.backend.send([sent[to]], to, self.tag)
+                    self._sends[to] = self.link.backend.send([sent[to]], to, self.tag)
 
     def wait(self, source: int) -> None:
-        if source in self.receives:
+        """Wait for the part of rank `source`. On CUDA the current stream waits, for the own part until the work queued before the
+        exchange is done."""
+        if source in self._receives:
             with transfer(source):
-                self.receives[source].wait(self.link.timeout)
+                self._receives[source].wait(self.link.timeout)
 
     def finish(self) -> None:
-        for to, send in self.sends.items():
+        """Wait until the sent tensors may be overwritten."""
+        for to, send in self._sends.items():
             with transfer(to):
                 send.wait(self.link.timeout)
 
 
-class _Grouped:
-    """One grouped call on CUDA; waiting queues a wait on the current stream."""
+class _Grouped(AllToAll):
+    """One grouped call on CUDA."""
 
-    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
-        self.link, self.received = link, list(received)
-        self.work: dist.Work | None = None
+    def announce(self) -> None:
+        pass
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         own = self.link.rank
@@ -202,10 +190,9 @@ class _Grouped:
         outputs = [none if j == own else part for j, part in enumerate(self.received)]
         inputs = [none if j == own else part for j, part in enumerate(sent)]
         with transfer():
-            self.work = self.link.backend.alltoall(outputs, inputs)
+            self.work: dist.Work = self.link.backend.alltoall(outputs, inputs)
 
     def wait(self, source: int) -> None:
-        assert self.work is not None
         with transfer():
             self.work.wait()
 
@@ -214,7 +201,7 @@ class _Grouped:
 
 
 class SilentLink:
-    """A link that sends nothing: runs a scheme's codec work alone, to measure it."""
+    """A link that sends nothing, to measure the codec work of a scheme alone."""
 
     streams = streams_for(torch.device("cpu"))
 

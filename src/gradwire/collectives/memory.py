@@ -1,8 +1,7 @@
-"""What encodes remember between steps, and the memory in which a residual that is stored narrow is used.
+"""The memory of encodes between steps, such as residuals, which may be stored in fewer bytes than float32.
 
-A residual may be stored in fewer bytes than the float32 that an encode reads and writes. Then it is widened before the
-encode, to the scratch of the lane that runs it, and narrowed after it. A lane does one thing after the other, so one
-scratch, as large as the largest of its encodes, serves them all.
+A residual that is stored narrow is widened to float32 before an encode, into scratch memory, and narrowed after it. All encodes
+of a lane share one scratch, as large as the largest of them, because a lane runs one task at a time.
 """
 
 import math
@@ -21,33 +20,31 @@ class Store(Protocol):
     """A residual in fewer bytes; see gradwire.compressors.stores."""
 
     held: torch.Tensor
-    """The bytes."""
 
     def widen(self, residual: torch.Tensor) -> None:
-        """Write it to `residual`, float32."""
+        """Write the stored residual to `residual`, float32."""
         ...
 
     def narrow(self, residual: torch.Tensor, random: torch.Tensor) -> None:
-        """Hold `residual`, which is finite. `random` keys the rounding, as in gradwire.compressors.base."""
+        """Store `residual`, which is finite. `random` keys the rounding, as in gradwire.compressors.base."""
         ...
 
     def narrow_changed(self, residual: torch.Tensor, random: torch.Tensor) -> None:
-        """The same, slower: what `widen` gave is held as it was, and what is not finite is not held."""
+        """Store `residual`, slower: unchanged blocks keep their bytes, and values that are not finite are left out."""
         ...
 
 
 class _Scratch:
-    """Room for one residual."""
+    """Memory for one residual."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.flat = torch.empty(numel, dtype=torch.float32, device=device)
         self.free: Mark = None
-        """The moment from which nobody uses it."""
+        """The end of the last use."""
 
 
 class Memory:
-    """What is remembered of the elements of a piece that are encoded at once: by name, as 'residual', a float32 number of
-    each."""
+    """The state of one encode: by name, such as 'residual', one float32 for each element."""
 
     def __init__(
         self,
@@ -59,9 +56,9 @@ class Memory:
         random: torch.Tensor,
         copy: bool = False,
     ) -> None:
-        """Of elements start..end of the piece, by the encode of this number; 'left' is what goes into the next gradient
-        before any encode. `store` is None where the residual is float32. `random`, on the piece's device, keys the rounding of
-        what is stored narrow. `copy`: a lower rank encodes the very same values: what is lost there is lost once."""
+        """encode: the number of the encode, or 'left' for values to add to the next gradient. start, end: its elements of the
+        piece. store: None if the residual is float32. random: keys the rounding of the store, on the piece's device. copy: a
+        lower rank encodes the same values, so that their loss counts there."""
         self.names, self.encode, self.copy = tuple(names), encode, copy
         self.start, self.end, self.numel, self.device = start, end, end - start, random.device
         self._store, self._random = store, random
@@ -71,26 +68,26 @@ class Memory:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """What an encode takes. A residual that is stored narrow is in it from `take` until `leave` or `keep`."""
+        """The state tensors. A residual that is stored narrow is valid from `take` until `leave` or `keep`."""
         return list(self._tensors.values())
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """The memory that outlasts a step."""
+        """The tensors that persist between steps."""
         if self._store is None:
             return self.state
         return [self._store.held, *(tensor for name, tensor in self._tensors.items() if name != "residual")]
 
     @property
     def narrow(self) -> bool:
-        """Whether the residual is stored in fewer bytes than it is used in."""
+        """Whether the residual is stored in fewer bytes than float32."""
         return self._store is not None
 
     # ---- in a step, on a lane
 
     @contextmanager
     def open(self, streams: Streams, source: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """`state` for one encode of `source`, which stays as it is."""
+        """`state` for one encode of `source`."""
         self.take(streams)
         yield self.state
         self.keep(streams, source)
@@ -103,14 +100,14 @@ class Memory:
             self._store.widen(self._tensors["residual"])
 
     def leave(self, streams: Streams) -> None:
-        """`state` was not changed."""
+        """End the use of `state` without changes."""
         if self._scratch is not None:
             self._scratch.free = streams.mark()
 
     def keep(self, streams: Streams, source: torch.Tensor) -> None:
-        """`state` was changed by an encode of `source`. Where that is not finite the residual stays what it was."""
+        """End the use of `state` after an encode of `source`. Where `source` is not finite the residual stays unchanged."""
         if self._store is not None:
-            # on a device the question would make the host wait: there such a block is rounded once more
+            # on a GPU this check would make the host wait, so that such a block is rounded once more
             usual = source.device.type != "cpu" or _is_moderate(source)
             keep = self._store.narrow if usual else self._store.narrow_changed
             keep(self._tensors["residual"], self._random)
@@ -119,7 +116,7 @@ class Memory:
     # ---- between steps
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Everything, as float32 by name; a residual that is stored narrow as a copy."""
+        """The state as float32 by name; a copy of a residual that is stored narrow."""
         if self._store is None:
             return self._tensors
         residual = torch.empty(self.numel, dtype=torch.float32, device=self.device)
@@ -127,7 +124,7 @@ class Memory:
         return self._tensors | {"residual": residual}
 
     def write(self, values: dict[str, torch.Tensor]) -> None:
-        """Take what `read` gave after it was changed in place. What was not changed stays as it is, bit for bit."""
+        """Store the values of `read` after changes in place. Unchanged values stay the same, bit for bit."""
         if self._store is not None:
             self._store.narrow_changed(values["residual"], self._random)
 
@@ -139,10 +136,8 @@ class Memory:
         self.write(values)
 
     def add(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Add these values of the piece's elements from `start` on to what is remembered by a name, where it is.
-
-        What is not finite is left out, and so are elements that are not remembered here.
-        """
+        """Add values for the piece's elements from `start` on to the state of this name. Elements outside this memory and sums
+        that are not finite are left out."""
         low, high = max(start, self.start), min(start + values.numel(), self.end)
         if name in self.names and low < high:
             everything = self.read()
@@ -152,14 +147,14 @@ class Memory:
             self.write(everything)
 
     def use(self, scratch: _Scratch) -> None:
-        """Widen the residual to this memory from now on."""
+        """Widen the residual into this scratch from now on."""
         self._scratch = scratch
         part = scratch.flat[: self.numel]
         self._tensors["residual"].set_(part.untyped_storage(), 0, part.shape, part.stride())  # a program may hold it
 
 
 def share_scratch(memories: Iterable[Memory]) -> None:
-    """Give one scratch to all of one lane that store a residual narrow."""
+    """Give one scratch to all memories of a lane that store a residual narrow."""
     narrow = [memory for memory in memories if memory.narrow]
     if narrow:
         scratch = _Scratch(max(memory.numel for memory in narrow), narrow[0].device)
@@ -168,5 +163,5 @@ def share_scratch(memories: Iterable[Memory]) -> None:
 
 
 def _is_moderate(source: torch.Tensor) -> bool:
-    """Whether the sum of squares is finite: then every element is, and none is beyond 2^64."""
+    """Whether the sum of squares is finite: then every element is finite and at most 2^64."""
     return math.isfinite(torch.linalg.vector_norm(source, dtype=torch.float32).item())

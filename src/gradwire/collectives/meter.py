@@ -1,4 +1,4 @@
-"""What the work of a lane costs."""
+"""Times of the work of a lane."""
 
 import time
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ __all__ = ["Meter"]
 
 @dataclass
 class Meter:
-    """Adds up the tasks, and the encodes and decodes in them, of one lane in one step."""
+    """Adds up the times of tasks, encodes and decodes of one lane in one step."""
 
     codec_seconds: float = 0.0
     """CPU time of the lane's own thread."""
     spans: list[tuple[float, float]] | None = None
-    """For recordings: when each began and ended, in seconds of time.perf_counter, since `take_spans`. None: not kept."""
+    """Begin and end of each encode and decode since `take_spans`, by time.perf_counter. None: not recorded."""
     task_seconds: float = 0.0
-    """Time that passed in tasks: in codecs, on links, and waiting for what other ranks send."""
+    """Elapsed time of tasks: in codecs, on links, and waiting for other ranks."""
 
     @contextmanager
     def codec(self) -> Iterator[None]:
-        """Count what happens inside."""
+        """Count the encodes and decodes inside."""
         began = time.perf_counter() if self.spans is not None else 0.0
         start = time.thread_time()
         yield
@@ -30,13 +30,13 @@ class Meter:
             self.spans.append((began, time.perf_counter()))
 
     def take_spans(self) -> list[tuple[float, float]]:
-        """Those kept since the last call."""
+        """The spans since the last call."""
         taken, self.spans = self.spans or [], None if self.spans is None else []
         return taken
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Count what happens inside: one task."""
+        """Count the task inside."""
         start = time.perf_counter()
         yield
         self.task_seconds += time.perf_counter() - start

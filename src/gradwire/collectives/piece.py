@@ -1,4 +1,4 @@
-"""What schemes work on: a piece of a bucket, and the codecs that encode it, of which they know these functions alone."""
+"""A piece of a bucket, on which a scheme works, and the interface of the codecs that encode it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class Codec(Protocol):
 
 
 class Program(Protocol):
-    """One piece's work with a codec whose payloads are summed on the wire, in rounds; see gradwire.compressors.base."""
+    """The rounds of a codec whose payloads are summed on the wire; see gradwire.compressors.base."""
 
     payloads: list[torch.Tensor]
-    """Of each round, float32: what is summed."""
+    """The payload of each round, float32."""
     shared: dict[str, torch.Tensor]
-    """What is remembered and the same on all ranks, by tensor name."""
+    """State that is the same on all ranks, by tensor name."""
 
     def fill(self, round_number: int, context: Any) -> None:
-        """Write the round's payload. State changes in the last round only, or when it is finished."""
+        """Write the round's payload. State may change in the last round and in `finish`."""
         ...
 
     def finish(self, context: Any) -> None:
@@ -47,7 +47,7 @@ class Program(Protocol):
 
 
 class SummedCodec(Protocol):
-    """A codec of such payloads."""
+    """A codec with a `Program`."""
 
     @property
     def state(self) -> tuple[str, ...]: ...
@@ -56,14 +56,14 @@ class SummedCodec(Protocol):
 
 
 class Runs(Protocol):
-    """How a piece may be cut."""
+    """The places at which a piece may be cut."""
 
     def cut(self, start: int, end: int, parts: int) -> Sequence[int]:
-        """parts + 1 edges of elements start..end of the piece, at which the codec allows it to be cut."""
+        """parts + 1 edges between `start` and `end` at which the codec allows a cut."""
         ...
 
     def between(self, start: int, end: int) -> Any:
-        """Segments of these elements, offsets counted from `start`."""
+        """The segments of these elements, with offsets from `start`."""
         ...
 
 
@@ -72,25 +72,25 @@ class Piece:
     """A run of a bucket's flat buffer, cut into one shard per rank."""
 
     flat: torch.Tensor
-    """The run itself: every rank's gradient before, the sum after."""
+    """The gradient before the exchange, the sum after it."""
     bounds: tuple[int, ...]
-    """world_size + 1 elements: shard j is flat[bounds[j]:bounds[j + 1]]."""
+    """world_size + 1 edges: shard j is flat[bounds[j]:bounds[j + 1]]."""
     shards: Sequence[Any]
-    """Segments of each shard, offsets counted from the shard's start."""
+    """Segments of each shard, with offsets from the shard's start."""
     whole: Any
-    """Segments of the run."""
+    """Segments of the whole piece."""
     reduce_dtype: torch.dtype
     contexts: Sequence[Any]
-    """One context for each encode that a scheme may have."""
+    """One context for each encode of a scheme."""
     store_for: Callable[[Any], Store | None]
-    """Where the residual of some segments is stored; None: as the float32 that encodes use."""
+    """The store of the residual of some segments; None for float32."""
     store_contexts: Sequence[Any]
-    """One context for each encode: that of what it stores."""
+    """For each encode the context of its store."""
     runs: Runs
 
     def memory(
         self, codec: Codec | SummedCodec, encode: int, start: int, end: int, segments: Any, copy: bool = False
     ) -> Memory:
-        """For what the codec remembers of elements start..end, which are these segments, when they are encoded at once."""
+        """The memory of one encode of elements start..end, which are these segments."""
         store = self.store_for(segments) if "residual" in codec.state else None
         return Memory(codec.state, str(encode), start, end, store, self.store_contexts[encode].random, copy)

@@ -1,10 +1,9 @@
 """Routes: any option of ByteComp's tree as a scheme, one phase for each link task, flat or hierarchical.
 
-What travels follows from the option's itinerary; here it gets its tensors. The rules of the two-phase scheme hold in all options.
-Sums are taken in the order of ranks. A payload that no other rank gets is not encoded: its maker adds the values as they are.
-What everybody gets, its maker decodes too. Parts are decoded as they arrive; payloads that go on undecoded travel as lists
-(ByteComp's footnote 2). Partial sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the gradient's
-own, to which it is rounded anyway.
+A route gives tensors to the option's itinerary, by the rules of the two-phase scheme. Sums are taken in rank order. A payload
+that no other rank gets is not encoded: its maker adds the values unchanged. The maker of a payload for all ranks decodes the
+payload too. Parts are decoded as they arrive; payloads that go on undecoded travel as lists (ByteComp's footnote 2). Partial
+sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the gradient's dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,13 +47,13 @@ class Route(Transfers):
         codes = any(task.startswith("comp:") for task in tasks)
         self.remembers = next(iter(codecs.values())).state if codes else ()
         self.voices = self._packing.voices
-        """Whose random numbers each encode of this rank draws: its own, or those of the lowest that encodes the same sum."""
+        """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
         self.left: Memory | None = None
-        """What goes into the next gradient, once there is something."""
+        """Values to add to the next gradient; None if there were none so far."""
 
     @property
     def memory(self) -> list[Memory]:
-        """Of each encode, and what goes into the next gradient before any."""
+        """The memory of each encode, and the values to add to the next gradient."""
         return [*self._packing.memory, *([self.left] if self.left else [])]
 
     def take_back(self, start: int, end: int) -> None:
@@ -62,8 +61,7 @@ class Route(Transfers):
             self.take_over("residual", start, self.piece.flat[start:end])
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
-        """Added to what the first encode remembers where that covers this rank's own gradient; what is not sent there goes
-        into the next gradient."""
+        """Add to the memory of the first encode where it covers this rank's own gradient; add the rest to the next gradient."""
         rest = values.clone()
         for own in self._packing.own:
             own.add(what, start, values)
@@ -77,7 +75,7 @@ class Route(Transfers):
 
 @dataclass(frozen=True)
 class _AddLeft:
-    """What was left for this step goes into its gradient."""
+    """Add the values left from earlier steps to the gradient."""
 
     route: Route
 
@@ -89,19 +87,18 @@ class _AddLeft:
 
 
 class _Packing:
-    """Gives an itinerary its tensors, leg by leg: keeps what the rank holds after the last one."""
+    """Makes the tensors and works of an itinerary, leg by leg. Its state is what the rank holds after the last leg."""
 
     def __init__(self, codecs: Mapping[str, Codec], piece: Piece, grid: Grid) -> None:
         self.codecs, self.piece, self.grid = codecs, piece, grid
         self.values, self.start = piece.flat, 0
         self.payloads: dict[Parcel, torch.Tensor] = {}
         self.kept: dict[Parcel, torch.Tensor] = {}
-        """Values of what needs no encoding."""
+        """The values of parcels without encoding."""
         self.memory: list[Memory] = []
         self.voices: dict[int, int] = {}
-        """Whose random numbers each encode of this rank draws."""
         self.own: list[Memory] = []
-        """Of what the first encode sends of this rank's own gradient, where nothing was added before."""
+        """The memory of the first encode if it encodes this rank's own gradient alone."""
         self.aliases: list[torch.Tensor] = []
 
     def leg(self, leg: Leg) -> list[Transfer]:
@@ -114,7 +111,7 @@ class _Packing:
         return transfers
 
     def into_flat(self) -> list[Work]:
-        """The sum in the bucket's memory, if it is not there."""
+        """Copy the sum to the bucket's memory, if the sum is elsewhere."""
         return self._settle() if self.values.numel() else []
 
     # ---- encode
@@ -123,7 +120,11 @@ class _Packing:
         codec = self._codec(encode.number, encode.device)
         if encode.start < encode.end:
             self.voices[encode.number] = encode.voice
-        memory = {parcel: self._memory(codec, parcel, copy=encode.voice != self.grid.rank) for parcel in encode.parcels}
+        copy = encode.voice != self.grid.rank
+        memory = {
+            parcel: self.piece.memory(codec, encode.number, parcel.start, parcel.end, self._segments(parcel), copy)
+            for parcel in encode.parcels
+        }
         self.memory += memory.values()
         made = [parcel for parcel in encode.parcels if parcel not in encode.kept or codec.encodes_own_part]
         if len(encode.ranks) == 1 and encode.number == 0:
@@ -131,15 +132,11 @@ class _Packing:
         self.kept = {parcel: self._part(parcel.start, parcel.end) for parcel in encode.parcels if parcel not in made}
         buffers = payload_buffers([self._bytes_of(parcel) for parcel in made], self.piece.flat.device)
         self.payloads = dict(zip(made, buffers, strict=True))
-        works: list[Work] = []
-        for parcel, payload in self.payloads.items():
-            source, segments = self._part(parcel.start, parcel.end), self._segments(parcel)
-            context = self.piece.contexts[encode.number]
-            works.append(Encoding(codec, source, memory[parcel], segments, context, payload))
-        return works
-
-    def _memory(self, codec: Codec, parcel: Parcel, copy: bool) -> Memory:
-        return self.piece.memory(codec, parcel.encode, parcel.start, parcel.end, self._segments(parcel), copy)
+        context = self.piece.contexts[encode.number]
+        return [
+            Encoding(codec, self._part(each.start, each.end), memory[each], self._segments(each), context, payload)
+            for each, payload in self.payloads.items()
+        ]
 
     def _codec(self, encode: int, device: str) -> Codec:
         return self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
@@ -158,14 +155,14 @@ class _Packing:
     # ---- exchange
 
     def _transfer(self, move: ParcelMove, before: list[Work], decode: str) -> Transfer:
-        coded = bool(self.payloads or self.kept) or _holds_parcels(move)
-        if coded:
+        arrives = (item for items in move.received.values() for item in items)
+        if self.payloads or self.kept or any(isinstance(item, Parcel) for item in arrives):
             return self._send_payloads(move, before, decode)
         return self._sum_values(move, before) if move.adds else self._spread_values(move, before)
 
     def _send_payloads(self, move: ParcelMove, before: list[Work], decode: str) -> Transfer:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.piece.flat.device)
-        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        transfer = Transfer.empty(before, self.grid.world_size, nothing)
         lists: dict[tuple[Parcel, ...], torch.Tensor] = {}
         for target, items in move.sent.items():
             if target != self.grid.rank:
@@ -221,7 +218,7 @@ class _Packing:
         return Decode(codec, self.payloads[parcel], self._segments(parcel), dtype, add, into, context)
 
     def _sum_values(self, move: ParcelMove, before: list[Work]) -> Transfer:
-        """Everybody's part of a range to one rank, which adds them in the order of ranks."""
+        """Send all parts of a range to one rank, which adds them in rank order."""
         transfer = self._values_to(move, before)
         if move.held is None:
             self.values = self.values[:0]
@@ -237,7 +234,7 @@ class _Packing:
         return transfer
 
     def _spread_values(self, move: ParcelMove, before: list[Work]) -> Transfer:
-        """Whole sums to ranks that do not have them."""
+        """Send whole sums to ranks without them."""
         if self.grid.rank in move.received:
             before = before + self._settle()
         transfer = self._values_to(move, before)
@@ -252,7 +249,7 @@ class _Packing:
     def _values_to(self, move: ParcelMove, before: list[Work]) -> Transfer:
         dtype = self.values.dtype if move.adds else self.piece.flat.dtype
         nothing = torch.empty(0, dtype=dtype, device=self.piece.flat.device)
-        transfer = Transfer(before, [nothing] * self.grid.world_size, [nothing] * self.grid.world_size)
+        transfer = Transfer.empty(before, self.grid.world_size, nothing)
         for other, items in move.sent.items():
             for item in items if other != self.grid.rank else ():
                 transfer.sent[other] = self._part(item.start, item.end)
@@ -264,7 +261,7 @@ class _Packing:
     # ---- views
 
     def _settle(self) -> list[Work]:
-        """Bring the values into the bucket's memory, in its dtype."""
+        """Copy the values to the bucket's memory, in its dtype."""
         end = self.start + self.values.numel()
         target = self._of_flat(self.start, end)
         if self.values.data_ptr() == target.data_ptr():
@@ -274,7 +271,7 @@ class _Packing:
         return works
 
     def _part(self, start: int, end: int) -> torch.Tensor:
-        """What this rank holds of a range, as values."""
+        """This rank's values of a range."""
         return self._view(self.values, start - self.start, end - self.start)
 
     def _of_flat(self, start: int, end: int) -> torch.Tensor:
@@ -285,8 +282,3 @@ class _Packing:
         if tensor.untyped_storage().data_ptr() == self.piece.flat.untyped_storage().data_ptr():
             self.aliases.append(view)
         return view
-
-
-def _holds_parcels(move: ParcelMove) -> bool:
-    """Whether payloads arrive."""
-    return any(isinstance(item, Parcel) for items in move.received.values() for item in items)

@@ -1,8 +1,7 @@
-"""Schemes: how a piece of a bucket is synchronised. Each is a list of phases that the engine runs in launch order.
+"""Schemes: the ways to synchronise a piece of a bucket. A scheme is a list of phases, which the engine runs in launch order.
 
-A scheme is made once for a piece (a chunk of a bucket) with all its buffers, and then only runs. It knows a compressor
-by its two functions and nothing of plans. Every rank ends with the same bits: what is summed is summed in rank order,
-and what is used is what was decoded from bytes that all ranks have. `gradwire.core.collectives` says which class runs what.
+A scheme allocates all its buffers once, for one piece; each step only runs it. Every rank ends with the same bits: sums are
+taken in rank order, and all ranks decode the same bytes. `gradwire.core.collectives` says which class runs which collective.
 """
 
 from collections.abc import Sequence
@@ -11,61 +10,58 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.link import AllToAll, Group, Link, transfer
+from gradwire.collectives.link import Group, Link, transfer
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers
 
 __all__ = ["AllGather", "AllReduce", "OneEncode", "Scheme", "Summing", "TwoPhase", "around_ring"]
 
 
 class Scheme(Protocol):
-    """What the engine runs: phases by number, each ending in everything that follows its collective."""
+    """The interface that the engine runs. A phase is one collective with the work that follows it."""
 
     bytes_to: list[int]
-    """Bytes this rank sends to each rank in a step. Of a sum on the wire: as if around a ring."""
+    """Bytes that this rank sends to each rank in a step. An all-reduce counts as one around a ring."""
     exchanges: int
-    """Tags that `post` takes."""
+    """The number of tags that `post` uses."""
     shared: dict[str, torch.Tensor]
-    """What is remembered and the same on all ranks, by tensor name."""
+    """State that is the same on all ranks, by tensor name."""
     aliases: list[torch.Tensor]
-    """All tensors kept here whose memory is the bucket's."""
+    """All tensors of this scheme that share the bucket's memory."""
 
     @property
     def memory(self) -> Sequence[Memory]:
-        """What each encode remembers, in the parts that are encoded at once."""
+        """The memory of each encode."""
         ...
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        """What encodes remember, by name, also on ranks that encode nothing."""
+        """Names of what encodes remember, the same on ranks that encode nothing."""
         ...
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        """At the start of a step: announce the exchanges of these phases, with tags from `tag` up. All phases, but for a step of
-        the reduce or the gather phase alone, which only flat schemes of two phases run."""
+        """Announce the exchanges of these phases at the start of a step, with tags from `tag` up."""
         ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        """Do one phase. `ready` marks the moment from which the flat buffer holds the gradient.
-
-        Raises LinkError where a transfer failed.
-        """
+        """Run one phase. From the mark `ready` on the flat buffer holds the gradient. Raises LinkError if a transfer fails."""
         ...
 
     def take_back(self, start: int, end: int) -> None:
-        """The sum in these elements of the run is not used: where there are residuals it is sent again in the next step.
-        Every rank calls it; one of them keeps the sum."""
+        """Put the unused sum of these elements into a residual, if there is one, so that the next step sends the sum again.
+        Every rank calls this; one of them keeps the sum."""
         ...
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
-        """Go on with what another scheme of this rank remembered of the elements from `start` on. Memory was zero."""
+        """Add what another scheme of this rank remembered of the elements from `start` on. The memory is zero before."""
         ...
 
 
 class OneEncode:
-    """Of schemes in which every rank encodes every element once: what it remembers, and takes back."""
+    """A scheme in which every rank encodes every element once, or nothing: what it remembers and takes back."""
 
     memory: list[Memory]
     piece: Piece
@@ -73,10 +69,10 @@ class OneEncode:
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        return self.memory[0].names
+        return self.memory[0].names if self.memory else ()
 
     def take_back(self, start: int, end: int) -> None:
-        if self.rank == 0:
+        if self.memory and self.rank == 0:
             self.take_over("residual", start, self.piece.flat[start:end])
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
@@ -84,18 +80,16 @@ class OneEncode:
             memory.add(what, start, values)
 
 
-class AllReduce:
-    """Summed on the wire by the backend, in the tensor's dtype; nothing is encoded."""
+class AllReduce(OneEncode):
+    """The backend sums uncompressed gradients, in their own dtype."""
 
     exchanges = 0
 
     def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
-        self.flat = flat
-        self.memory: list[Memory] = []
-        self.remembers: tuple[str, ...] = ()
+        self.flat, self.rank, self.aliases = flat, rank, [flat]
+        self.memory = []
         self.shared: dict[str, torch.Tensor] = {}
-        self.aliases = [flat]
-        self.bytes_to = around_ring(flat.numel() * flat.element_size(), rank, world_size)
+        self.bytes_to = around_ring(flat.nbytes, rank, world_size)
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         pass
@@ -106,145 +100,80 @@ class AllReduce:
         with link.streams.decoding(), transfer():
             work.wait()
 
-    def take_back(self, start: int, end: int) -> None:
-        pass
 
-    def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
-        pass
-
-
-class AllGather(OneEncode):
-    """Each rank encodes once and gets everybody's payload: one encode's error, world_size - 1 payloads sent."""
-
-    exchanges = 1
+class AllGather(Transfers, OneEncode):
+    """Each rank encodes once, sends its payload to all ranks, and adds all payloads in rank order."""
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
-        rank, world_size = group.rank, group.world_size
-        self.codec, self.piece, self.rank = codec, piece, rank
-        self.sent, *arrivals = _payloads(piece, [codec.payload_bytes(piece.whole, piece.flat.dtype)] * world_size)
-        self.payloads = [*arrivals[:rank], self.sent, *arrivals[rank:]]
-        wide = piece.flat.dtype != piece.reduce_dtype
-        self.total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else piece.flat
-        self.own = piece.memory(codec, 0, 0, piece.flat.numel(), piece.whole)
-        self.memory = [self.own]
-        self.shared: dict[str, torch.Tensor] = {}
-        self.aliases = [piece.flat]
-        self.bytes_to = [0 if to == rank else self.sent.numel() for to in range(world_size)]
-
-    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self.exchange = link.expect(tag, self.payloads)
-
-    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        flat, piece, context = self.piece.flat, self.piece, self.piece.contexts[0]
-        with link.streams.encoding(ready) as stream:
-            with meter.codec(), self.own.open(link.streams, flat) as state:
-                self.codec.encode(flat, state, piece.whole, context.on(stream), self.sent)
-            self.exchange.send([self.sent] * len(self.payloads))
-        with link.streams.decoding() as stream:
-            for source, payload in enumerate(self.payloads):
-                self.exchange.wait(source)
-                with meter.codec():
-                    self.codec.decode(payload, piece.whole, flat.dtype, source > 0, self.total, context.on(stream))
-            if self.total is not flat:
-                flat.copy_(self.total)
-            self.exchange.finish()
+        rank, world_size, flat, segments = group.rank, group.world_size, piece.flat, piece.whole
+        self.piece, self.aliases = piece, [flat]
+        self.memory = [piece.memory(codec, 0, 0, flat.numel(), segments)]
+        payloads = _payloads(piece, [codec.payload_bytes(segments, flat.dtype)] * world_size)
+        wide = flat.dtype != piece.reduce_dtype
+        total = torch.empty_like(flat, dtype=piece.reduce_dtype) if wide else flat
+        context, own = piece.contexts[0], payloads[rank]
+        only = Transfer([Encoding(codec, flat, self.memory[0], segments, context, own)], [own] * world_size, payloads)
+        for source, payload in enumerate(payloads):
+            only.arrivals[source] = [Decode(codec, payload, segments, flat.dtype, source > 0, total, context)]
+        only.after += [Copy(flat, total)] if wide else []
+        super().__init__([[only]], rank, world_size)
 
 
-class TwoPhase:
-    """Reduce: shard j of everybody goes encoded to rank j, which adds in rank order, its own part as it is. Gather: the
-    owner encodes the sum again and all ranks, the owner too, use what that decodes to (CGX's SRA; docs/papers/cgx.md).
+class TwoPhase(Transfers):
+    """Reduce: each rank sends shard j encoded to rank j, which adds the shards in rank order, its own part unencoded. Gather:
+    each owner encodes its sum, and all ranks, the owner too, use the decoded sum (CGX's SRA; docs/papers/cgx.md).
     """
 
-    exchanges = 2
-
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         rank, world_size = group.rank, group.world_size
-        self.codec, self.piece, self.rank, self.world_size = codec, piece, rank, world_size
-        self.again = codec.for_sum()
-        bounds = piece.bounds
-        self.parts = [piece.flat[bounds[j] : bounds[j + 1]] for j in range(world_size)]
-        sizes = [codec.payload_bytes(segments, piece.flat.dtype) for segments in piece.shards]
+        again, bounds, shards, dtype = codec.for_sum(), piece.bounds, piece.shards, piece.flat.dtype
+        self.piece = piece
+        self.parts = [piece.flat[start:end] for start, end in pairwise(bounds)]
         mine = self.parts[rank]
-        # a sum of two does not depend on their order: where the own part is one of the first two, others are added to it
+        # a sum of two does not depend on their order: if the own part is one of the first two, the others are added to it
         self.in_place = rank < 2 and not codec.encodes_own_part and mine.dtype == piece.reduce_dtype
         self.total = mine if self.in_place else torch.empty_like(mine, dtype=piece.reduce_dtype)
-        sum_sizes = [self.again.payload_bytes(segments, self.total.dtype) for segments in piece.shards]
-        # to everybody another shard; from everybody the own shard; then the sums, of everybody's shard
-        self.to_owners = _payloads(piece, [0 if j == rank else sizes[j] for j in range(world_size)])
-        self.own_part = _payloads(piece, [sizes[rank] if codec.encodes_own_part else 0])[0]
-        self.for_sum = _payloads(piece, [0 if j == rank else sizes[rank] for j in range(world_size)])
-        self.sums = _payloads(piece, sum_sizes)
-        edges = zip(pairwise(bounds), piece.shards, strict=True)
-        self.own = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
-        self.of_sum = piece.memory(self.again, 1, bounds[rank], bounds[rank + 1], piece.shards[rank])
-        self.memory = [*self.own, self.of_sum]
-        self.remembers = codec.state
-        self.shared: dict[str, torch.Tensor] = {}
-        self.aliases = [piece.flat, *self.parts]
-        self.bytes_to = [0 if to == rank else sizes[to] + sum_sizes[rank] for to in range(world_size)]
-        self.summed: Mark = None
         self.start = bounds[rank]
         """The first element of the own shard, from the piece's start."""
+        edges = zip(pairwise(bounds), shards, strict=True)
+        self.own = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
+        self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
+        self.memory = [*self.own, self.of_sum]
+        self.remembers = codec.state
+        self.aliases = [piece.flat, *self.parts]
+
+        sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
+        to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])
+        encoded = [source != rank or codec.encodes_own_part for source in range(world_size)]
+        for_sum = _payloads(piece, [sizes[rank] if each else 0 for each in encoded])
+        context = piece.contexts[0]
+
+        def encoding(to: int, payload: torch.Tensor) -> Encoding:
+            return Encoding(codec, self.parts[to], self.own[to], shards[to], context, payload)
+
+        reduce = Transfer([encoding(to, to_owners[to]) for to in range(world_size) if to != rank], to_owners, for_sum)
+        for source, payload in enumerate(for_sum):
+            works = reduce.arrivals[source] = []
+            if encoded[source]:
+                works += [encoding(rank, payload)] if source == rank else []
+                add = source > 0 or self.in_place
+                works.append(Decode(codec, payload, shards[rank], dtype, add, self.total, context))
+            elif not self.in_place:
+                works.append(Add(self.total, mine) if source else Copy(self.total, mine))
+
+        sums = _payloads(piece, [again.payload_bytes(segments, self.total.dtype) for segments in shards])
+        context = piece.contexts[1]
+        encode_sum = Encoding(again, self.total, self.of_sum, shards[rank], context, sums[rank])
+        gather = Transfer([encode_sum], [sums[rank]] * world_size, sums)
+        for j, part in enumerate(self.parts):
+            gather.arrivals[j] = [Decode(again, sums[j], shards[j], self.total.dtype, False, part, context)]
+        super().__init__([[reduce], [gather]], rank, world_size)
 
     def take_shard(self, streams: Streams) -> None:
-        """Before a gather phase alone: the own shard of the flat buffer is what is gathered."""
+        """Before a gather phase alone: gather the own shard of the flat buffer."""
         if not self.in_place:
             self.total.copy_(self.parts[self.rank])
-        self.summed = streams.mark()
-
-    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        if 0 in phases:
-            self.reduce: AllToAll = link.expect(tag, self.for_sum)
-        if 1 in phases:
-            self.gather: AllToAll = link.expect(tag + 1, self.sums)
-
-    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        if phase == 0:
-            self._reduce(link, meter, ready)
-        else:
-            self._gather(link, meter)
-
-    def _reduce(self, link: Link, meter: Meter, ready: Mark) -> None:
-        piece, codec, context = self.piece, self.codec, self.piece.contexts[0]
-        mine, segments, dtype = self.parts[self.rank], piece.shards[self.rank], piece.flat.dtype
-        with link.streams.encoding(ready) as stream:
-            with meter.codec():
-                for j, part in enumerate(self.parts):
-                    if j != self.rank:
-                        with self.own[j].open(link.streams, part) as state:
-                            codec.encode(part, state, piece.shards[j], context.on(stream), self.to_owners[j])
-            self.reduce.send(self.to_owners)
-        with link.streams.decoding() as stream:
-            for source in range(self.world_size):
-                self.reduce.wait(source)
-                with meter.codec():
-                    if source != self.rank or codec.encodes_own_part:
-                        if source == self.rank:
-                            with self.own[source].open(link.streams, mine) as state:
-                                codec.encode(mine, state, segments, context.on(stream), self.own_part)
-                        payload = self.own_part if source == self.rank else self.for_sum[source]
-                        add = source > 0 or self.in_place
-                        codec.decode(payload, segments, dtype, add, self.total, context.on(stream))
-                    elif source and not self.in_place:
-                        self.total.add_(mine)
-                    elif not self.in_place:
-                        self.total.copy_(mine)
-            self.reduce.finish()
-            self.summed = link.streams.mark()
-
-    def _gather(self, link: Link, meter: Meter) -> None:
-        piece, codec, context, dtype = self.piece, self.again, self.piece.contexts[1], self.total.dtype
-        own = self.sums[self.rank]
-        with link.streams.encoding(self.summed) as stream:
-            with meter.codec(), self.of_sum.open(link.streams, self.total) as state:
-                codec.encode(self.total, state, piece.shards[self.rank], context.on(stream), own)
-            self.gather.send([own] * self.world_size)
-        with link.streams.decoding() as stream:
-            for j, part in enumerate(self.parts):
-                self.gather.wait(j)
-                with meter.codec():
-                    codec.decode(self.sums[j], piece.shards[j], dtype, False, part, context.on(stream))
-            self.gather.finish()
+        self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
         self.of_sum.add("residual", start, self.piece.flat[start:end])
@@ -257,7 +186,7 @@ class TwoPhase:
 
 
 class Summing(OneEncode):
-    """Payloads are summed on the wire by the backend, round after round; each is computed from the sum before it."""
+    """The backend sums the payloads of each round. The payload of a round is computed from the sum of the round before."""
 
     exchanges = 0
 
@@ -297,7 +226,7 @@ class Summing(OneEncode):
 
 
 def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:
-    """What a rank sends to each when so many bytes are summed around a ring."""
+    """Bytes that a rank sends to each rank in an all-reduce of `nbytes` around a ring."""
     sent = round(2 * (world_size - 1) / world_size * nbytes)
     return [sent if to == (rank + 1) % world_size else 0 for to in range(world_size)]
 

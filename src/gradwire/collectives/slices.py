@@ -1,9 +1,8 @@
 """Short scheduler slices for the threads that communicate.
 
-On a machine whose cores all compute, a thread that wakes up waits for the compute thread's slice to end, and gloo's own
-thread spins while another one is descheduled inside a send. A thread may ask Linux (6.12 and later) for shorter slices,
-which are scheduled sooner for the same share of the processor. No privilege is needed. Threads inherit the request from
-the one that starts them, which is how it reaches gloo's.
+If all cores compute, a thread that wakes up waits for the end of a compute thread's slice. A thread may ask Linux (6.12 and
+later) for shorter slices, which are scheduled sooner for the same share of the processor. No privilege is needed. Threads
+inherit the request from the thread that starts them; so do gloo's threads.
 """
 
 import ctypes
@@ -22,9 +21,8 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 @contextmanager
 def short_slices() -> Iterator[bool]:
-    """Threads started inside get short slices; the calling thread has its own again afterwards. Gives whether the kernel
-    took the request; older ones ignore or refuse it, and so does one for a thread with a real-time policy.
-    """
+    """Give short slices to threads that are started inside. Yields whether the kernel accepted the request: old kernels do not,
+    and no kernel does for a thread with a real-time policy."""
     taken = _ask(SLICE_NS)
     try:
         yield taken

@@ -1,65 +1,45 @@
-"""The streams a lane works on. On CPU there are none and everything is done when the call returns.
+"""The streams that a lane uses. On CPU there are none: a call returns when its work is done.
 
-On CUDA a lane encodes on one stream and decodes on another, beside the communicator's own, and they are joined by
-events: the host never waits between the first launch and the last. A mark is such an event.
+On CUDA a lane encodes on one stream and decodes on another, beside the communicator's own. Events join the streams, so the host
+never waits between the first launch and the last. A mark is such an event.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
 __all__ = ["Mark", "Streams", "streams_for"]
 
 Mark = torch.Event | None
-"""A moment in a stream's queue; None where there are no streams."""
+"""A moment in a stream's queue; None on CPU."""
 
 
-class Streams(Protocol):
-    """Where a lane's work is queued."""
+class Streams:
+    """The streams of a lane; here those of a CPU, which has none."""
 
     def enter_thread(self) -> None:
-        """Called once by the lane's thread."""
-        ...
+        """Prepare the lane's thread, which calls this once."""
 
-    def encoding(self, after: Mark) -> AbstractContextManager[torch.Stream | None]:
-        """Work inside is queued on the encode stream, after the mark. Collectives start when it is done."""
-        ...
+    @contextmanager
+    def encoding(self, after: Mark) -> Iterator[torch.Stream | None]:
+        """Queue the work inside on the encode stream, after the mark. Collectives start when the work is done."""
+        yield None
 
-    def decoding(self) -> AbstractContextManager[torch.Stream | None]:
-        """Work inside is queued on the decode stream."""
-        ...
+    @contextmanager
+    def decoding(self) -> Iterator[torch.Stream | None]:
+        """Queue the work inside on the decode stream."""
+        yield None
 
     def mark(self) -> Mark:
         """A mark in the current stream."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Let the caller's current stream wait for a mark."""
-        ...
-
-
-class HostStreams:
-    """No streams: the host is the order."""
-
-    def enter_thread(self) -> None:
-        pass
-
-    def encoding(self, after: Mark) -> AbstractContextManager[torch.Stream | None]:
-        return nullcontext()
-
-    def decoding(self) -> AbstractContextManager[torch.Stream | None]:
-        return nullcontext()
-
-    def mark(self) -> Mark:
         return None
 
     def wait(self, mark: Mark) -> None:
-        pass
+        """Let the current stream wait for a mark."""
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """An encode and a decode stream on one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -93,4 +73,4 @@ class DeviceStreams:
 
 def streams_for(device: torch.device) -> Streams:
     """The streams of a lane for tensors on a device."""
-    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

@@ -1,4 +1,4 @@
-"""What a rank does to tensors between exchanges, made once and run in every step; and schemes made of such exchanges."""
+"""The work of a rank before and after each exchange, made once and run in every step; and schemes made of such exchanges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ from gradwire.collectives.streams import Mark, Streams
 __all__ = ["Add", "Copy", "Decode", "Encoding", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
 
 ALIGNMENT = 16
-"""Bytes at whose multiples payloads that travel together begin: kernels load words, not bytes."""
+"""Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
 
 
 class Work(Protocol):
-    """One piece of work on tensors that stay the same."""
+    """One operation on fixed tensors."""
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        """Do it, or queue it on the stream, which is the current one of these."""
+        """Run the operation, on CUDA on the current stream, which is `stream`."""
         ...
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Same values, in the dtype of `into`."""
+    """Copy values to `into`, in the dtype of `into`."""
 
     into: torch.Tensor
     source: torch.Tensor
@@ -39,7 +39,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Add:
-    """One more term of a sum."""
+    """Add one term to a sum."""
 
     into: torch.Tensor
     source: torch.Tensor
@@ -50,7 +50,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Encoding:
-    """One payload."""
+    """Encode `source` into `payload`."""
 
     codec: Codec
     source: torch.Tensor
@@ -66,7 +66,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Decode:
-    """What a payload holds, written or added."""
+    """Decode a payload into `into`. `add`: add the values to `into` instead of overwriting."""
 
     codec: Codec
     payload: torch.Tensor
@@ -83,72 +83,76 @@ class Decode:
 
 @dataclass
 class Transfer:
-    """One exchange with the work around it."""
+    """One exchange with the work before and after it."""
 
     before: list[Work]
-    """Done before anything is sent."""
+    """Work before the send."""
     sent: list[torch.Tensor]
-    """To each rank."""
+    """The part for each rank."""
     received: list[torch.Tensor]
-    """From each rank."""
+    """The buffer for the part from each rank."""
     arrivals: dict[int, list[Work]] = field(default_factory=dict)
-    """What is done when a rank's part is there, in the order in which they are waited for."""
+    """Work on the part from each rank. The ranks' parts are awaited in the order of this dict."""
     after: list[Work] = field(default_factory=list)
-    """Done when everything is."""
+    """Work after all parts have arrived."""
+
+    @staticmethod
+    def empty(before: list[Work], world_size: int, nothing: torch.Tensor) -> "Transfer":
+        """A transfer that sends and receives `nothing`."""
+        return Transfer(before, [nothing] * world_size, [nothing] * world_size)
 
 
 class Transfers:
-    """A scheme that is a list of transfers for each phase, one after another."""
+    """A scheme whose phases are lists of transfers, one after another."""
 
     def __init__(self, phases: list[list[Transfer]], rank: int, world_size: int) -> None:
         self.phases, self.rank = phases, rank
         self.shared: dict[str, torch.Tensor] = {}
         every = [transfer for phase in phases for transfer in phase]
         self.exchanges = len(every)
-        self.bytes_to = [
-            sum(each.sent[to].numel() * each.sent[to].element_size() for each in every if to != rank)
-            for to in range(world_size)
-        ]
+        self.bytes_to = [sum(each.sent[to].nbytes for each in every if to != rank) for to in range(world_size)]
         self._done: Mark = None
-        self._posted: list[list[AllToAll]] = []
+        self._posted: dict[int, list[AllToAll]] = {}
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self._posted = []
-        for phase in self.phases:
-            self._posted.append([link.expect(tag + number, each.received) for number, each in enumerate(phase)])
+        self._posted = {}
+        for number, phase in enumerate(self.phases):
+            if number in phases:
+                self._posted[number] = [link.expect(at, each.received) for at, each in enumerate(phase, tag)]
             tag += len(phase)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         done = ready if phase == 0 else self._done
         for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
             with link.streams.encoding(done) as stream:
-                with meter.codec():
-                    for work in transfer.before:
-                        work.run(link.streams, stream)
+                _run_all(transfer.before, link.streams, stream, meter)
                 exchange.send(transfer.sent)
             with link.streams.decoding() as stream:
                 for source, works in transfer.arrivals.items():
                     exchange.wait(source)
-                    with meter.codec():
-                        for work in works:
-                            work.run(link.streams, stream)
+                    _run_all(works, link.streams, stream, meter)
                 exchange.finish()
-                with meter.codec():
-                    for work in transfer.after:
-                        work.run(link.streams, stream)
+                _run_all(transfer.after, link.streams, stream, meter)
                 done = self._done = link.streams.mark()
 
 
+def _run_all(works: Sequence[Work], streams: Streams, stream: torch.Stream | None, meter: Meter) -> None:
+    if works:
+        with meter.codec():
+            for work in works:
+                work.run(streams, stream)
+
+
 def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Payloads of these sizes, uint8, one after another in one piece of memory."""
+    """Payloads of these sizes, uint8, one after another in one allocation."""
     starts, end = _places(sizes)
-    # zeros, since the gaps travel too
+    # zeros, since the gaps are sent too
     memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, list[Work]]:
-    """One tensor of several payloads, as `payload_buffers` places them; and the copies that it takes, if they lie otherwise."""
+    """One tensor of several payloads, placed as by `payload_buffers`. If the payloads lie elsewhere: also the copies to it."""
     if not payloads:
         return nothing, []
     first = payloads[0]
@@ -162,7 +166,7 @@ def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[tor
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where payloads of these sizes begin, and where the last one ends."""
+    """The start of each payload, and the end of the last one."""
     starts, end = [], 0
     for size in sizes:
         starts.append(-(-end // ALIGNMENT) * ALIGNMENT)

@@ -22,7 +22,7 @@ def codec_seconds(exchange: Exchange, repeats: int) -> float:
             meter = Meter()
             for task in sorted((t for tasks in exchange.executor.tasks for t in tasks), key=lambda t: t.phase):
                 scheme = exchange.buckets[task.bucket].chunks[task.chunk]
-                scheme.post(link, 0, (0, 1))
+                scheme.post(link, 0, (task.phase,))
                 scheme.run(task.phase, link, meter, None)
             seconds.append(meter.codec_seconds)
     return statistics.median(seconds)

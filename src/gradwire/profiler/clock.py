@@ -1,4 +1,4 @@
-"""Moments on a device: of what was queued before them on a GPU, of now on a CPU."""
+"""Moments on a device: on a GPU when the work queued so far is done, on a CPU now."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,13 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Marks moments, and tells the time between two of them when everything is over."""
+    """Marks moments and measures the time between them."""
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        """now: seconds that pass on this rank, for a CPU."""
         self.device, self._now = device, now
 
     def mark(self) -> Any:
-        """A moment: when the device has done what is in the current stream so far."""
+        """The moment when the device has done the work in the current stream so far."""
         if self.device.type == "cpu":
             return self._now()
         event = torch.Event(self.device, enable_timing=True)

@@ -1,7 +1,6 @@
-"""Times of encodes and decodes by size, of the compressors themselves.
+"""Measure encodes and decodes by size, on one thread, as on a lane.
 
-Gradients lie in a buffer larger than caches and each call takes the next part of it, since in training a gradient is seldom
-in a cache when it is encoded. One thread, as on a lane.
+Each call takes the next part of a buffer larger than the caches, since in training a gradient is seldom in a cache.
 """
 
 import itertools
@@ -25,40 +24,30 @@ __all__ = ["SIZES", "measure_codecs"]
 SIZES = tuple(4096 * 2**power for power in range(13))
 """Bytes of gradient: 4 KB to 16 MB; every second one is a corner of the curve."""
 SECONDS = 0.02
-"""How long one size is repeated, about."""
 _REPEATS = (3, 30)
 _BUFFER_BYTES = 64 * 2**20
 _COLUMNS = 1024
-"""Of the matrices that methods for matrices are given."""
+"""Columns of the matrices for methods that need matrices."""
 
 
 def measure_codecs(
     specs: Sequence[Spec], device: torch.device, sizes: Sequence[int] = SIZES, seconds: float = SECONDS
 ) -> Costs:
-    """Times of each spec, Identity left out, on a device: curves through medians, by least squares.
+    """Times of each spec except Identity: curves through medians, by least squares.
 
-    sizes: bytes of gradient, ascending; every second one is a corner of its curve. seconds: how long one size is repeated,
-    about.
+    sizes: bytes of gradient, ascending; every second one is a corner of a curve. seconds: the time for one size, about.
     """
     kind = "cpu" if device.type == "cpu" else "gpu"
     codecs = []
     numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
-    gradients = (
-        torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).mul_(1e-3).to(device)
-    )
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(numel, generator=generator, dtype=torch.float32).mul_(1e-3).to(device)
     buffers = (gradients, torch.zeros_like(gradients))
     with _one_thread():
         for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
-            encodes, decodes = [], []
-            for nbytes in sizes:
-                encode_us, decode_us = _times(spec, nbytes, buffers, seconds)
-                encodes.append((nbytes, encode_us))
-                decodes.append((nbytes, decode_us))
-            codecs.append(
-                CodecCosts(
-                    spec=spec, device=kind, encode=_curve(encodes, sizes[::2]), decode=_curve(decodes, sizes[::2])
-                )
-            )
+            times = [_times(spec, nbytes, buffers, seconds) for nbytes in sizes]
+            encode, decode = (_curve(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
+            codecs.append(CodecCosts(spec=spec, device=kind, encode=encode, decode=decode))
     return Costs(codecs=tuple(codecs), made=Made.now())
 
 
@@ -67,7 +56,7 @@ def _curve(samples: list[tuple[int, float]], corners: Sequence[int]) -> Points:
 
 
 def _times(spec: Spec, nbytes: int, buffers: tuple[torch.Tensor, torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Microseconds of an encode and of a decode that adds, of one tensor of float32."""
+    """Microseconds of an encode and of a decode that adds, for one float32 tensor."""
     encode, decode = _calls(spec, nbytes // 4, *buffers)
     device = buffers[0].device
     return _median_us(encode, device, seconds), _median_us(decode, device, seconds)
@@ -76,7 +65,7 @@ def _times(spec: Spec, nbytes: int, buffers: tuple[torch.Tensor, torch.Tensor], 
 def _calls(
     spec: Spec, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """An encode of the next part of the gradient, and a decode to the next part of the total."""
+    """Two functions: encode the next part of the gradient, and decode into the next part of the total."""
     compressor, device = compressor_for(spec), gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))
@@ -98,7 +87,7 @@ def _calls(
 
 
 def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-    """Parts of a large buffer, one after another, without end."""
+    """The parts of a buffer, again and again."""
     return itertools.cycle(buffer[: len(buffer) // numel * numel].reshape(-1, numel).unbind())
 
 

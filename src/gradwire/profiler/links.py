@@ -1,7 +1,7 @@
-"""The links between ranks: times of exchanges and of all-reduce over sizes, as lanes send them, and lines through them.
+"""Measure the links between ranks: times of exchanges and all-reduce by size, and a line through the times.
 
-Exchanges are announced first and sent one right after the other, as in a step, so that a rate limit that lends a first burst
-is seen past that. Every rank ends with the same times, the slowest rank's, so all agree on when to stop and on what follows.
+Exchanges are announced first and sent without pause, as in a step, so that the initial burst of a rate limit does not hide the
+rate. All ranks get the times of the slowest rank, so all stop at the same size.
 """
 
 import statistics
@@ -25,39 +25,38 @@ __all__ = ["SIZES", "MeasuredLinks", "measure_links", "measured_links"]
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
 SECONDS = 1.0
-"""How long one link is watched, about, unless somebody says otherwise."""
+"""The default time for one link."""
 ENOUGH_BYTES = 2**20
 PATIENCE = 4
-"""So many times as long, while no message of `ENOUGH_BYTES` was sent: only large ones tell the rate."""
+"""Times as long until a message of `ENOUGH_BYTES` was sent: only large messages show the rate."""
 BATCHES = 3
-"""Measurements of each size: several messages each, where they are short."""
+"""Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _TAG = 1_000_000
-"""Above those of any step. Between steps no lane expects anything."""
+"""Higher than the tags of steps."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""By what was measured (intra, inter, allreduce): (bytes that a rank holds before, microseconds)."""
+"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds)."""
 
 
 class MeasuredLinks(NamedTuple):
-    """A cluster and the fits that it comes from, by link: intra, inter, allreduce."""
+    """A cluster and its fits by link: intra, inter, allreduce."""
 
     cluster: Cluster
     fits: dict[str, Fit]
     problems: list[str]
-    """What is wrong with fits, with numbers and the cure."""
+    """A warning for each bad fit."""
 
 
 def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS) -> Times:
-    """Times of every kind of link that this cluster has, each watched for about so many seconds. Collective, on a lane."""
+    """Times of every kind of link in this cluster, measured for about `seconds` each. Collective, on a lane."""
     times: Times = {}
     if grid.ranks_per_node > 1:
-        times["intra"] = _sweep(
-            link, _Exchanges(link, grid.group("intra"), device), grid.ranks_per_node, device, seconds
-        )
+        exchanges = _Exchanges(link, grid.group("intra"), device)
+        times["intra"] = _sweep(link, exchanges, grid.ranks_per_node, device, seconds)
     if grid.nodes > 1:
-        # one rank of each node: what one flow gets, which all ranks of a node share
+        # one rank of each node: all ranks of a node share the rate of one flow
         group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
         times["inter"] = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
     times["allreduce"] = _sweep(link, _AllReduces(link, device), 1, device, seconds)
@@ -65,25 +64,27 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
 
 
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
-    """Lines through the times. A kind of link that the cluster does not have gets the numbers of the other.
+    """Lines through the times. A missing kind of link gets the numbers of the other kind.
 
-    unknown_gbps: the rate of a link whose times tell none, as they do where it is too fast for that. Without it that raises
-    StepStateError.
+    unknown_gbps: the rate of a link that is too fast for its times to show a rate; without it such a link raises StepStateError.
     """
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
     problems: list[str] = []
     for name, points in times.items():
-        word, ranks = ("allreduce", grid.world_size) if name == "allreduce" else ("alltoall", _ranks_of(grid, name))
+        ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size}[name]
+        word = "allreduce" if name == "allreduce" else "alltoall"
         try:
             links[name], fits[name] = fit_link(points, word, ranks, "direct")
         except FormatError as error:
             if unknown_gbps is not None:
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
                 continue
-            raise StepStateError(f"the {name} link cannot be told from its times: {error}") from error
+            raise StepStateError(
+                f"latency and rate of the {name} link cannot be found from its times: {error}"
+            ) from error
         if fits[name].problem:
-            problems.append(_told(name, fits[name]))
+            problems.append(_warning(name, fits[name]))
     cluster = Cluster(
         nodes=grid.nodes,
         ranks_per_node=grid.ranks_per_node,
@@ -95,29 +96,25 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     return MeasuredLinks(cluster, fits, problems)
 
 
-def _told(name: str, fit: Fit) -> str:
+def _warning(name: str, fit: Fit) -> str:
     return (
         f"the times of the {name} link do not follow {fit.alpha_us:.0f} us + bytes at {fit.gbps:.3g} Gb/s (R2 {fit.r2:.3f}, "
-        f"worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will be off by about as much. "
-        "Profile again while nothing else uses the link and the processors."
+        f"worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have errors of this "
+        "size. Profile again while nothing else uses the link and the processors."
     )
-
-
-def _ranks_of(grid: Grid, name: str) -> int:
-    return grid.ranks_per_node if name == "intra" else grid.nodes
 
 
 # ---- on a lane
 
 
 class _Exchanges:
-    """Everybody of the group sends to everybody; others take part with nothing."""
+    """All ranks of the group send to each other; other ranks take part without sending."""
 
     def __init__(self, link: Link, group: Sequence[int], device: torch.device) -> None:
         self._link, self._group, self._device = link, group, device
 
     def announce(self, nbytes: int, messages: int) -> None:
-        """So many of so many bytes will follow."""
+        """Announce so many messages of so many bytes."""
         received, self._sent = self._parts(nbytes), self._parts(nbytes)
         self._exchanges = iter([self._link.expect(_TAG + number, received) for number in range(messages)])
 
@@ -127,7 +124,7 @@ class _Exchanges:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def perform(self) -> None:
-        """The next one of them, until this rank is done with it."""
+        """Perform the next exchange, until it ends on this rank."""
         exchange = next(self._exchanges)
         exchange.send(self._sent)
         for rank in self._group:
@@ -136,7 +133,7 @@ class _Exchanges:
 
 
 class _AllReduces:
-    """As _Exchanges: sums over all ranks."""
+    """Like `_Exchanges`, with sums over all ranks."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
@@ -153,7 +150,7 @@ _Traffic = _Exchanges | _AllReduces
 
 
 def _sweep(link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float) -> list[tuple[float, float]]:
-    """(bytes held, microseconds of a message) from small to large, until the next size would take too long."""
+    """(bytes held, microseconds of a message) by ascending size, until the next size would take too long."""
     points: list[tuple[float, float]] = []
     spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device))
     for nbytes in SIZES:
@@ -168,10 +165,10 @@ def _sweep(link: Link, traffic: _Traffic, held: int, device: torch.device, secon
 
 
 def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> list[float]:
-    """Microseconds of a message in each batch, of the slowest rank. All follow each other; the first is not timed."""
+    """Microseconds of a message in each batch, on the slowest rank. The first message is not timed."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)
-    _slowest(link, [0.0], device)  # all are here
+    _slowest(link, [0.0], device)  # wait for all ranks
     traffic.perform()
     moments = [clock.mark()]
     for _ in range(BATCHES):
@@ -182,7 +179,7 @@ def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torc
 
 
 def _slowest(link: Link, times: list[float], device: torch.device) -> list[float]:
-    """The most that any rank has."""
+    """The maximum over ranks."""
     most = torch.tensor(times, dtype=torch.float64, device=device)
     with transfer():
         link.all_reduce(most, dist.ReduceOp.MAX).wait()

@@ -1,4 +1,4 @@
-"""From what ranks recorded of their steps to a model's profile: medians and their spread. Talks to nobody."""
+"""A model's profile from the recorded steps of all ranks: medians and their spread. Pure: no communication."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,19 +16,18 @@ __all__ = ["ModelTimes", "launch_time_us", "model_times", "slowest"]
 
 
 class ModelTimes(NamedTuple):
-    """What was found of a model in training."""
+    """The times of a model in training."""
 
     tensors: list[TensorProfile]
     """In gradient-ready order."""
     optimizer_us: float
     loaded_backward_us: float
     exchange_cpu_us: float
-    """CPU time of a quiet step's exchange, all threads, codecs included."""
+    """CPU time of the exchange of a quiet step, all threads, codecs included."""
 
 
 def slowest(rows: torch.Tensor) -> torch.Tensor:
-    """Of rows (ranks, steps, columns) the latest rank's moment in each step and column: an exchange waits for all of them.
-    NaN where no rank has it."""
+    """The maximum over ranks of rows (ranks, steps, columns), for which an exchange waits. NaN if no rank has a value."""
     latest = torch.nan_to_num(rows, nan=-torch.inf).amax(0)
     return torch.where(latest.isinf(), torch.nan, latest)
 
@@ -42,13 +41,13 @@ def model_times(
 ) -> ModelTimes:
     """Times by tensor, in gradient-ready order.
 
-    infos: the trainable tensors. modules: of each module the numbers of its own ones. entered: the modules in the order in which
-    forward enters them; theirs by default. quiet, loaded: rows as
-    `Recorder.rows` has them, (steps, columns). Gaps are differences of median moments, so that they add up to the median
-    backward; forward times are medians, scaled so that they add up to the median forward. A tensor that never got a
-    gradient is the last, with no gap. A module's forward counts for that tensor of it whose turn in forward comes last; if all of
-    them are an earlier module's, too (tied weights), for the tensor of the module before it. Where no module was seen, all of
-    forward counts for the last tensor, whose turn comes first.
+    infos: the trainable tensors. modules: the indices of each module's own tensors. quiet, loaded: rows of `Recorder.rows`,
+    (steps, columns). entered: the modules in the order of forward; None for the order of `modules`.
+
+    Backward times are differences of median moments, which add up to the median backward. Forward times are medians, scaled to
+    add up to the median forward. A tensor without gradients is last, with time 0. The forward of a module counts for its tensor
+    that forward uses last, or, if all its tensors belong to earlier modules (tied weights), for the tensor of the module before.
+    Without modules all of forward counts for the last tensor.
     """
     count = len(modules)
     forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -2]
@@ -89,7 +88,7 @@ def model_times(
 def launch_time_us(
     plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float
 ) -> float:
-    """What each exchange of the plan takes of the processor: the CPU time of a step's exchange without its codecs, evenly."""
+    """CPU time of one exchange: that of a step's exchanges without codecs, divided by their number."""
     prices = Prices(tensors, cluster, costs, "direct")
     priced = [prices.of(bucket) for bucket in plan.buckets]
     exchanges = sum(each.pieces * len(bucket.link_tasks) for each, bucket in zip(priced, plan.buckets, strict=True))
@@ -101,7 +100,7 @@ def launch_time_us(
 
 
 def _scaled(forward: torch.Tensor, whole_us: float) -> list[float]:
-    """Medians of the modules' times, so that they add up to the median forward."""
+    """Medians of the modules' times, scaled to add up to the median forward."""
     middles = torch.nan_to_num(_quantile(forward, 0.5))
     total = middles.sum()
     return (middles * (whole_us / total) if total > 0 else middles).tolist()
@@ -110,8 +109,8 @@ def _scaled(forward: torch.Tensor, whole_us: float) -> list[float]:
 def _places(
     modules: Sequence[Sequence[int]], order: Sequence[int], entered: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Each module and the place of its tensor whose gradient is ready first, which forward uses last, among those that are no
-    earlier module's; where all are, the place of the module before it."""
+    """For each module the place of its tensor that forward uses last, without tensors of earlier modules; if there is none, the
+    place of the module before."""
     place, seen = 0, set[int]()
     for module in entered:
         new = [order.index(each) for each in modules[module] if each not in seen]
@@ -125,11 +124,11 @@ def _quantile(rows: torch.Tensor, q: float) -> torch.Tensor:
 
 
 def _spread(rows: torch.Tensor) -> torch.Tensor:
-    """Interquartile range of each column; 0 where there is nothing."""
+    """Interquartile range of each column; 0 for an empty column."""
     return torch.nan_to_num(_quantile(rows, 0.75) - _quantile(rows, 0.25))
 
 
 def _known(value: torch.Tensor) -> float:
-    """0 for what was never seen."""
+    """The number, or 0 for NaN."""
     number = float(value)
     return number if number == number else 0.0

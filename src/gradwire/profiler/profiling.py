@@ -31,19 +31,16 @@ __all__ = ["Profiling"]
 
 
 class Profiling:
-    """Records the training loop inside it; when that is over, measures links and codecs and writes three files.
+    """Records the training loop inside the `with` block, then measures links and codecs, and writes three files.
 
-    Made by `handle.profile(folder, steps, specs)`; every rank enters and leaves it, with the same number of steps. Training
-    goes on inside as without it. The loop must make 3 steps for warm-up and then twice `steps`: in every second one nothing is
-    sent during backward, so that computation is seen alone, and the exchange follows. What the loop makes beyond these is not
-    recorded. `specs` are the compressors to time beside those of the handle's plan.
+    Made by `handle.profile(folder, steps, specs)`. All ranks enter with the same number of steps. Training is not affected. The
+    loop must make 3 steps for warm-up and then twice `steps`: in every second one exchanges wait for the end of backward, so that
+    computation is measured alone. Further steps are not recorded. `specs` are timed beside those of the handle's plan.
 
-    Rank 0 writes profile.json, cluster.json and costs.json into the folder; the fields below are set on all ranks. Links take
-    about a second each, a spec about one. A warning on rank 0 tells of a link whose times
-    do not follow latency and rate.
+    Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link and each
+    spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
 
-    Raises StepStateError if the loop made too few steps, or if the plan changed meanwhile, as `plan="auto"` does where a link
-    becomes slower.
+    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows down.
 
     Example::
 
@@ -57,7 +54,7 @@ class Profiling:
     cluster: Cluster
     costs: Costs
     fits: dict[str, Fit]
-    """Of each link measured: intra, inter, allreduce."""
+    """By link: intra, inter, allreduce."""
 
     def __init__(self, session: Session, folder: str | os.PathLike[str], steps: int, specs: Sequence[Spec]) -> None:
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
@@ -87,18 +84,18 @@ class Profiling:
             return
         if self._session.schedule is not self._schedule or recorder.plan not in (None, self._session.plan):
             raise StepStateError(
-                f"the plan changed inside profile(steps={self._steps}), so that its steps are not alike. Profile again, or with "
-                "a plan of your own."
+                f"the plan changed inside profile(steps={self._steps}), so its steps cannot be compared. Profile again, or pass "
+                "a fixed plan."
             )
         if not recorder.began:
             raise StepStateError(
-                f"the loop made no step inside profile(steps={self._steps}) that began with a call of the model itself, where "
-                "its forward hooks run. Call the model, not its parts or its forward."
+                f"no step inside profile(steps={self._steps}) began with a call of the model, so its forward hooks did not run. "
+                "Call the model itself, not its parts or its forward method."
             )
         if recorder.seen < recorder.wanted:
             raise StepStateError(
                 f"the loop made {recorder.seen} steps inside profile(steps={self._steps}), which needs {recorder.wanted}: "
-                f"{WARMUP_STEPS} for warm-up, {self._steps} with exchanges and as many without. Make more, or ask for fewer."
+                f"{WARMUP_STEPS} for warm-up, {self._steps} with exchanges and as many without. Run more steps, or lower steps=."
             )
         self._measure(recorder)
         if self._group.rank == 0:

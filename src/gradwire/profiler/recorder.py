@@ -1,8 +1,7 @@
-"""When things happen in training steps, seen by hooks on an ordinary training loop.
+"""Records the moments of training steps, by hooks on an ordinary training loop.
 
-A step goes from one forward of the model to the next. Steps come in turns: in *quiet* ones the engine hands over nothing
-before the last gradient is there, so forward and backward run without traffic; in *loaded* ones exchanges run as ever. Both
-end with the same sums, so that training goes on as without a profiler.
+A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps nothing is sent
+before the last gradient is ready; in loaded ones exchanges run as usual. Both give the same sums, so training is not affected.
 """
 
 import time
@@ -24,32 +23,29 @@ from gradwire.profiler.clock import Clock
 __all__ = ["WARMUP_STEPS", "Recorder"]
 
 WARMUP_STEPS = 3
-"""Steps that are not measured: allocations, and the plan that is made again after the first one."""
+"""Steps that are not measured: they allocate memory, and the plan is made again after the first one."""
 
 
 @dataclass
 class _RecordedStep:
-    """Moments of one step."""
+    """The moments of one step."""
 
     quiet: bool
     began: Any
     modules: list[tuple[int, Any]] = field(default_factory=list)
-    """A module's number, and when its forward began."""
+    """The number of each module, and the start of its forward."""
     backward: Any = None
     in_backward: bool = False
-    """Whether a gradient has come back to an output of the step's last forward."""
+    """Whether an output of the step's last forward has a gradient."""
     ready: dict[int, Any] = field(default_factory=dict)
     finished: Any = None
     ended: Any = None
     cpu_s: float = 0.0
-    """CPU time of the process, all threads: when the last gradient came, then from there to the end of the exchange."""
+    """CPU time of all threads: of the process at the last gradient; after the exchange, the time since then."""
 
 
 class Recorder(Observer):
-    """Watches the steps of a parallelized model, from its making until `remove` or until it has seen enough.
-
-    names: the trainable parameters in the order of registration.
-    """
+    """Records the steps of a parallelized model until `remove`, or until `wanted` steps have ended."""
 
     def __init__(self, session: Session, steps: int) -> None:
         model, parameters = session.model, session.parameters
@@ -58,14 +54,13 @@ class Recorder(Observer):
         self.wanted = WARMUP_STEPS + 2 * steps
         self.batch = 1
         self.plan: Plan | None = None
-        """That of the first step that is measured."""
+        """The plan of the first measured step."""
         self.clock = Clock(next(iter(parameters.values())).device)
         self._session, self._model = session, weakref.ref(model)
         self._steps: list[_RecordedStep] = []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
-        """Of each module that has parameters of its own: their numbers. None of a model that is compiled, as a whole or in parts:
-        hooks would cut what was compiled."""
+        """The indices of each module's own parameters. Empty for a compiled model, whose graph hooks would break."""
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True),
             model.register_forward_hook(_uncompiled(self._after_forward)),
@@ -81,22 +76,22 @@ class Recorder(Observer):
 
     @property
     def seen(self) -> int:
-        """Steps finished so far, those of the warm-up too."""
+        """The number of finished steps, with the warm-up."""
         return sum(step.finished is not None for step in self._steps)
 
     @property
     def began(self) -> int:
-        """Steps begun so far."""
+        """The number of started steps."""
         return len(self._steps)
 
     @property
     def entered(self) -> list[int]:
-        """Modules in the order in which the last step first entered them, and then those that it did not."""
+        """Modules in the order in which the last step entered them, then the others."""
         seen = dict.fromkeys(number for number, _ in self._steps[-1].modules) if self._steps else {}
         return [*seen, *(number for number in range(len(self.modules)) if number not in seen)]
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -105,12 +100,11 @@ class Recorder(Observer):
         self._session.lanes.hold = False
 
     def rows(self, quiet: bool) -> torch.Tensor:
-        """What the steps after the warm-up measured, quiet or loaded ones: a row each, float64, microseconds.
+        """A row of microseconds, float64, for each quiet or loaded step after the warm-up.
 
-        First, for each module, from the begin of its forward to that of the next one's; then from the step's begin to that of
-        backward; then from the step's begin to each gradient; then from the end of the exchange to the next step; last the CPU
-        time from the last gradient to the end of the exchange. NaN for what did not happen. The first module has the time
-        before its forward too.
+        Columns: for each module the time from the start of its forward (for the first, of the step) to the next module's start;
+        from the start of the step to the start of backward, and to each gradient; from the end of the exchange to the next step;
+        the CPU time from the last gradient to the end of the exchange. NaN if something did not happen.
         """
         chosen = [step for step in self._steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
         return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
@@ -179,11 +173,11 @@ class Recorder(Observer):
             self._session.lanes.hold = False
 
     def _running(self) -> _RecordedStep | None:
-        """The step that has begun and is not finished."""
+        """The current step, if it is not finished."""
         return self._steps[-1] if self._steps and self._steps[-1].finished is None else None
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Out of the sight of torch.compile, which would compile it anew for every step that it has seen."""
+    """Hide a hook from torch.compile, which would compile the hook anew in every step."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)
     return disabled
