@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.report import Finding, Severity
 
-__all__ = ["differences", "rank_list"]
-
 
 def rank_list(ranks: Iterable[int]) -> str:
     """Ranks in words, runs of three and more as such.

@@ -18,8 +18,6 @@ from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
 from gradwire.doctor.traps import traps_of
 from gradwire.testbed import permission_problem
 
-__all__ = ["examine"]
-
 
 def examine(
     timeout_s: float,

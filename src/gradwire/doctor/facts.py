@@ -14,8 +14,6 @@ import msgspec
 from gradwire._version import __version__
 from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces
 
-__all__ = ["Facts", "gather_facts"]
-
 VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",

@@ -11,8 +11,6 @@ from functools import partial
 
 import msgspec
 
-__all__ = ["Direction", "Wire", "follow", "lead", "measure_link", "ring_links", "seconds_each"]
-
 SECONDS = 0.5
 """How long the bytes of one direction are watched."""
 ALL_SECONDS = 20.0

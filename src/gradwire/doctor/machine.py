@@ -6,8 +6,6 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.network import is_loopback, nccl_choice
 from gradwire.doctor.report import Finding, note, ok, problem
 
-__all__ = ["emulation_finding", "machine_findings"]
-
 
 def machine_findings(facts: Facts) -> list[Finding]:
     """All that one rank's facts tell, whatever other ranks have."""

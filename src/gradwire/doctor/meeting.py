@@ -18,8 +18,6 @@ import msgspec
 
 from gradwire.doctor.differences import rank_list
 
-__all__ = ["Job", "Meeting", "bounded"]
-
 T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN_S = 5.0

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import psutil
 
-__all__ = ["GlooChoice", "Interface", "bindable_address", "gloo_choice", "interfaces", "is_loopback", "nccl_choice"]
-
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc")
 

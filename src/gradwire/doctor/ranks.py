@@ -12,8 +12,6 @@ from gradwire.doctor.network import is_loopback
 from gradwire.doctor.report import Finding, note, ok, problem
 from gradwire.doctor.survey import Survey
 
-__all__ = ["rate_text", "survey_findings"]
-
 MUCH_SLOWER = 2.0
 """A link is told apart from the others when they are so many times as fast."""
 MILLION_PARAMETERS = 100

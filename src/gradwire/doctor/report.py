@@ -9,8 +9,6 @@ from gradwire.core.made import Made
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction
 
-__all__ = ["Finding", "Report", "Severity", "note", "ok", "problem"]
-
 Severity = Literal["ok", "note", "problem"]
 
 

@@ -10,8 +10,6 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction, measure_link, ring_links, seconds_each
 from gradwire.doctor.meeting import Job, Meeting, bounded
 
-__all__ = ["LATE_S", "Survey", "longest_s", "take_part"]
-
 LATE_S = 5.0  # what may lie between two ranks' ends of one and the same thing
 
 

@@ -8,8 +8,6 @@ from rich.table import Table
 from gradwire.doctor.ranks import rate_text
 from gradwire.doctor.report import Finding, Report
 
-__all__ = ["summary", "tables"]
-
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 

@@ -2,8 +2,6 @@
 
 from gradwire.doctor.report import Finding, note
 
-__all__ = ["TRAPS", "traps_of"]
-
 _SEEN = "2.13"
 
 TRAPS = (

@@ -29,8 +29,6 @@ from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, Sent, measured_timeline
 from gradwire.sim.timeline import Timeline
 
-__all__ = ["Recording"]
-
 MOST_STEPS = 2000
 """Steps that are kept; then every second one goes, and only every second one comes from then on."""
 TIMELINE_STEPS = 20

@@ -18,19 +18,6 @@ from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 from gradwire.sim.timeline import Timeline
 
-__all__ = [
-    "FILE",
-    "Alternative",
-    "BucketRecord",
-    "Decision",
-    "Interval",
-    "MemoryRecord",
-    "Rival",
-    "Run",
-    "StepRecord",
-    "TensorRecord",
-]
-
 FILE = "run.json"
 """The document's name in the folder of a run."""
 

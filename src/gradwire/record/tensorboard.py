@@ -5,8 +5,6 @@ from pathlib import Path
 from gradwire.errors import GradwireError
 from gradwire.record.run import Run
 
-__all__ = ["export"]
-
 
 def export(run: Run, folder: Path) -> None:
     """Write event files: step times, loss, and by tensor bits and errors, all against the step.

@@ -14,8 +14,6 @@ from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
 
-__all__ = ["Tensors"]
-
 MOST_ELEMENTS = 2**20
 """Elements that are encoded at one time; at least one tensor is, and the others have their turn the next times."""
 MOST_POINTS = 200

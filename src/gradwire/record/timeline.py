@@ -14,8 +14,6 @@ from gradwire.sim.events import COMPUTE, RESOURCES
 from gradwire.sim.intervals import Interval, minus, total, union
 from gradwire.sim.timeline import Event, Resource, Timeline
 
-__all__ = ["LaneTask", "Moments", "Sent", "measured_timeline"]
-
 NS_PER_US = 1000
 NO_WAIT_US = 20.0
 """Between two pieces of codec work: what is shorter is no wait for a link, but the way from one call to the next."""

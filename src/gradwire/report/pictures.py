@@ -13,8 +13,6 @@ from gradwire.core.checks import show
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["COLOURS", "Panel", "canvas", "check_picture", "draw_lines", "looks_of", "save"]
-
 # Okabe and Ito's palette, which people with any kind of colour vision can tell apart
 COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
 MARKERS = ("o", "v", "s", "^", "D", "*", "", "x")

@@ -10,8 +10,6 @@ from gradwire.report.predict import Predicted
 from gradwire.report.steps import step_figure, step_table
 from gradwire.report.words import decided, final_loss, share, spread, step_us
 
-__all__ = ["SECTIONS", "made", "section_facts"]
-
 MOST_ROWS = 12
 """Rows of a list that are seen at once; the others fold out."""
 SMOOTHED_PARTS = 30

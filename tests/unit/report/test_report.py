@@ -18,7 +18,8 @@ from made_up_runs import CLUSTER, COSTS, NASTY, PROFILE, made_up_run
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from gradwire.bench.recorded import Measured, beside
+from gradwire.bench.recorded import beside
+from gradwire.bench.results import Cell
 from gradwire.cli import app
 from gradwire.errors import FormatError, GradwireError
 from gradwire.record.run import Run
@@ -171,7 +172,7 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     text = Page(page(replace(run, rivals=(slow,)), NOTHING)).text
     assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is not known" in text
     same = replace(slow, speedup=replace(slow.speedup, high=1.1))
-    assert "no faster and no slower than plain DDP can be told apart" in summary(replace(run, rivals=(same,)))
+    assert "not measurably faster or slower than plain DDP" in summary(replace(run, rivals=(same,)))
 
 
 def test_more_curves_than_can_be_told_apart_are_named() -> None:
@@ -210,8 +211,9 @@ def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
 
 def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
     alone = made_up_run(30, rivals=False)
-    ours = Measured([2000.0] * 30, [1.0 - 0.01 * step for step in range(30)], 100)
-    ddp = Measured([9000.0] * 3 + [6000.0] * 27, [1.1] * 30, 800)
+    cell = Cell(job="mlp", link="1gbit", gbps=1.0, method="gradwire:qsgd4")
+    ours = replace(cell, step_us=[2000.0] * 30, loss=[1.0 - 0.01 * step for step in range(30)], planned_bytes=100)
+    ddp = replace(cell, step_us=[9000.0] * 3 + [6000.0] * 27, loss=[1.1] * 30, planned_bytes=800)
     run = beside(alone, ours, {"gradwire:qsgd4": ours, "floor": ours, "ddp-2mb": ours, "ddp": ddp}, 3, 5)
     assert [rival.name for rival in run.rivals] == ["plain DDP", "DDP, 2 MB buckets"]
     first = run.rivals[0]
