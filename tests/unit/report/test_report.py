@@ -93,7 +93,7 @@ def markup(folder: Path) -> str:
 NUMBERS = [
     *("6.27 times as fast", "6.11 to 6.43", "44.2 ms", "277 ms", "1.51 MB", "8.39 MB", "5.57 times fewer bytes"),
     *("120", "2, 2", "the planner of this test", "bucket 1 gains 31 ms.", "4 bits (kept)", "saved 28 s"),
-    *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits an element"),
+    *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits per element"),
     *("7.86 MB", "3.15 MB", "python train.py --model 'a b'", "nowhere", "2026-01-01", "Made up."),
     *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average, by tensor 3.12 to 32"),
 ]
@@ -158,7 +158,7 @@ def test_what_a_short_run_lacks_is_left_out_with_a_word_why(steps: int) -> None:
     assert shown.texts("h3") == [], "nothing was tried"
     reasons = ["Nobody predicted it.", "no measured timeline: no whole step was recorded"]
     reasons += (
-        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["Nothing else"]
+        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["No other method"]
     )
     assert [reason for reason in reasons if reason not in shown.text] == []
     lines = [attributes["points"] for name, attributes in shown.elements if name == "polyline"]

@@ -214,7 +214,7 @@ def test_methods_can_be_chosen(files):
     ("name", "more", "told"),
     [
         ("plan", ["--picture", "a.png"], "without a sweep"),
-        ("plan", ["--inter", "1,2", "--picture", "a.pdf"], "end with .png"),
+        ("plan", ["--inter", "1,2", "--picture", "a.pdf"], "ends with .png"),
         ("plan", ["--inter", "1,2", "--picture", "no/such/a.png"], "no folder 'no/such'"),
         ("plan", ["--inter", "1,...,512", "--nodes", "1,...,512", "--picture", "a.png"], "10 panels"),
         ("plan", ["--inter", "1,2", "-o", "plan.json"], "--out plan.json needs one cluster"),
