@@ -22,7 +22,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def summary(report: Report) -> str:
-    """The last lines: how many findings, and the problems once more, which may have scrolled away."""
+    """The last lines: the number of findings, and the problems once more."""
     problems = [finding for finding in report.findings if finding.severity == "problem"]
     notes = sum(finding.severity == "note" for finding in report.findings)
     count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "No problems"

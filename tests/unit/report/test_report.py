@@ -95,7 +95,7 @@ NUMBERS = [
     *("120", "2, 2", "the planner of this test", "bucket 1 gains 31 ms.", "4 bits (kept)", "saved 28 s"),
     *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits per element"),
     *("7.86 MB", "3.15 MB", "python train.py --model 'a b'", "nowhere", "2026-01-01", "Made up."),
-    *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average, by tensor 3.12 to 32"),
+    *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average (3.12 to 32 by tensor)"),
 ]
 
 
@@ -170,7 +170,7 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     run = made_up_run()
     slow = replace(run.rivals[0], speedup=replace(run.rivals[0].speedup, ratio=0.8, low=0.7, high=0.9), again=None)
     text = Page(page(replace(run, rivals=(slow,)), NOTHING)).text
-    assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is not known" in text
+    assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is unknown" in text
     same = replace(slow, speedup=replace(slow.speedup, high=1.1))
     assert "not measurably faster or slower than plain DDP" in summary(replace(run, rivals=(same,)))
 
