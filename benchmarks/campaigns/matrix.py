@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell
 from gradwire.bench.names import UNLIMITED, check_job
+from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun
-from gradwire.bench.runner import BenchRequest, RunWatch, gbps_of, run_bench
+from gradwire.bench.runner import BenchRequest, gbps_of, run_bench
 from gradwire.bench.statistics import wire_us
 from gradwire.core.checks import whole
 from gradwire.core.files import make_folder
@@ -84,7 +85,7 @@ class _Key(NamedTuple):
 
 
 def run_matrix(
-    request: MatrixRequest, problem: str | None, watch: RunWatch, say: Callable[[str], None]
+    request: MatrixRequest, problem: str | None, watch: ProgressView, say: Callable[[str], None]
 ) -> tuple[list[MatrixCell], list[str]]:
     """Measure what is missing. Returns the cells of those asked for that have results, and what failed: a cell with a
     method that failed is not kept, and the next run tries it again. `problem` is `emulation_problem()`.
@@ -154,7 +155,7 @@ def _keys(request: MatrixRequest) -> Iterator[_Key]:
                 yield _Key(nodes, job, link)
 
 
-def _measure(asked: BenchRequest, path: Path, watch: RunWatch) -> list[str]:
+def _measure(asked: BenchRequest, path: Path, watch: ProgressView) -> list[str]:
     """Run it and keep the result if it is whole. Returns what failed."""
     run = run_bench(asked, None, watch)
     if not run.failures:

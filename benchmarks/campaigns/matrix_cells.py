@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwire.bench.results import BenchRun, Cell, Decided, Interval
+from gradwire.bench.results import BenchRun, Cell, Decided
 from gradwire.bench.statistics import RESAMPLES
+from gradwire.record.run import Interval
 
 __all__ = [
     "AGGRESSIVE",

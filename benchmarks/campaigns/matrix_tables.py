@@ -7,7 +7,7 @@ from rich.table import Table
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell, Reached
 from benchmarks.campaigns.matrix_checks import verdict_lines
-from gradwire.bench.results import Interval
+from gradwire.record.run import Interval
 
 __all__ = ["README_MARKS", "in_readme", "matrix_page", "readme_block", "terminal_tables"]
 

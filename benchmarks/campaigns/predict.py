@@ -16,7 +16,8 @@ import msgspec
 
 from benchmarks.campaigns.predictions import LinkFit, Predicted, PredictRun, ddp_plan
 from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, parse_policy
-from gradwire.bench.runner import BenchRequest, RunWatch, run_bench, run_profile
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -71,7 +72,7 @@ class _Found(NamedTuple):
 
 
 def run_predict(
-    request: PredictRequest, problem: str | None, watch: RunWatch, save_to: Path | None = None
+    request: PredictRequest, problem: str | None, watch: ProgressView, save_to: Path | None = None
 ) -> PredictRun:
     """Profile, predict and measure everything asked for. `problem` is `emulation_problem()`.
 
@@ -101,7 +102,7 @@ def run_predict(
 
 
 def _group(
-    request: PredictRequest, job: str, link: str, folder: Path, watch: RunWatch
+    request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView
 ) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
     warned = run_profile(request.measured, job, link, request.specs, request.profile_steps, folder, watch)

@@ -20,7 +20,7 @@ from benchmarks.campaigns.schemes import (
 )
 from gradwire.bench.events import parse_event
 from gradwire.bench.names import UNLIMITED
-from gradwire.bench.runner import RunWatch
+from gradwire.bench.progress import ProgressView
 from gradwire.bench.table import milliseconds
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
@@ -42,7 +42,7 @@ def run_schemes(
     nodes: int,
     ranks_per_node: int,
     problem: str | None,
-    watch: RunWatch,
+    watch: ProgressView,
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
 ) -> SchemesRun:
@@ -61,7 +61,7 @@ def run_schemes(
 
 
 def _measured(
-    link: str, nodes: int, ranks_per_node: int, sizes: Sequence[int], rounds: int, watch: RunWatch
+    link: str, nodes: int, ranks_per_node: int, sizes: Sequence[int], rounds: int, watch: ProgressView
 ) -> SchemesRecord:
     repeats, said = repeats_for(sizes), deque[str](maxlen=40)
     options = sum(1 + bool(scheme.hierarchical) for scheme in SCHEMES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from silent import silent
 from worlds import Worlds
 
 import gradwire as gw
@@ -15,7 +16,6 @@ from benchmarks.campaigns.left_out import exchange_alone, keep_only
 from benchmarks.campaigns.phases import phases_methods, phases_tables
 from benchmarks.papers.closed_forms import max_speedup
 from gradwire.bench.names import WRONG_PREFIX, check_method, parse_policy
-from gradwire.bench.progress import Silent
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.bench.statistics import cells_from, step_times
@@ -95,7 +95,7 @@ def test_a_run_has_times_and_nothing_of_training(tmp_path: Path) -> None:
     methods = ["floor", *(WRONG_PREFIX + part for part in parts)]
     few = {"steps": 2, "warmup_steps": 3, "turn_steps": 2, "alone_steps": 0}
     request = BenchRequest(jobs=["mlp"], links=["unlimited"], methods=methods, record=tmp_path, **few)
-    run = run_bench(request, "this test asks for plain loopback", Silent())
+    run = run_bench(request, "this test asks for plain loopback", silent())
     assert not run.failures
     floor, *wrong = run.cells
     assert not floor.wrong_on_purpose and len(floor.loss) == 5

@@ -58,5 +58,5 @@ def test_what_was_not_measured_is_said(demo):
 def test_without_a_slow_link_there_is_nothing_to_decide_by(demo):
     result, out = demo
     summary = json.loads((out / "summary.json").read_text())
-    assert "4 bits for all, which was given" in summary["decided"]
+    assert "4 bits for all tensors, a fixed plan" in summary["decided"]
     assert "4 bits" in " ".join(result.output.split())

@@ -4,11 +4,11 @@ import io
 
 import pytest
 from rich.console import Console
+from silent import silent
 
 import gradwire as gw
 from benchmarks.campaigns.schemes import BITS, SCHEMES, Exchange, SchemesRecord, SchemesRun, predicted_us, repeats_for
 from benchmarks.campaigns.schemes_runner import run_schemes, schemes_tables, verdict
-from gradwire.bench.progress import Silent
 from gradwire.core import Cluster, Link, TensorInfo
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
@@ -66,16 +66,16 @@ def test_repeats_shrink_with_size():
 
 def test_a_cluster_without_two_links_is_refused():
     with pytest.raises(FormatError, match="2 x 1: hierarchical schemes need"):
-        run_schemes("200mbit", 2, 1, None, Silent())
+        run_schemes("200mbit", 2, 1, None, silent())
     with pytest.raises(TestbedError, match="cannot be measured here: no root"):
-        run_schemes("200mbit", 2, 2, "no root", Silent())
+        run_schemes("200mbit", 2, 2, "no root", silent())
 
 
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason="needs network namespaces")
 def test_schemes_on_an_emulated_cluster():
-    run = run_schemes("1gbit", 2, 2, None, Silent(), sizes=[64 << 10], rounds=1)
+    run = run_schemes("1gbit", 2, 2, None, silent(), sizes=[64 << 10], rounds=1)
     assert len(run.measured.exchanges) == sum(1 + bool(scheme.hierarchical) for scheme in SCHEMES)
     assert all(each.counted_bytes >= each.inter_bytes for each in run.measured.exchanges)
     of = {

@@ -8,9 +8,9 @@ import sys
 import msgspec
 import psutil
 import pytest
+from silent import silent
 
 from gradwire.bench.loopback import Loopback
-from gradwire.bench.progress import Silent
 from gradwire.bench.results import BenchRun, Cell, MethodRecord, WorkerOrder, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.errors import TestbedError
@@ -32,7 +32,7 @@ def test_bytes_of_a_link_of_its_own_are_those_planned():
         warmup_steps=3,
         alone_steps=0,
     )
-    run = run_bench(request, None, Silent())
+    run = run_bench(request, None, silent())
     assert not run.failures
     floor, ddp, ours = run.cells
     assert floor.counted_bytes < 10_000
@@ -55,7 +55,7 @@ def bench_run(tmp_path_factory):
         alone_steps=2,
     )
     path = tmp_path_factory.mktemp("bench") / "out.json"
-    return run_bench(request, PROBLEM, Silent(), path), path
+    return run_bench(request, PROBLEM, silent(), path), path
 
 
 def test_file_has_every_key_and_is_the_result(bench_run):
@@ -103,7 +103,7 @@ def test_methods_begin_from_the_same_model_and_batches(bench_run):
 def test_only_limited_links_on_loopback_are_refused():
     request = BenchRequest(jobs=["mlp"], links=["500mbit"], methods=["ddp"])
     with pytest.raises(TestbedError, match="500mbit"):
-        run_bench(request, PROBLEM, Silent())
+        run_bench(request, PROBLEM, silent())
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_ranks_that_die_are_a_failure_of_every_cell(monkeypatch):
     monkeypatch.setenv("PYTHONSTARTUP", "")
     monkeypatch.setattr("gradwire.bench.runner.sys.executable", "/bin/false")
     request = BenchRequest(jobs=["mlp"], links=["unlimited"], methods=["floor", "ddp"], alone_steps=1)
-    run = run_bench(request, PROBLEM, Silent())
+    run = run_bench(request, PROBLEM, silent())
     assert len(run.failures) == 3
     assert all("exit code 1" in failure for failure in run.failures)
 

@@ -107,7 +107,7 @@ def test_what_a_rank_says_is_printed_whatever_the_terminal_can(monkeypatch: pyte
     assert (tmp_path / "out").read_text() == "[1] h\\xe9llo\n"
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(TestbedError, match="what rank 0 said cannot be printed"):
+        with pytest.raises(TestbedError, match="the output of rank 0 cannot be printed"):
             print_with_prefix(0, "stdout", "hello")
         monkeypatch.undo()
         with pytest.raises(OSError):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from silent import silent
 
 import gradwire as gw
 from benchmarks.campaigns import predict
@@ -13,7 +14,6 @@ from benchmarks.campaigns.predict import PLANNED, PredictRequest, predictable, r
 from benchmarks.campaigns.predictions import PredictRun, prediction_table
 from gradwire.bench import runner
 from gradwire.bench.loopback import Loopback
-from gradwire.bench.progress import Silent
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest
 from gradwire.bench.statistics import step_times
@@ -85,7 +85,7 @@ def asked(links: Sequence[str], methods: Sequence[str] = ("ddp", "gradwire:qsgd4
 
 
 def test_each_cell_has_its_prediction_and_its_measurement(testbed: None, tmp_path: Path) -> None:
-    run = run_predict(asked(["100mbit", "500mbit"]), None, Silent(), tmp_path / "out.json")
+    run = run_predict(asked(["100mbit", "500mbit"]), None, silent(), tmp_path / "out.json")
     assert PredictRun.load(tmp_path / "out.json") == run
     assert [(cell.link, cell.method) for cell in run.cells[:3]] == [
         ("100mbit", "ddp"), ("100mbit", "gradwire:qsgd4"), ("100mbit", PLANNED),
@@ -109,9 +109,9 @@ def test_what_cannot_be_predicted_is_refused_by_name(testbed: None) -> None:
     with pytest.raises(FormatError, match="'ddp-fp16' cannot be predicted"):
         asked(["100mbit"], ["ddp-fp16"])
     with pytest.raises(TestbedError, match="links of known rates: no namespaces"):
-        run_predict(asked(["100mbit"]), "no namespaces", Silent())
+        run_predict(asked(["100mbit"]), "no namespaces", silent())
     with pytest.raises(TestbedError, match=r"profiling of mlp over 1kbit ended with exit code 1:\n\[0\] words.py"):
-        run_predict(asked(["1kbit"]), None, Silent())
+        run_predict(asked(["1kbit"]), None, silent())
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from gradwire.record.run import (
     StepRecord,
     TensorRecord,
 )
-from gradwire.record.timeline import LaneTask, Moments, Sent, measured_timeline
+from gradwire.record.timeline import LaneTask, Moments, measured_timeline
 
 __all__ = ["CLUSTER", "COSTS", "NASTY", "PROFILE", "made_up_run"]
 
@@ -121,7 +121,7 @@ def made_up_run(steps: int = 120, rivals: bool = True) -> Run:
             for place, name in enumerate(NAMES)
         ),
         memory=MemoryRecord(gradient_bytes=8_388_608, residual_bytes=7_864_320, payload_bytes=3_145_728),
-        timeline=measured_timeline(moments, "backward", 2, Sent(1_507_328, 0, 1_507_328)) if steps > 1 else None,
+        timeline=measured_timeline(moments, "backward", 2, (1_507_328, 0, 1_507_328)) if steps > 1 else None,
         rivals=(ddp,) if rivals and steps else (),
         notes=("Made up.",),
     )

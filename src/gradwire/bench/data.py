@@ -1,4 +1,4 @@
-"""The data of the jobs: what scikit-learn and the running Python carry with them, so nothing is downloaded."""
+"""The data of the jobs. scikit-learn and the running Python contain the data, so nothing is downloaded."""
 
 import sysconfig
 from functools import cache
@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["digits", "standard_library_text"]
-
 TEXT_BYTES = 4_000_000
-"""Where the standard library's text is cut off, so that every interpreter gives about the same amount."""
+"""The length of the text. The limit makes the text about equally long under every Python version."""
 
 
 @cache
@@ -26,10 +24,9 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def standard_library_text(vocabulary: int) -> Tensor:
-    """The top-level modules of the running Python's standard library in name order, as int64 characters.
+    """The standard library's top-level modules in name order, as int64 characters. The text depends on the Python version.
 
-    Bytes at or above `vocabulary` (there are few) become the last character. The text differs between Python
-    versions and is the same in every process of one.
+    The few bytes at or above `vocabulary` become the last character.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()

@@ -1,14 +1,13 @@
 """`gradwire demo`: a transformer on two nodes with a slow link between them, plain DDP beside gradwire with plan="auto".
 
-Times are of the steps after gradwire had decided; the curves and the page show those in which it did too.
+Step times exclude the steps before gradwire's decision; the curves and the page include them.
 
-Where network namespaces may be made, everything is measured. Where not, plain loopback shows the loss and the bytes,
-and the time at the demo's rate is computed from those: the measured step, or the time the bytes need on the link if
-that is longer, for both methods alike. That is as if every byte were hidden behind compute, which flatters DDP.
+With network namespaces, all numbers are measured. Without, the ranks run over plain loopback, and the step time at the
+demo's rate is computed as max(measured step, wire time of the bytes). The computed time assumes perfect overlap, which
+favours DDP.
 """
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,9 +16,10 @@ import numpy as np
 from rich.table import Table
 
 from gradwire.bench.names import UNLIMITED
-from gradwire.bench.recorded import beside, measured, method_folder
-from gradwire.bench.results import BenchRun, Cell, Interval
-from gradwire.bench.runner import BenchRequest, RunWatch, run_bench, run_profile
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.recorded import beside, method_folder
+from gradwire.bench.results import BenchRun, Cell
+from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.statistics import median_ratio, wire_us
 from gradwire.bench.table import milliseconds
 from gradwire.core.files import make_folder
@@ -27,42 +27,40 @@ from gradwire.core.specs import QSGD, ErrorFeedback
 from gradwire.core.strict import Document
 from gradwire.errors import GradwireError, TestbedError
 from gradwire.record.run import Run
-from gradwire.report.writing import write_report
+from gradwire.report.page import write_report
 from gradwire.testbed import parse_rate
-
-__all__ = ["DemoCurve", "DemoMethod", "DemoSummary", "run_demo", "summary_table"]
 
 JOB = "transformer"
 LINK = "500mbit"
 NODES = 2
 METHODS = {"floor": "floor", "ddp": "ddp", "gradwire": "gradwire:auto"}
-"""What the summary calls the methods, and what the bench calls them."""
+"""The methods by their names in the summary."""
 METHODS_WITHOUT_LINK = METHODS | {"gradwire": "gradwire:qsgd4"}
-"""Auto decides by the links that there are; over loopback it would rightly send gradients as they are."""
+"""Over loopback auto would send uncompressed gradients, because loopback is fast."""
 MEASURED = "measured"
 COMPUTED = "computed, not measured"
 SPECS = [QSGD(bits=4), ErrorFeedback(QSGD(bits=2))]
-"""Of which codecs are timed, for the page's prediction: those that auto may choose."""
+"""The specs that auto may choose. The profile times their codecs for the page's prediction."""
 PROFILE_STEPS = 10
 MOST_DECIDING_STEPS = 90
-"""In which gradwire decides before the steps that count; no more than those, so that a short demo is short."""
-GIVEN = "4 bits for all, which was given: auto decides by measured links, and there is no slow one here"
-UNDECIDED = "4 bits, and trials: auto had not decided yet, which takes 40 to 80 steps"
+"""The most steps before gradwire's decision. The demo also takes at most `steps` of them."""
+GIVEN = "4 bits for all tensors, a fixed plan: auto needs a slow link to choose compression, and loopback is fast"
+UNDECIDED = "4 bits, and trials: auto had not decided yet (a decision takes 40 to 80 steps)"
 FINAL_STEPS = 10
-"""The final loss is the mean of so many steps, the last ones that all methods made: a single batch says little."""
+"""The final loss is the mean over the last steps that all methods made."""
 
 
 class DemoMethod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One method of the demo."""
 
     step_ms: float
-    """Median, at the link's rate: measured or computed, as the summary's `speed` says."""
+    """Median at the link's rate, measured or computed: see the summary's `speed`."""
     measured_step_ms: float
     exposed_ms: float
     """`step_ms` minus the floor's."""
     final_loss: float
     bytes_per_step: int
-    """Per rank: counted at the interface; as planned where the interface is one that other programs send over too."""
+    """Per rank: counted at the interface; over loopback, which other programs use too, as planned."""
     planned_bytes: int | None
 
 
@@ -77,7 +75,7 @@ class DemoSummary(Document, frozen=True, kw_only=True):
     nodes: int
     steps: int
     speed: str
-    """"measured", or "computed, not measured" where no link could be emulated."""
+    """"measured", or "computed, not measured" if no link could be emulated."""
     network: str
     methods: dict[str, DemoMethod]
     speedup: float
@@ -91,24 +89,24 @@ class DemoSummary(Document, frozen=True, kw_only=True):
     problem: str | None = None
     """Why no link could be emulated."""
     decided: str = ""
-    """What gradwire decided to run, in words, or that it had not decided yet."""
+    """The plan that gradwire chose, in words."""
     deciding_steps: int = 0
-    """Its steps before those that count."""
+    """gradwire's steps before the measured steps."""
 
 
 class DemoCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """What the picture draws of one method."""
+    """The loss curve of one method in the picture."""
 
     seconds: list[float]
-    """When each step ended, at the link's rate."""
+    """The end of each step at the link's rate."""
     loss: list[float]
 
 
-def run_demo(steps: int, out: Path, problem: str | None, watch: RunWatch) -> DemoSummary:
-    """Measure, and write `summary.json`, `demo.png`, `bench.json`, `run.json` and `report.html` to the folder `out`, and, where
-    a link can be emulated, the profile that the page's prediction is made from.
+def run_demo(steps: int, out: Path, problem: str | None, watch: ProgressView) -> DemoSummary:
+    """Measure, and write `summary.json`, `demo.png`, `bench.json`, `run.json` and `report.html` to the folder `out`.
 
-    `problem` is `gradwire.bench.runner.emulation_problem()`. Raises `GradwireError` if one of the methods failed.
+    With an emulated link, also write the profile for the page's prediction. `problem` is
+    `gradwire.bench.runner.emulation_problem()`. Raises `GradwireError` if one of the methods fails.
     """
     from gradwire.bench.picture import draw_demo
 
@@ -128,14 +126,17 @@ def run_demo(steps: int, out: Path, problem: str | None, watch: RunWatch) -> Dem
         run = run_bench(request, problem, watch)
         run.save(out / "bench.json")
         if run.failures:
-            raise GradwireError("the demo could not be measured. " + "\n".join(run.failures))
+            raise GradwireError("the demo could not be measured:\n" + "\n".join(run.failures))
         recorded = Run.read(method_folder(Path(folder) / f"{JOB}-{link}", _methods(problem)["gradwire"]))
     summary, curves = summarise(run, out / "demo.png", problem)
     draw_demo(summary, curves, out / "demo.png")
     summary.save(out / "summary.json")
     recorded = _at_rate(msgspec.structs.replace(recorded, made=run.made), run, link, problem)
-    if problem is None and (failure := _profile(request, out, watch)):
-        recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, failure))
+    if problem is None:
+        try:
+            run_profile(request, JOB, LINK, SPECS, PROFILE_STEPS, out, watch)
+        except TestbedError as error:
+            recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, f"The step is not predicted: {error}"))
     recorded.save(out / "run.json")
     write_report(out)
     return summary
@@ -162,7 +163,7 @@ def summarise(run: BenchRun, picture: Path, problem: str | None) -> tuple[DemoSu
         )
         for short, cell in cells.items()
     }
-    speedup: Interval = median_ratio(counted["ddp"], counted["gradwire"])
+    speedup = median_ratio(counted["ddp"], counted["gradwire"])
     summary = DemoSummary(
         link=LINK,
         nodes=run.nodes,
@@ -187,7 +188,7 @@ def summarise(run: BenchRun, picture: Path, problem: str | None) -> tuple[DemoSu
 
 
 def summary_table(summary: DemoSummary) -> Table:
-    """The demo's numbers for the terminal."""
+    """The summary as a table for the terminal."""
     title = f"{JOB}, {summary.nodes} nodes, {summary.link} ({summary.speed}), {summary.steps} steps"
     caption = f"gradwire ran {summary.decided}."
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
@@ -204,25 +205,16 @@ def summary_table(summary: DemoSummary) -> Table:
     return table
 
 
-def _profile(request: BenchRequest, out: Path, watch: RunWatch) -> str:
-    """Measure what the page's prediction is made from. Returns why that failed: the demo has its numbers without."""
-    try:
-        run_profile(request, JOB, LINK, SPECS, PROFILE_STEPS, out, watch)
-    except TestbedError as error:
-        return f"The step is not predicted: {error}"
-    return ""
-
-
 def _at_rate(recorded: Run, run: BenchRun, link: str, problem: str | None) -> Run:
     """The recorded run with all methods' times at the demo's rate."""
     cells = {name: _cell(run, link, name) for name in _methods(problem).values()}
-    times = {name: measured(cell)._replace(step_us=_steps_at_rate(cell)) for name, cell in cells.items()}
+    times = {name: msgspec.structs.replace(cell, step_us=_steps_at_rate(cell)) for name, cell in cells.items()}
     whole = beside(recorded, times[_methods(problem)["gradwire"]], times, run.warmup_steps, run.turn_steps)
     if problem is None:
         return whole
     note = (
-        f"No link could be emulated: {problem}. Times of steps are computed from bytes and the rate of {LINK}, not measured; "
-        "the timeline of a step is one over loopback."
+        f"No link could be emulated: {problem}. Step times at {LINK} are computed from the bytes, not measured. The timeline "
+        "shows a step over loopback."
     )
     return msgspec.structs.replace(whole, notes=(*whole.notes, note))
 
@@ -234,12 +226,12 @@ def _methods(problem: str | None) -> dict[str, str]:
 def _cell(run: BenchRun, link: str, method: str) -> Cell:
     cell = run.cell(JOB, link, method)
     if cell is None or cell.step is None:
-        raise GradwireError(f"the run has no result for {method} on {JOB} over {link}, so there is nothing to show.")
+        raise GradwireError(f"the run has no result for {method} on {JOB} over {link}. Run the demo again.")
     return cell
 
 
-def _steps_at_rate(cell: Cell) -> Sequence[float]:
-    """Microseconds of each step at the demo's rate: as measured on that link, or computed from an unlimited one."""
+def _steps_at_rate(cell: Cell) -> list[float]:
+    """Microseconds of each step at the demo's rate, measured or computed."""
     if cell.link != UNLIMITED or cell.planned_bytes is None:
         return cell.step_us
     wire = wire_us(cell.planned_bytes, parse_rate(LINK) / 1e9)

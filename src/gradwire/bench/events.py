@@ -1,10 +1,8 @@
-"""What the worker says on stdout while it runs, and the runner reads."""
+"""The lines that the worker prints after each step, and the runner reads."""
 
 import contextlib
 
 import msgspec
-
-__all__ = ["StepEvent", "parse_event", "print_event"]
 
 PREFIX = "gradwire-bench "
 
@@ -28,7 +26,7 @@ def print_event(event: StepEvent) -> None:
 
 
 def parse_event(line: str) -> StepEvent | None:
-    """The event in a line, or None if the line is something else."""
+    """The event in a line; None for any other line."""
     if line.startswith(PREFIX):
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(line[len(PREFIX) :], type=StepEvent)

@@ -1,8 +1,7 @@
-"""Training jobs small enough for one core, large enough that a slow link hurts.
+"""Training jobs that are small enough for one core and large enough to suffer from a slow link.
 
-Every job makes the same model from the same seed and hands out the same batches to every method, so that two
-methods differ in their communication and in nothing else. Nothing is downloaded: the data are scikit-learn's digits
-and the source text of the running Python's standard library.
+A job gives every method the same model and the same batches, so methods differ only in their communication. Nothing is
+downloaded: the data are scikit-learn's digits and the source text of the running Python's standard library.
 
 >>> job = make_job("mlp")
 >>> model = job.make_model(seed=0)
@@ -21,14 +20,12 @@ from gradwire.bench import models
 from gradwire.bench.data import digits, standard_library_text
 from gradwire.bench.names import check_job
 
-__all__ = ["Batch", "Job", "make_job"]
-
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank for one step."""
 
 
 class Job(ABC):
-    """A model, its optimizer, its data and its loss. `seed` chooses the batches; `make_model` has a seed of its own."""
+    """A model, its optimizer, its data and its loss. `seed` chooses the batches; `make_model` takes another seed."""
 
     name: str
     batch_size: int
@@ -37,25 +34,25 @@ class Job(ABC):
         self.seed = seed
 
     def make_model(self, seed: int) -> nn.Module:
-        """The freshly initialised model: the same for the same seed, without touching torch's global generator."""
+        """A new model, determined by the seed. torch's global generator does not change."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self._model()
 
     def batch(self, rank: int, world_size: int, step: int) -> Batch:
-        """The batch of this rank at this step: drawn from the rank's own share of the data, the same in every call."""
+        """The batch of a rank in a step, from the rank's share of the data. Equal calls return equal batches."""
         generator = torch.Generator()
-        # one generator per (seed, step, rank), by plain arithmetic that no other triple of this run repeats
+        # within a run, every (step, rank) has another seed
         generator.manual_seed((self.seed * 1_000_003 + step) * world_size + rank)
         return self._draw(rank, world_size, generator)
 
     @abstractmethod
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer this job is usually trained with."""
+        """The job's optimizer for this model."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of the batch, a scalar to call `backward()` on."""
+        """The mean loss of the batch, a scalar with a gradient."""
 
     @abstractmethod
     def _model(self) -> nn.Module: ...
@@ -67,24 +64,19 @@ class Job(ABC):
 class DigitsJob(Job):
     """Classify scikit-learn's 1,797 digits of 8x8 pixels. Rank r owns samples r, r + world_size, ..."""
 
-    @cached_property
-    def samples(self) -> Batch:
-        """All images and labels, in one fixed shuffled order."""
-        return digits()
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
         return functional.cross_entropy(model(images), labels)
 
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
-        images, labels = self.samples
+        images, labels = digits()
         share = torch.arange(rank, len(labels), world_size)
         chosen = share[torch.randint(len(share), (self.batch_size,), generator=generator)]
         return images[chosen], labels[chosen]
 
 
 class MLPJob(DigitsJob):
-    """Four wide hidden layers: nearly all parameters lie in three large square matrices."""
+    """Four wide hidden layers. Three large square matrices hold nearly all parameters."""
 
     name = "mlp"
     batch_size = 384
@@ -97,8 +89,8 @@ class MLPJob(DigitsJob):
 
 
 class ResNetJob(DigitsJob):
-    """A residual network with BatchNorm on the digits enlarged to 32x32: many small tensors beside a few large. To each image
-    comes noise as large as the images' deviation, other noise in each batch: without it a hundred steps learn all by heart."""
+    """A residual network with BatchNorm on the digits at 32x32: many small tensors and a few large ones. Every batch adds new
+    noise of the images' deviation, because the network would memorise clean images within a hundred steps."""
 
     name = "resnet"
     batch_size = 96

@@ -1,17 +1,14 @@
-"""Plain processes over loopback: what the bench uses where no network namespaces may be made."""
+"""Plain processes over loopback, for machines where network namespaces cannot be made."""
 
 import os
 import signal
 import socket
-from types import TracebackType
 from typing import Self
 
 from gradwire.errors import TestbedError
 from gradwire.testbed.output import LineCallback
 from gradwire.testbed.signals import exit_on_termination
 from gradwire.testbed.supervisor import Grace, RankCommand, Supervisor, rank_variables
-
-__all__ = ["LOOPBACK", "Loopback"]
 
 LOOPBACK = "lo"
 
@@ -25,33 +22,24 @@ class Loopback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing outlives `run`."""
+    def __exit__(self, *error: object) -> None: ...
 
     def set_inter(self, rate: str | None) -> None:
         """Raises `TestbedError` for any limit: loopback has none."""
         if rate is not None:
-            raise TestbedError(f"plain loopback has no limit, so the link {rate} cannot be measured on it.")
+            raise TestbedError(f"link {rate} cannot be measured: plain loopback cannot limit the rate.")
 
     def run(
-        self,
-        argv: list[str],
-        *,
-        env: dict[str, str] | None = None,
-        on_line: LineCallback,
-        timeout: float | None = None,
+        self, argv: list[str], *, env: dict[str, str] | None = None, on_line: LineCallback, timeout: float | None = None
     ) -> int:
-        """As `Cluster.run`: `argv` once per rank; 0, or the exit code of the first rank that failed, 124 on timeout."""
+        """Run `argv` once per rank, as `EmulatedCluster.run` does."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | (env or {})
-        variables = [
-            rank_variables(rank, 1, self.world_size, "127.0.0.1", port, LOOPBACK) for rank in range(self.world_size)
-        ]
-        commands = [RankCommand(rank, argv, environment | own) for rank, own in enumerate(variables)]
+        commands = []
+        for rank in range(self.world_size):
+            variables = rank_variables(rank, 1, self.world_size, "127.0.0.1", port, LOOPBACK)
+            commands.append(RankCommand(rank, argv, os.environ | (env or {}) | variables))
         with exit_on_termination():
             outcome = Supervisor(on_line, Grace()).run(commands, timeout)
             if outcome.received is not None:

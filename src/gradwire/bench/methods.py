@@ -1,19 +1,19 @@
-"""The ways of sharing gradients that the bench puts beside each other.
+"""The methods of gradient exchange that the bench compares.
 
-floor           no communication at all: what the step costs when the network is free
-ddp             DistributedDataParallel as torch ships it
-ddp-again       the same once more: what differs between it and ddp is chance
-ddp-2mb         the same with buckets of 2 MB, so that backward and exchange overlap
+floor           no communication: the step time on an infinitely fast network
+ddp             DistributedDataParallel with torch's defaults
+ddp-again       ddp a second time: a difference between the two is noise
+ddp-2mb         ddp with buckets of 2 MB, so that backward and exchange overlap
 ddp-fp16        torch's fp16_compress_hook
 ddp-powersgd    torch's PowerSGD hook at rank 4, in one bucket
-gradwire:SPEC   gradwire with any policy, for example gradwire:qsgd4, or with another schedule, gradwire:qsgd4@pipelined
-gradwire:auto   gradwire decides (gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive decides on bits), and with
-                gradwire:auto@all in all schedules
+gradwire:SPEC   gradwire with a policy, such as gradwire:qsgd4, or a policy and a schedule, such as gradwire:qsgd4@pipelined
+gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive chooses bits);
+                gradwire:auto@all chooses among all schedules
 wrong-on-purpose:PART:POLICY
-                the same policy with only a PART of each step, in gradwire's repository only (`benchmarks/campaigns/left_out.py`)
+                the policy with only a PART of each step, in gradwire's repository only (`benchmarks/campaigns/left_out.py`)
 
-Each has its own model and optimizer from the same seed, and its own process group, so that all of them can live in
-one process and take turns.
+Each method has its own model and optimizer from the same seed, and its own process group. So all methods can run in one
+process, in turns.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,23 +41,21 @@ from gradwire.errors import StepStateError
 if TYPE_CHECKING:
     import gradwire as gw
 
-__all__ = ["Gradwire", "Method", "build"]
-
 POWERSGD_RANK = 4
 POWERSGD_START = 2
-"""The first step PowerSGD may compress: one step after DDP has rebuilt its buckets. The hook asks for 2 or more."""
+"""The first compressed step of PowerSGD, one step after DDP rebuilds its buckets. The hook requires at least 2."""
 CODEC_REPEATS = 10
 ERROR_STEPS = 10
-"""Steps from one measurement of errors to the next, where a run is recorded: a bench is short."""
+"""A recorded run measures compression errors every so many steps."""
 
 
 class Method(ABC):
-    """A model in training with one way of sharing gradients."""
+    """A model in training with one method of gradient exchange."""
 
     model: nn.Module
-    """What the loss is computed with: the job's model, or DDP's wrapper around it."""
+    """The module that computes the loss: the job's model, or DDP's wrapper around the model."""
     forward_us = 0.0
-    """Of the last step, with what the method does or waits for meanwhile. The optimizer's step is neither this nor the next."""
+    """The forward of the last step, including the method's own work and waits; `backward_us` likewise."""
     backward_us = 0.0
 
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
@@ -68,7 +67,7 @@ class Method(ABC):
         self.model = self.bare_model
 
     def step(self, batch: Batch) -> float:
-        """One training step: forward, backward with the exchange, optimizer step. Returns this rank's loss."""
+        """Make one training step. Returns this rank's loss."""
         began = time.perf_counter()
         loss = self.job.loss(self.model, batch)
         computed = time.perf_counter()
@@ -81,45 +80,45 @@ class Method(ABC):
     @property
     @abstractmethod
     def bytes_planned(self) -> int | None:
-        """Bytes of gradients this rank means to send in a step, or None where nobody can say."""
+        """Bytes of gradients that this rank plans to send in a step; None if not known."""
 
     def codec_seconds(self) -> float | None:
-        """CPU seconds a step spends in encoding and decoding, measured alone, or None where it cannot be."""
+        """CPU seconds of a step's encodes and decodes, measured alone; None if they cannot run alone."""
         return None
 
     def record(self, folder: Path) -> None:  # noqa: B027
-        """From now on record the training into this folder, if the method can."""
+        """Record the training into this folder, if the method supports recording."""
 
     @property
     def decided(self) -> list[Decided]:
-        """Everything that the method has decided while it ran, in order."""
+        """The method's decisions so far, in order."""
         return []
 
     @property
     def deciding(self) -> bool:
-        """Whether it is still to be seen what the method will run."""
+        """Whether the method has yet to choose its plan."""
         return False
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
-        """Mean loss of this rank's weights on these batches. Needs no other rank."""
+        """Mean loss of this rank's weights on these batches. Not collective."""
         self.bare_model.eval()
         losses = [self.job.loss(self.bare_model, batch).item() for batch in batches]
         self.bare_model.train()
         return sum(losses) / len(losses)
 
     def settle(self) -> None:  # noqa: B027
-        """Wait for whatever the last step left in flight. Called when another method takes its turn."""
+        """Wait for the exchanges of the last step. Called before another method takes its turn."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise `StepStateError` if the method did not run as its name says."""
+        """Raise `StepStateError` if the method did not run as named."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the method holds."""
+        """Release the method's resources."""
 
 
 class Floor(Method):
-    """Every rank trains its own model on its own share; nothing is sent."""
+    """Every rank trains its own model on its own share, without communication."""
 
     @property
     def bytes_planned(self) -> int:
@@ -193,8 +192,8 @@ class DDPPowerSGD(DDP):
         buckets = len(self.state.error_dict)
         if buckets > 1:
             raise StepStateError(
-                f"PowerSGD ran with {buckets} buckets, where torch's hook is racy on gloo: its numbers would be "
-                "meaningless. This version of torch lays out DDP's buckets otherwise than the bench expects."
+                f"PowerSGD ran with {buckets} buckets instead of 1, and torch's hook has a race on gloo with several buckets, "
+                "so its numbers mean nothing. Use a torch version in which bucket_cap_mb limits DDP's first bucket too."
             )
 
 
@@ -217,9 +216,7 @@ class Gradwire(Method):
         self._recording = contextlib.ExitStack()
 
     def _take_momentum(self, spec: "gw.DGC") -> "gw.DGC":
-        """DGC with the momentum of the job's optimizer, which has none then; of one that keeps more, no momentum at all."""
-        import msgspec
-
+        """Move the momentum of the job's optimizer into DGC. An optimizer without plain momentum gives 0."""
         momentum = 0.0
         for group in self.optimizer.param_groups:
             momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
@@ -249,7 +246,7 @@ class Gradwire(Method):
 
     def settle(self) -> None:
         self.handle.flush()
-        if isinstance(self.handle.session.driver, Auto):  # others' turns would look like slow steps
+        if isinstance(self.handle.session.driver, Auto):  # turns of other methods would look like slow steps
             self.handle.session.driver.pause()
 
     def close(self) -> None:
@@ -258,12 +255,12 @@ class Gradwire(Method):
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of all gradients of the model in their own dtype."""
+    """Bytes of all gradients of the model."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def allreduce_bytes(size: int, world_size: int) -> int:
-    """Bytes one rank sends in an all-reduce of `size` bytes: a reduce-scatter and an all-gather, each (n-1)/n of it."""
+    """Bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of `size`."""
     return 2 * size * (world_size - 1) // world_size
 
 
@@ -278,16 +275,14 @@ _BUILDERS: dict[str, Callable[[Job, int, dist.ProcessGroup | None], Method]] = {
 
 
 def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> Method:
-    """The method of this name, ready for its first step. Collective: every rank builds the same methods in one order.
+    """Build a method by its name. Collective: every rank builds the same methods in the same order.
 
-    Raises `FormatError` for a name that is no method.
+    Raises `FormatError` if the name is not that of a method.
     """
     check_method(name)
     if name in _BUILDERS:
         return _BUILDERS[name](job, seed, process_group)
     if name.startswith(WRONG_PREFIX):
-        part: Method = from_repository("campaigns.left_out", f"the method {name!r}").PartOfStep(
-            job, seed, process_group, name
-        )
-        return part
+        left_out = from_repository("campaigns.left_out", f"the method {name!r}")
+        return cast(Method, left_out.PartOfStep(job, seed, process_group, name))
     return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

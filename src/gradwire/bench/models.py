@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "ResNet", "multilayer_perceptron"]
-
 
 def multilayer_perceptron(inputs: int, hidden: int, hidden_layers: int, classes: int) -> nn.Sequential:
     """Linear layers with ReLU between them: [N, inputs] to [N, classes]."""

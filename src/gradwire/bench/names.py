@@ -1,4 +1,4 @@
-"""The names a user may write on the command line, checked before torch is imported."""
+"""The names of jobs, methods, policies and specs on the command line, checked before torch is imported."""
 
 import os
 import re
@@ -16,27 +16,12 @@ from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform
 
-__all__ = [
-    "DECIDING",
-    "GRADWIRE_PREFIX",
-    "JOB_NAMES",
-    "PLAIN_METHODS",
-    "UNLIMITED",
-    "WRONG_PREFIX",
-    "arguments_of",
-    "check_job",
-    "check_method",
-    "parse_policy",
-    "parse_spec",
-    "split_names",
-]
-
 JOB_NAMES = ("transformer", "mlp", "resnet")
 PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
 WRONG_PREFIX = "wrong-on-purpose:"
-"""Of methods that leave a part of the step out, to see what the rest takes. What they train is wrong, so nothing that a result
-of training has, such as a loss or a speedup, is kept of them."""
+"""The prefix of methods that leave out a part of each step, to time the rest. They train wrongly, so the bench keeps neither
+their loss nor their speedup."""
 UNLIMITED = "unlimited"
 _ALL_SCHEDULES = ("backward", "pipelined", "delayed")
 DECIDING: dict[str, dict[str, Any]] = {
@@ -48,8 +33,8 @@ DECIDING: dict[str, dict[str, Any]] = {
     "auto-aggressive@all": {"plan": "auto", "accuracy": "aggressive", "schedules": _ALL_SCHEDULES},
     "adaptive": {"plan": AdaptiveBits()},
 }
-"""Names behind gradwire: of what decides while it runs, and the arguments of `gw.parallelize` that they stand for. Deciding takes
-40 to 80 steps, with all schedules up to 110: give so many as warm-up where only what was decided is to be seen."""
+"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes 40 to 80 steps, with all
+schedules up to 110. Use as many warm-up steps to measure only the chosen plan."""
 _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
     re.DOTALL,
@@ -58,14 +43,14 @@ _QUANTISER = re.compile(r"qsgd(?P<bits>[0-9]{1,3})(?P<feedback>-ef)?")
 
 
 def check_job(name: str) -> str:
-    """`name` itself if there is such a job. Raises `FormatError` naming it otherwise."""
+    """Return the name of a job. Raises `FormatError` if no job has this name."""
     if name not in JOB_NAMES:
-        raise FormatError(f"there is no job {name!r}. Jobs are {', '.join(JOB_NAMES)}.")
+        raise FormatError(f"there is no job {name!r}. The jobs are {', '.join(JOB_NAMES)}.")
     return name
 
 
 def check_method(name: str) -> str:
-    """`name` itself if it is a method that can be built. Raises `FormatError` or `SpecError` naming it otherwise.
+    """Return the name of a method. Raises `FormatError` or `SpecError` if no method has this name.
 
     >>> check_method("gradwire:qsgd4-ef")
     'gradwire:qsgd4-ef'
@@ -77,15 +62,15 @@ def check_method(name: str) -> str:
         return name
     if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(
-            f"there is no method {name!r}. Methods are {', '.join(PLAIN_METHODS)}, and gradwire:POLICY, "
-            "for example gradwire:qsgd4."
+            f"there is no method {name!r}. The methods are {', '.join(PLAIN_METHODS)} and gradwire:POLICY, such as "
+            "gradwire:qsgd4."
         )
     arguments_of(name.removeprefix(GRADWIRE_PREFIX))
     return name
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Arguments of `gw.parallelize` for what stands behind gradwire: a name of DECIDING, or what `parse_policy` reads.
+    """The arguments of `gw.parallelize` for the text behind `gradwire:`, a name of DECIDING or a policy.
 
     >>> arguments_of("auto-exact")
     {'plan': 'auto', 'accuracy': 'exact'}
@@ -94,21 +79,24 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def parse_policy(text: str) -> Policy | str:
-    """What `gw.parallelize` takes as `plan=`: a uniform policy for a short name or a JSON spec, a policy for its JSON
-    text or file, or a plan file's path. Behind a policy, @pipelined, @delayed, @delayed2 (k=2), @delayednone (k=None) or
-    @delayed5+qsgd8 (k=5, corrections in 8 bits) gives it a schedule.
+    """Read a `plan=` of `gw.parallelize`: a short name, a spec, a policy as JSON, or the path of a policy or plan file.
+
+    A suffix sets the schedule of a policy: @pipelined, @delayed, @delayed2 (k=2), @delayednone (k=None) or @delayed5+qsgd8
+    (k=5, corrections in 8 bits).
 
     >>> parse_policy("qsgd4")
     Policy(default=QSGD(bits=4, block=128), exempt_vectors=False)
     >>> parse_policy("identity@delayed2").schedule
     Delayed(k=2)
 
-    Raises `FormatError` for text that is none of these, `SpecError` for a spec with an impossible value.
+    Raises `FormatError` for any other text, `SpecError` for a spec with an impossible value.
     """
     if match := _SCHEDULED.fullmatch(text):
         policy = parse_policy(match["policy"])
         if isinstance(policy, str):
-            raise FormatError(f"{text[:300]!r} gives a schedule to a plan file, which has one. Write it without @.")
+            raise FormatError(
+                f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part."
+            )
         k = None if match["k"] == "none" else int(match["k"] or 0)
         correction = parse_spec(match["correction"]) if match["correction"] else None
         return msgspec.structs.replace(policy, schedule=match["word"] or Delayed(k=k, correction=correction))
@@ -128,25 +116,24 @@ def parse_policy(text: str) -> Policy | str:
     if "(" in text or text in {cls.__name__ for cls in installed_specs().values()}:
         return Uniform(spec_from_text(text))
     raise FormatError(
-        f"{text[:300]!r} is no policy, and no file of that name exists. Write auto, auto-exact, "
-        "auto-aggressive, each of them with @all for all schedules, adaptive, identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with "
-        "error feedback), a spec such as ErrorFeedback(TopK(0.01)), as in Python or as JSON, a policy such as "
-        '{"default":{"id":"qsgd","bits":4},"scheme":"allgather"}, or the path of a file that holds a policy or a plan. Behind a '
-        "policy @pipelined or @delayed5 gives it a schedule."
+        f"{text[:300]!r} is no policy, and no file of that name exists. Write auto, auto-exact or auto-aggressive (each also "
+        "with @all, for all schedules), adaptive, identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with error feedback), a spec in "
+        'Python or JSON such as ErrorFeedback(TopK(0.01)), a policy such as {"default":{"id":"qsgd","bits":4},"scheme":'
+        '"allgather"}, or the path of a policy or plan file. Append @pipelined or @delayed5 to a policy to set its schedule.'
     )
 
 
 def parse_spec(text: str) -> Spec:
-    """A spec as in Python, as JSON, or by a short name.
+    """Read a spec in Python, in JSON, or by a short name.
 
     >>> parse_spec("qsgd4") == parse_spec('{"id":"qsgd","bits":4}') == parse_spec("QSGD(bits=4)")
     True
 
-    Raises `FormatError` or `SpecError` for text that is none of these.
+    Raises `FormatError` or `SpecError` for any other text.
     """
     policy = parse_policy(text)
     if isinstance(policy, str) or policy != Uniform(policy.default):
-        raise FormatError(f"{text[:300]!r} is no spec. Write one as in Python or as JSON, such as QSGD(bits=4).")
+        raise FormatError(f"{text[:300]!r} is no spec. Write a spec in Python or JSON, such as QSGD(bits=4).")
     spec: Spec = policy.default
     return spec
 
@@ -155,12 +142,12 @@ def _is_policy(path: Path) -> bool:
     try:
         read = parse(path.read_bytes(), str(path))
     except (OSError, FormatError):
-        return False  # whoever reads it as a plan says what is wrong with it
+        return False  # the reader of plans reports the error
     return isinstance(read, dict) and "default" in read
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a comma-separated list. Commas inside braces and parentheses belong to a spec and do not separate.
+    """Split a comma-separated list. Commas inside braces and parentheses do not separate.
 
     >>> split_names('ddp,gradwire:{"id":"qsgd","bits":4}')
     ['ddp', 'gradwire:{"id":"qsgd","bits":4}']

@@ -1,4 +1,4 @@
-"""Profiling one of the bench's jobs, on ranks that a launcher started."""
+"""Profile one of the bench's jobs, on ranks that a launcher started."""
 
 import os
 from collections.abc import Sequence
@@ -14,18 +14,16 @@ from gradwire.errors import StepStateError
 from gradwire.profiler import Profiling
 from gradwire.profiler.recorder import WARMUP_STEPS
 
-__all__ = ["profile_job"]
-
 
 def profile_job(name: str, folder: Path, steps: int, specs: Sequence[Spec], plan: Spec, seed: int = 0) -> Profiling:
-    """Train the job under a uniform plan and profile it; every rank calls it. One thread computes, as in the bench's cells.
+    """Train the job under a uniform plan and profile it, with one compute thread per rank. Collective.
 
-    Raises StepStateError where no launcher started ranks, FormatError if there is no such job.
+    Raises StepStateError without at least two ranks, FormatError if the job does not exist.
     """
     job = make_job(name, seed)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise StepStateError(
-            "this process is a rank alone, and links are between ranks. Start it with two or more, for example: gradwire "
+            "there is one rank, and a profile measures links between ranks. Start two ranks or more, for example: gradwire "
             f"emulate --nodes 2 --inter 500mbit -- -m gradwire profile --job {name}"
         )
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The live view of a run: one bar per method, which advance in turns."""
+"""The live view of a run: one progress bar per method."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,23 +8,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from gradwire.bench.events import StepEvent
 
-__all__ = ["ProgressView", "Silent"]
-
-
-class Silent:
-    """Nobody looks on."""
-
-    @contextmanager
-    def group(self, title: str, methods: Sequence[str], steps: int) -> Iterator[None]:
-        """Nothing is shown."""
-        yield
-
-    def step(self, event: StepEvent) -> None:
-        """Nothing is shown."""
-
 
 class ProgressView:
-    """Bars on a terminal; where the console is none, one line at the start of each group."""
+    """Bars on a terminal. On any other console, one line at the start of each group."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""The ranks of a bench run, for everything that is not measured: meeting, agreeing, gathering, counting bytes."""
+"""The ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte counters."""
 
 import ctypes
 import json
@@ -14,23 +14,21 @@ import torch.distributed as dist
 
 from gradwire.bench.loopback import LOOPBACK
 
-__all__ = ["Ranks", "die_with", "sent_by_interface"]
-
 T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TIMEOUTS_TO_AGREE = 3
-"""How many timeouts of a method's collective a rank waits for the others, who may have to sit out theirs first."""
+"""A rank waits this many collective timeouts for the other ranks, because their collectives may time out first."""
 
 
 class Ranks:
-    """The default process group, which no method uses. One rank that communicates nothing needs none."""
+    """The default process group, which no method uses. A single rank of the floor needs none."""
 
     def __init__(self, timeout_s: float, communicating: bool) -> None:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        """Ranks that share this rank's node, and so its interface: on plain loopback all of them."""
+        """Ranks of this rank's node, which share its interface: on plain loopback all ranks."""
         self.distributed = self.world_size > 1 or communicating
         self._timeout = timedelta(seconds=timeout_s)
         if self.distributed:
@@ -41,12 +39,12 @@ class Ranks:
         return dist.new_group(timeout=self._timeout) if self.distributed else None
 
     def meet(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.distributed:
             dist.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank. It must be what JSON can hold: nothing from the wire is unpickled."""
+        """The values of all ranks, by rank, sent as JSON because unpickling bytes of the network is unsafe."""
         if not self.distributed:
             return [value]
         text = json.dumps(value).encode()
@@ -58,28 +56,29 @@ class Ranks:
         return [json.loads(bytes(text.tolist())) for text in texts]
 
     def all_problems(self, problem: str | None) -> str | None:
-        """What every rank that has a problem says: the same answer on all. Where one rank fails, others time out."""
+        """The problems of all ranks in one message, the same on all ranks. None if no rank has a problem."""
         said = [f"rank {rank}: {words}" for rank, words in enumerate(self.gather(problem)) if words is not None]
         return "; ".join(said) or None
 
     def close(self) -> None:
-        """Leave the group."""
         if self.distributed:
             dist.destroy_process_group()
 
 
 def die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent dies, however it dies: a rank alone would train on unseen."""
+    """Let Linux kill this process when its parent dies, so that no rank outlives the runner."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
-        sys.exit(f"the runner (process {parent}) of this rank is gone")
+    if os.getppid() != parent:  # the parent died before prctl
+        sys.exit(f"the runner of this rank (process {parent}) has ended")
 
 
 def sent_by_interface() -> int:
-    """Bytes that the interface gloo uses has sent, for all ranks that share it."""
+    """Bytes that gloo's network interface has sent, for all ranks that share the interface."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     counters = psutil.net_io_counters(pernic=True, nowrap=False)
     if interface not in counters:
-        raise RuntimeError(f"there is no interface {interface!r} (GLOO_SOCKET_IFNAME), only {', '.join(counters)}")
+        raise RuntimeError(
+            f"GLOO_SOCKET_IFNAME={interface} is no interface here. The interfaces are {', '.join(counters)}."
+        )
     return int(counters[interface].bytes_sent)

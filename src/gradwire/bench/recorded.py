@@ -1,10 +1,9 @@
-"""Recorded runs of the bench's methods, completed by what only the bench knows: the other methods beside them."""
+"""Add the bench's times of all methods to the recorded run of each gradwire method."""
 
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,8 +12,6 @@ from gradwire.bench.statistics import median_ratio, step_times
 from gradwire.core.made import Made
 from gradwire.record.run import Interval, Rival, Run
 
-__all__ = ["Measured", "beside", "complete_runs", "measured", "method_folder"]
-
 NAMES = {
     "ddp": "plain DDP",
     "ddp-2mb": "DDP, 2 MB buckets",
@@ -22,21 +19,11 @@ NAMES = {
     "ddp-powersgd": "DDP, PowerSGD hook",
 }
 FEWEST_STEPS = 4
-"""Of one method, to be put beside another."""
-
-
-class Measured(NamedTuple):
-    """One method of a cell group. Lists are by step, warm-up first."""
-
-    step_us: Sequence[float]
-    loss: Sequence[float]
-    planned_bytes: int | None
-    counted_from: int | None = None
-    """The first step that counts; None: the one after the warm-up."""
+"""The fewest steps of a method that are compared with those of another."""
 
 
 def method_folder(group: Path, method: str) -> Path:
-    """Where a method's run is recorded in the folder of its cell group.
+    """The folder of a method's recorded run, inside the folder of its cell group.
 
     >>> method_folder(Path("runs"), "gradwire:ErrorFeedback(TopK(0.01))").name
     'gradwire-ErrorFeedback-TopK-0.01'
@@ -45,11 +32,8 @@ def method_folder(group: Path, method: str) -> Path:
 
 
 def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_steps: int, made: Made) -> None:
-    """Add to each recorded run of a cell group what was measured of it, and of the others, in the same run.
-
-    `made` is of the bench; the ranks, which recorded, know only who started them.
-    """
-    good = {cell.method: measured(cell) for cell in cells if cell.failure is None}
+    """Complete the recorded runs of a cell group. `made` names the command of the bench, which the ranks do not know."""
+    good = {cell.method: cell for cell in cells if cell.failure is None}
     for name, own in good.items():
         folder = method_folder(group, name)
         if name.startswith("gradwire") and (folder / "run.json").exists():
@@ -57,20 +41,15 @@ def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_st
             beside(run, own, good, warmup_steps, turn_steps).save(folder / "run.json")
 
 
-def measured(cell: Cell) -> Measured:
-    """What a cell says of its method."""
-    return Measured(cell.step_us, cell.loss, cell.planned_bytes, cell.counted[0] or None)
-
-
-def beside(run: Run, own: Measured, all_methods: Mapping[str, Measured], warmup_steps: int, turn_steps: int) -> Run:
-    """The run with the bench's times and losses, means over ranks, and with torch's methods as rivals, DDP first."""
+def beside(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_steps: int, turn_steps: int) -> Run:
+    """The run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP first."""
     ends = list(accumulate(us / 1e6 for us in own.step_us))
     steps = tuple(
         replace(each, step_us=own.step_us[each.step], end_s=ends[each.step], loss=own.loss[each.step])
         for each in run.steps
         if each.step < len(ends)
     )
-    first = warmup_steps if own.counted_from is None else own.counted_from
+    first = own.counted[0] or warmup_steps
     counted = own.step_us[first:]
     rivals = tuple(
         _rival(name, all_methods[method], counted, warmup_steps, turn_steps)
@@ -80,8 +59,8 @@ def beside(run: Run, own: Measured, all_methods: Mapping[str, Measured], warmup_
     return replace(run, steps=steps, rivals=rivals, warmup_steps=first)
 
 
-def _rival(name: str, theirs: Measured, counted: Sequence[float], warmup_steps: int, turn_steps: int) -> Rival:
-    times = theirs.step_us[warmup_steps if theirs.counted_from is None else theirs.counted_from :]
+def _rival(name: str, theirs: Cell, counted: Sequence[float], warmup_steps: int, turn_steps: int) -> Rival:
+    times = theirs.step_us[theirs.counted[0] or warmup_steps :]
     return Rival(
         name=name,
         step_us=step_times(times).median_us,
@@ -94,6 +73,6 @@ def _rival(name: str, theirs: Measured, counted: Sequence[float], warmup_steps: 
 
 
 def _again(times: Sequence[float], turn_steps: int) -> Interval | None:
-    """A method over itself: its odd turns beside its even ones."""
+    """The times of a method's odd turns over those of its even turns."""
     odd, even = ([us for at, us in enumerate(times) if at // turn_steps % 2 == half] for half in (1, 0))
     return median_ratio(odd, even) if min(len(odd), len(even)) >= FEWEST_STEPS else None

@@ -1,8 +1,7 @@
-"""The formats of the bench: what the worker hands back, and the one file that a run leaves.
+"""The formats of the bench: the record of the ranks, and the results file of a run.
 
 Both are strict (`gradwire.core.strict.Document`). Times are microseconds, sizes are bytes, rates are gigabits per
-second. Lists over steps begin with the warm-up steps, so that a loss curve is whole; every statistic leaves the
-first `warmup_steps` out.
+second. Lists over steps include the warm-up steps; statistics exclude them.
 """
 
 from typing import ClassVar
@@ -13,21 +12,9 @@ from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.record.run import Interval
 
-__all__ = [
-    "Alone",
-    "BenchRun",
-    "Cell",
-    "Decided",
-    "Interval",
-    "MethodRecord",
-    "StepTimes",
-    "WorkerOrder",
-    "WorkerRecord",
-]
-
 
 class WorkerOrder(Document, frozen=True, kw_only=True):
-    """What the ranks of one cell group are asked to do."""
+    """The work of the ranks of one cell group."""
 
     what: ClassVar[str] = "order to the bench's worker"
 
@@ -35,39 +22,37 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     methods: tuple[str, ...]
     seed: int
     steps: int
-    """Steps of each method that count."""
+    """Measured steps of each method, after `warmup_steps` that are not counted."""
     warmup_steps: int
-    """Steps of each method before those."""
     turn_steps: int
-    """Steps a method takes before the next has its turn."""
+    """Steps that a method takes in one turn."""
     collective_timeout_s: float
     runner: int
-    """The process id of who gave the order. When it dies, so do the ranks."""
+    """The process id of the runner. The ranks die with the runner."""
     result: str
-    """Where rank 0 writes the `WorkerRecord`."""
+    """The file for the `WorkerRecord`, which rank 0 writes."""
     record: str | None = None
-    """Folder into which rank 0 records gradwire's methods; null for none."""
+    """The folder for recorded runs of gradwire's methods; null: none are recorded."""
     deciding_steps: int = 0
-    """Before its warm-up, a method that decides while it runs takes steps until it has decided, but no more than these."""
+    """The most steps that a deciding method may take before its warm-up."""
     go_on_to: dict[str, int] = msgspec.field(default_factory=dict)
-    """By method: after the steps that count it goes on until it has made so many in all, and is evaluated now and then."""
+    """By method, the number of steps in all. The method trains on after its measured steps and is evaluated regularly."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decision of a method that decides while it runs."""
+    """A decision of a deciding method, such as gradwire:auto."""
 
     chosen: str
     """The plan in words."""
     plain: bool
-    """Whether that is plain all-reduce."""
+    """Whether the plan is plain all-reduce."""
     step: int
-    """When it was decided."""
     cost_us: float
-    """How much longer the steps until then took than as many under the chosen plan."""
+    """The time of all steps before the decision, minus the time of as many steps under the chosen plan."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every rank saw of one method. Lists are by rank, then by step; a failed method may have short ones."""
+    """The measurements of one method. Lists are by rank, then by step; the lists of a failed method may be short."""
 
     method: str
     failure: str | None
@@ -78,18 +63,18 @@ class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     backward_us: list[list[float]] = []
     loss: list[list[float]]
     sent_bytes: list[list[int]]
-    """What the rank's interface sent during the step, the traffic of all ranks that share the interface."""
+    """Bytes that the rank's interface sent during the step, for all ranks that share the interface."""
     planned_bytes: list[int | None]
     codec_us: list[float | None]
     counted: tuple[int, int] | None = None
-    """The first step that counts, and the first after those; null: all after the warm-up."""
+    """The range of measured steps; null: all steps after the warm-up."""
     decided: list[Decided] = []
     held_out: list[tuple[int, float]] = []
-    """Steps made, and rank 0's mean loss then on batches that nobody trains on."""
+    """Pairs of a number of steps and rank 0's mean loss on held-out batches after these steps."""
 
 
 class WorkerRecord(Document, frozen=True, kw_only=True):
-    """Everything the ranks of one cell group measured."""
+    """All measurements of one cell group."""
 
     what: ClassVar[str] = "record of the bench's worker"
 
@@ -100,12 +85,12 @@ class WorkerRecord(Document, frozen=True, kw_only=True):
     ranks_per_interface: int
     warmup_steps: int
     measured_gbps: float | None = None
-    """Payload that a node's link carries. null: not measured."""
+    """The payload rate of a node's link; null: not measured."""
     methods: list[MethodRecord]
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times, of each step the mean over ranks."""
+    """Statistics of step times. The time of a step is the mean over ranks."""
 
     median_us: float
     minimum_us: float
@@ -117,7 +102,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One method on one job over one link. Where `failure` is set, the rest is null or empty."""
+    """One method on one job over one link. If `failure` is set, the other measurements are null or empty."""
 
     job: str
     link: str
@@ -127,53 +112,52 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     failure: str | None = None
     step: StepTimes | None = None
     wrong_on_purpose: bool = False
-    """A part of each step was left out. Times and bytes are all that such a cell has."""
+    """The method leaves out a part of each step, so only times and bytes are kept."""
     forward_us: float | None = None
-    """Median, with what the method did or waited for meanwhile."""
+    """Median. The time includes the work and the waits of the method during forward; `backward_us` likewise."""
     backward_us: float | None = None
-    """The same of backward. The rest of a step is the optimizer's."""
     counted_bytes: float | None = None
-    """Per rank and step, from the interface's counter: Ethernet, IP and TCP headers and acknowledgements included."""
+    """Per rank and step, from the interface's counter: includes headers and acknowledgements."""
     planned_bytes: int | None = None
-    """Per rank and step, what the method means to send. null where nobody can say."""
+    """Per rank and step, as the method plans; null: not known."""
     counted_over_planned: float | None = None
     cpu_us: float | None = None
     codec_us: float | None = None
-    """CPU time of the kernels of a step, measured alone in the same run. null where they cannot be run alone."""
+    """CPU time of the kernels of a step, measured alone in the same run; null: the kernels cannot run alone."""
     exposed_us: float | None = None
     """Median step minus the floor's median: communication that compute did not hide."""
     ideal_us: float | None = None
-    """max(compute, wire); compute is the floor's median. null for several ranks a node, who share a link."""
+    """max(compute, wire); compute is the floor's median. null if several ranks of a node share a link."""
     attainable_us: float | None = None
     """max(compute + codec, wire)."""
     scaling_factor: float | None = None
-    """Throughput over n times that of one rank alone: T_n / (n T_1), from mean step times."""
+    """Throughput of n ranks over n times the throughput of one rank alone: T_n / (n T_1), from mean step times."""
     scaling_factor_stdev: float | None = None
     speedup_alone: float | None = None
-    """S: throughput of all ranks over that of one rank alone, n times the scaling factor."""
+    """S: n times the scaling factor."""
     max_speedup: float | None = None
-    """S^max: what S could be at most if the planned bytes, half in each phase, overlapped perfectly with backward and with
-    forward (DeAR, eq. 6, with `measured_gbps`). The delayed schedule, which overlaps both with both, may be above."""
+    """S^max: the largest S if the planned bytes, half in each phase, overlap perfectly with backward and forward (DeAR, eq. 6,
+    with `measured_gbps`). The delayed schedule overlaps both phases with both, so S may be larger there."""
     measured_gbps: float | None = None
-    """Payload that the link carried when it was measured alone. null: not measured, or shared by ranks of a node."""
+    """The payload rate of the idle link; null: not measured, or several ranks of a node share the link."""
     speedup: Interval | None = None
-    """Against ddp in the same run; above 1 is faster."""
+    """The speedup over ddp in the same run; above 1 is faster."""
     step_us: list[float] = []
     """Each step, the mean over ranks, warm-up first."""
     loss: list[float] = []
-    """Each step's mean over the ranks, warm-up first. The floor's ranks learn apart from each other."""
+    """Each step, the mean over ranks, warm-up first. The ranks of the floor train independently."""
     counted: tuple[int, int] = (0, 0)
-    """The first of those steps that counts, and the first after those; (0, 0): all after the run's warm-up."""
+    """The range of measured steps; (0, 0): all steps after the run's warm-up."""
     decided: list[Decided] = []
     held_out: list[tuple[int, float]] = []
-    """Steps made, and the mean loss then on batches that nobody trains on."""
+    """As in `MethodRecord`."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank alone on the machine, without a testbed: T_1."""
 
     job: str
-    parameters: int
+    parameters: int = 0
     failure: str | None = None
     step: StepTimes | None = None
     backward_us: float | None = None
@@ -191,7 +175,7 @@ class BenchRun(Document, frozen=True, kw_only=True):
     torch: str
     cores: int
     network: str
-    """namespaces: an emulated cluster; loopback: plain processes, where only an unlimited link can be measured."""
+    """namespaces: an emulated cluster; loopback: plain processes, over an unlimited link."""
     nodes: int
     ranks_per_node: int
     steps: int
@@ -199,17 +183,15 @@ class BenchRun(Document, frozen=True, kw_only=True):
     turn_steps: int
     seed: int
     notes: tuple[str, ...] = ()
-    """What a reader must know before comparing."""
     alone: tuple[Alone, ...] = ()
     cells: tuple[Cell, ...] = ()
 
     def cell(self, job: str, link: str, method: str) -> Cell | None:
-        """The cell of these names, if it was asked for."""
-        found = [c for c in self.cells if (c.job, c.link, c.method) == (job, link, method)]
-        return found[0] if found else None
+        """The cell with these names, or None."""
+        return next((c for c in self.cells if (c.job, c.link, c.method) == (job, link, method)), None)
 
     @property
     def failures(self) -> list[str]:
-        """One line for each thing that failed."""
+        """One line for each failed method."""
         lines = [f"{a.job}, one rank alone: {a.failure}" for a in self.alone if a.failure]
         return lines + [f"{c.job}, {c.link}, {c.method}: {c.failure}" for c in self.cells if c.failure]

@@ -1,7 +1,7 @@
 """The matrix: jobs x links x methods, all methods of a cell group side by side in one run.
 
-A cell group is one job over one link. Its ranks are one set of processes, in which the methods take turns
-(`gradwire.bench.worker`); between groups the link's rate is changed.
+A cell group is one job over one link. One set of processes runs all methods of a cell group in turns
+(`gradwire.bench.worker`). The runner changes the rate of the link between cell groups.
 """
 
 import collections
@@ -9,15 +9,14 @@ import importlib.metadata
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from gradwire.bench.events import StepEvent, parse_event
+from gradwire.bench.events import parse_event
 from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
+from gradwire.bench.progress import ProgressView
 from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from
@@ -27,19 +26,17 @@ from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.cluster import MOST_NODES
-from gradwire.testbed.output import LineCallback
-
-__all__ = ["BenchRequest", "RunWatch", "emulation_problem", "run_bench", "run_profile"]
 
 FEWEST_WARMUP_STEPS = 3
-"""DDP lays its buckets out anew after its first step, and torch's PowerSGD hook begins with the third."""
+"""DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in the third."""
 ALONE_WARMUP_STEPS = 10
 FAILURE_LINES = 40
+Network = EmulatedCluster | Loopback
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure. Raises `FormatError`, `SpecError` or `TestbedError` naming the first thing that is wrong."""
+    """The measurements to make. Raises `FormatError`, `SpecError` or `TestbedError` with the first wrong value."""
 
     jobs: Sequence[str]
     links: Sequence[str]
@@ -51,11 +48,10 @@ class BenchRequest:
     warmup_steps: int = 5
     turn_steps: int = 5
     deciding_steps: int = 0
-    """Before its warm-up, a method that decides while it runs takes steps until it has decided, but no more than these."""
     go_on_to: Mapping[str, int] = field(default_factory=dict)
-    """By method: after the steps that count it goes on until it has made so many in all, and is evaluated now and then."""
+    """As in `WorkerOrder`, like `deciding_steps`."""
     alone_steps: int = 100
-    """Steps of one rank alone, for the scaling factor; 0 leaves it out."""
+    """Steps of one rank alone, for the scaling factor; 0 measures no scaling factor."""
     seed: int = 0
     record: Path | None = None
     """Folder for recorded runs of gradwire's methods: JOB-LINK/METHOD/run.json."""
@@ -72,16 +68,9 @@ class BenchRequest:
         for what, names in (("job", self.jobs), ("link", self.links), ("method", self.methods)):
             if not names:
                 raise FormatError(f"there is no {what} to measure: the list of {what}s is empty.")
-        least = {
-            "nodes": 1,
-            "ranks_per_node": 1,
-            "steps": 1,
-            "turn_steps": 1,
-            "alone_steps": 0,
-            "seed": 0,
-            "deciding_steps": 0,
-        }
-        for name, low in (least | {"warmup_steps": FEWEST_WARMUP_STEPS}).items():
+        least = dict.fromkeys(("nodes", "ranks_per_node", "steps", "turn_steps"), 1)
+        least |= {"alone_steps": 0, "seed": 0, "deciding_steps": 0, "warmup_steps": FEWEST_WARMUP_STEPS}
+        for name, low in least.items():
             if getattr(self, name) < low:
                 raise FormatError(f"{name} is {getattr(self, name)}; it must be at least {low}.")
         if self.nodes > MOST_NODES:
@@ -89,49 +78,27 @@ class BenchRequest:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.nodes * self.ranks_per_node
 
 
-class RunWatch(Protocol):
-    """Who looks on: a progress bar, or nobody."""
-
-    def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[object]:
-        """A cell group is running while the context lasts."""
-
-    def step(self, event: StepEvent) -> None:
-        """Rank 0 has made a step."""
-
-
-class Network(Protocol):
-    """What `EmulatedCluster` and `Loopback` have in common."""
-
-    def set_inter(self, rate: str | None) -> None:
-        """Change the rate of every node's link."""
-
-    def run(self, argv: list[str], *, env: dict[str, str] | None, on_line: LineCallback, timeout: float | None) -> int:
-        """Execute `argv` once per rank."""
-
-
 def gbps_of(link: str) -> float | None:
-    """The rate of a link; None for an unlimited one. Raises `TestbedError` for text that is no rate."""
+    """The rate of a link; None for an unlimited link. Raises `TestbedError` if the text is not a rate."""
     return None if link == UNLIMITED else parse_rate(link) / 1e9
 
 
 def emulation_problem() -> str | None:
-    """Why no link can be emulated here, or None if one can; then this process is where it can, by starting anew if
-    it must."""
+    """Why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if needed."""
     problem = permission_problem()
     if problem is None:
         reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
     return problem
 
 
-def run_bench(request: BenchRequest, problem: str | None, watch: RunWatch, save_to: Path | None = None) -> BenchRun:
-    """Measure everything asked for. `problem` is `emulation_problem()`: where it is set, plain loopback is used.
+def run_bench(request: BenchRequest, problem: str | None, watch: ProgressView, save_to: Path | None = None) -> BenchRun:
+    """Measure all cells of the request. `problem` is `emulation_problem()`; unless None, the ranks use plain loopback.
 
-    With `save_to` the file is written after every group, so that an interrupted run leaves what it has measured.
-    A method that fails is a cell with its failure; nothing is raised for it.
+    `save_to` is written after every cell group, so an interrupted run keeps its results. The failure of a method is
+    written into the method's cell; no error is raised.
     """
     links, notes = _measurable(request, problem)
     if request.record is not None:
@@ -148,17 +115,27 @@ def run_bench(request: BenchRequest, problem: str | None, watch: RunWatch, save_
 
 
 def run_profile(
-    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: RunWatch
+    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: ProgressView
 ) -> tuple[str, ...]:
-    """Run `gradwire profile` on the request's emulated cluster; its files are written to `folder`. Returns what it warned of.
+    """Run `gradwire profile` on the request's emulated cluster and write its files to `folder`. Returns its warnings.
 
-    Raises TestbedError if it fails, with what its ranks said.
+    Raises TestbedError with the output of the ranks if the profiling fails.
     """
     said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
-    argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job, "--out", str(folder)]
-    argv += ["--steps", str(steps)]
-    for spec in specs:
-        argv += ["--spec", repr(spec)]
+    argv = [
+        sys.executable,
+        "-u",
+        "-m",
+        "gradwire",
+        "profile",
+        "--job",
+        job,
+        "--out",
+        str(folder),
+        "--steps",
+        str(steps),
+    ]
+    argv += [word for spec in specs for word in ("--spec", repr(spec))]
     with EmulatedCluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
         with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
             code = network.run(
@@ -168,106 +145,85 @@ def run_profile(
                 timeout=request.group_timeout_s,
             )
     if code:
-        raise TestbedError(f"the profiling of {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
+        raise TestbedError(f"profiling {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
     return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
 
 
 def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], list[str]]:
-    """The links that can be measured here, and what a reader must know."""
+    """The links that can be measured on this machine, and notes for the reader of the results."""
     notes = []
+    limited = [link for link in request.links if link != UNLIMITED]
     if "floor" not in request.methods:
         notes.append("Without the method floor there is no compute time: exposed, ideal and attainable are left out.")
-    if request.ranks_per_node > 1 and any(link != UNLIMITED for link in request.links):
-        notes.append("Ranks of a node share its link: ideal and attainable are given for one rank a node only.")
+    if request.ranks_per_node > 1 and limited:
+        notes.append("The ranks of a node share its link: ideal and attainable need one rank per node.")
     cores = os.cpu_count() or 1
     if request.world_size > cores:
-        notes.append(
-            f"{request.world_size} ranks share {cores} cores: compute is slower than on machines of their own."
-        )
+        notes.append(f"{request.world_size} ranks share {cores} cores: compute is slower than on separate machines.")
     if problem is None:
         return list(request.links), notes
-    links = [link for link in request.links if link == UNLIMITED]
-    skipped = [link for link in request.links if link != UNLIMITED]
-    if not links:
+    if len(limited) == len(request.links):
         raise TestbedError(
-            f"the links {', '.join(skipped)} cannot be measured here: {problem}. Run as root or allow user "
-            f"namespaces, or ask for --links {UNLIMITED}, which plain loopback can measure."
+            f"links {', '.join(limited)} cannot be measured here: {problem}. Run as root, allow user namespaces, or pass "
+            f"--links {UNLIMITED}, which uses plain loopback."
         )
     notes.append(
-        "Plain loopback: all ranks are one node, only an unlimited link can be measured, and what other programs send "
-        "over loopback meanwhile is counted too."
+        "Plain loopback: all ranks are one node, the link is unlimited, and the counted bytes include the traffic of other "
+        "programs."
     )
-    if skipped:
-        notes.append(f"Not measured: {', '.join(skipped)}, because {problem}.")
-    return links, notes
+    if limited:
+        notes.append(f"Not measured: {', '.join(limited)}, because {problem}.")
+    return [UNLIMITED], notes
 
 
 class _Runner:
     """One run in progress."""
 
     def __init__(
-        self, request: BenchRequest, problem: str | None, notes: list[str], watch: RunWatch, save_to: Path | None
+        self, request: BenchRequest, problem: str | None, notes: list[str], watch: ProgressView, save_to: Path | None
     ) -> None:
-        self.request = request
-        self.problem = problem
-        self.notes = notes
-        self.watch = watch
-        self.save_to = save_to
+        self.request, self.problem, self.notes = request, problem, notes
+        self.watch, self.save_to = watch, save_to
         self.alone: list[Alone] = []
         self.cells: list[Cell] = []
         self.made = Made.now()
 
-    def open_network(self) -> EmulatedCluster | Loopback:
-        """The emulated cluster, or plain loopback where none can be made."""
+    def open_network(self) -> Network:
         if self.problem is not None:
             return Loopback(self.request.world_size)
         return EmulatedCluster(self.request.nodes, self.request.ranks_per_node)
 
     def measure_alone(self, job: str) -> None:
         """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""
-        outcome = self._run(
-            Loopback(1).run, f"{job}, one rank alone", job, ["floor"], self.request.alone_steps, ALONE_WARMUP_STEPS
-        )
-        if isinstance(outcome, WorkerRecord):
-            self.alone.append(alone_from(outcome))
-        else:
-            self.alone.append(Alone(job=job, parameters=0, failure=outcome))
+        title = f"{job}, one rank alone"
+        found = self._run(Loopback(1), title, job, ["floor"], self.request.alone_steps, ALONE_WARMUP_STEPS)
+        self.alone.append(alone_from(found) if isinstance(found, WorkerRecord) else Alone(job=job, failure=found))
         self._save()
 
     def measure_group(self, network: Network, job: str, link: str) -> None:
         """All methods on one job over one link."""
-        request = self.request
+        request, title, gbps = self.request, f"{job}, {link}", gbps_of(link)
         record = None if request.record is None else request.record / f"{job}-{link}"
-        outcome = self._run(
-            network.run, f"{job}, {link}", job, request.methods, request.steps, request.warmup_steps, record
-        )
-        gbps = gbps_of(link)
-        if isinstance(outcome, WorkerRecord):
+        found = self._run(network, title, job, request.methods, request.steps, request.warmup_steps, record)
+        if isinstance(found, str):
+            cells = [Cell(job=job, link=link, gbps=gbps, method=method, failure=found) for method in request.methods]
+        else:
             alone = next((alone for alone in self.alone if alone.job == job), None)
-            cells = cells_from(outcome, link, gbps, request.ranks_per_node, alone)
-            self.cells += cells
+            cells = cells_from(found, link, gbps, request.ranks_per_node, alone)
             if record is not None:
                 complete_runs(record, cells, request.warmup_steps, request.turn_steps, self.made)
-        else:
-            self.cells += [
-                Cell(job=job, link=link, gbps=gbps, method=method, failure=outcome) for method in request.methods
-            ]
+        self.cells += cells
         self._save()
 
     def result(self) -> BenchRun:
         """Everything measured so far."""
-        request = self.request
+        asked = ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps", "seed")
         return BenchRun(
             made=self.made,
             torch=importlib.metadata.version("torch"),
             cores=os.cpu_count() or 1,
             network="namespaces" if self.problem is None else "loopback",
-            nodes=request.nodes,
-            ranks_per_node=request.ranks_per_node,
-            steps=request.steps,
-            warmup_steps=request.warmup_steps,
-            turn_steps=request.turn_steps,
-            seed=request.seed,
+            **{name: getattr(self.request, name) for name in asked},
             notes=tuple(self.notes),
             alone=tuple(self.alone),
             cells=tuple(self.cells),
@@ -279,7 +235,7 @@ class _Runner:
 
     def _run(
         self,
-        run: Callable[..., int],
+        network: Network,
         title: str,
         job: str,
         methods: Sequence[str],
@@ -287,7 +243,7 @@ class _Runner:
         warmup_steps: int,
         record: Path | None = None,
     ) -> WorkerRecord | str:
-        """What the ranks recorded, or why they recorded nothing."""
+        """The record of the ranks, or why there is none."""
         said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
         last = "nothing"
 
@@ -319,7 +275,7 @@ class _Runner:
             order.save(Path(folder, "order.json"))
             argv = [sys.executable, "-u", "-m", "gradwire.bench.worker", str(Path(folder, "order.json"))]
             with self.watch.group(title, methods, steps + warmup_steps):
-                code = run(
+                code = network.run(
                     argv,
                     env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
                     on_line=on_line,
@@ -328,4 +284,4 @@ class _Runner:
             if code == 0 and result.exists():
                 return WorkerRecord.load(result)
         words = "\n".join(["", *said])
-        return f"the ranks ended with exit code {code}; what rank 0 finished last was {last}. Their last words:{words}"
+        return f"the ranks ended with exit code {code}. Rank 0 finished {last} last. Their last output:{words}"

@@ -1,18 +1,18 @@
-"""From what the ranks recorded to the numbers of a cell. Pure: no torch, no clock."""
+"""The numbers of a cell, from the records of the ranks. Pure: no torch, no clock."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from gradwire.bench.names import UNLIMITED, WRONG_PREFIX
-from gradwire.bench.results import Alone, Cell, Interval, MethodRecord, StepTimes, WorkerRecord
-
-__all__ = ["alone_from", "cells_from", "max_speedup_of", "median_ratio", "step_times", "wire_us"]
+from gradwire.bench.results import Alone, Cell, MethodRecord, StepTimes, WorkerRecord
+from gradwire.record.run import Interval
 
 FRAME_BYTES = 1514
 FRAME_PAYLOAD_BYTES = 1448
-"""An Ethernet frame of TCP over IPv4 with timestamps, and what of it is payload."""
+"""An Ethernet frame of TCP over IPv4 with timestamps, and its payload."""
 RESAMPLES = 2000
 
 
@@ -32,7 +32,7 @@ def step_times(times_us: Sequence[float]) -> StepTimes:
 
 
 def wire_us(planned_bytes: int, gbps: float | None) -> float:
-    """The time the bytes need on the link with nothing else in the way; none on an unlimited link.
+    """The time that the bytes need on an idle link; 0 on an unlimited link.
 
     >>> round(wire_us(6_000_000, 0.5))
     100376
@@ -56,13 +56,12 @@ def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: 
 def alone_from(record: WorkerRecord) -> Alone:
     """T_1, from a record of the floor with one rank."""
     method = record.methods[0]
-    times = step_times(_over_ranks(method)[record.warmup_steps :]) if method.failure is None else None
-    backward_us = None
-    if times is not None and method.backward_us:
-        backward_us = float(np.mean([row[record.warmup_steps :] for row in method.backward_us]))
-    return Alone(
-        job=record.job, parameters=record.parameters, failure=method.failure, step=times, backward_us=backward_us
-    )
+    alone = Alone(job=record.job, parameters=record.parameters, failure=method.failure)
+    if method.failure is not None:
+        return alone
+    counted = record.warmup_steps, len(method.wall_us[0])
+    backward_us = _mean_of_counted(method.backward_us, counted) if method.backward_us else None
+    return replace(alone, step=step_times(_over_ranks(method)[slice(*counted)]), backward_us=backward_us)
 
 
 def cells_from(
@@ -70,13 +69,13 @@ def cells_from(
 ) -> list[Cell]:
     """The cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
-    ranges = {name: _counted(record, method) for name, method in good.items()}
+    ranges = {name: method.counted or (record.warmup_steps, len(method.wall_us[0])) for name, method in good.items()}
     counted = {name: _over_ranks(method)[slice(*ranges[name])] for name, method in good.items()}
     compute_us = float(np.median(counted["floor"])) if "floor" in counted else None
     cells = []
     for method in record.methods:
+        cells.append(Cell(job=record.job, link=link, gbps=gbps, method=method.method, failure=method.failure))
         if method.failure is not None:
-            cells.append(Cell(job=record.job, link=link, gbps=gbps, method=method.method, failure=method.failure))
             continue
         times = step_times(counted[method.method])
         planned = method.planned_bytes[0]
@@ -88,45 +87,40 @@ def cells_from(
         wrong = method.method.startswith(WRONG_PREFIX)
         scaling, scaling_stdev = _scaling(None if wrong else alone, times)
         gbps_alone = record.measured_gbps if ranks_per_node == 1 or link == UNLIMITED else None
-        cells.append(
-            Cell(
-                job=record.job,
-                link=link,
-                gbps=gbps,
-                method=method.method,
-                step=times,
-                wrong_on_purpose=wrong,
-                forward_us=_median_of_counted(method.forward_us, ranges[method.method]),
-                backward_us=_median_of_counted(method.backward_us, ranges[method.method]),
-                counted_bytes=sent,
-                planned_bytes=planned,
-                counted_over_planned=sent / planned if planned else None,
-                cpu_us=float(np.mean([np.median(row[slice(*ranges[method.method])]) for row in method.cpu_us])),
-                codec_us=codec,
-                exposed_us=times.median_us - compute_us if compute_us is not None else None,
-                ideal_us=ideal,
-                attainable_us=max((compute_us or 0) + (codec or 0), wire or 0) if reachable else None,
-                scaling_factor=scaling,
-                scaling_factor_stdev=scaling_stdev,
-                speedup_alone=None if scaling is None else record.world_size * scaling,
-                max_speedup=None if wrong else max_speedup_of(alone, record.world_size, planned, gbps_alone),
-                measured_gbps=gbps_alone,
-                speedup=None if wrong else _against_ddp(counted, method.method),
-                step_us=_over_ranks(method),
-                loss=[] if wrong else [float(loss) for loss in np.mean(method.loss, axis=0)],
-                counted=ranges[method.method],
-                decided=method.decided,
-                held_out=method.held_out,
-            )
+        cells[-1] = replace(
+            cells[-1],
+            step=times,
+            wrong_on_purpose=wrong,
+            forward_us=_median_of_counted(method.forward_us, ranges[method.method]),
+            backward_us=_median_of_counted(method.backward_us, ranges[method.method]),
+            counted_bytes=sent,
+            planned_bytes=planned,
+            counted_over_planned=sent / planned if planned else None,
+            cpu_us=_median_of_counted(method.cpu_us, ranges[method.method]),
+            codec_us=codec,
+            exposed_us=times.median_us - compute_us if compute_us is not None else None,
+            ideal_us=ideal,
+            attainable_us=max((compute_us or 0) + (codec or 0), wire or 0) if reachable else None,
+            scaling_factor=scaling,
+            scaling_factor_stdev=scaling_stdev,
+            speedup_alone=None if scaling is None else record.world_size * scaling,
+            max_speedup=None if wrong else _max_speedup(alone, record.world_size, planned, gbps_alone),
+            measured_gbps=gbps_alone,
+            speedup=None if wrong else _against_ddp(counted, method.method),
+            step_us=_over_ranks(method),
+            loss=[] if wrong else [float(loss) for loss in np.mean(method.loss, axis=0)],
+            counted=ranges[method.method],
+            decided=method.decided,
+            held_out=method.held_out,
         )
     return cells
 
 
-def max_speedup_of(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:
-    """S^max, DeAR's eq. 6, of a method that sends these bytes per rank and step over a link of this rate; None where a part
-    of it was not measured. Compute is that of one rank alone; what is not backward counts as forward, since the optimizer
-    can step one bucket while the next is gathered. Where all gradients are sent as they are, a phase is (n-1)/n of their
-    bytes: the paper's m/B is that of many ranks.
+def _max_speedup(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:
+    """S^max, DeAR's eq. 6, for `planned_bytes` per rank and step over a link of this rate; None if a term was not measured.
+
+    Compute is that of one rank alone. Forward includes the optimizer, which can step one bucket while the next is gathered.
+    Each phase sends half of the bytes: uncompressed (n-1)/n of the gradients. The paper's m/B is the limit of many ranks.
     """
     if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
         return None
@@ -141,29 +135,25 @@ def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interva
     return median_ratio(counted["ddp"], counted[method]) if "ddp" in counted else None
 
 
-def _counted(record: WorkerRecord, method: MethodRecord) -> tuple[int, int]:
-    return method.counted or (record.warmup_steps, len(method.wall_us[0]))
-
-
 def _over_ranks(method: MethodRecord) -> list[float]:
-    """Each step's time, the mean over ranks. Ranks end a step one after another: the one that is early in one step is
-    late in the next, so the longest times add up to more than what has passed; the means do not.
+    """The time of each step, the mean over ranks. A rank that is early in one step is late in the next, so the longest
+    times add up to more than the time that passed. The means do not.
     """
     return [float(us) for us in np.mean(method.wall_us, axis=0)]
 
 
 def _median_of_counted(by_rank: list[list[float]], counted: tuple[int, int]) -> float | None:
-    """The median over steps, the mean over ranks; None where nobody measured it."""
+    """The median over steps, the mean over ranks; None if it was not measured."""
     return float(np.mean([np.median(row[slice(*counted)]) for row in by_rank])) if by_rank else None
 
 
-def _mean_of_counted(by_rank: list[list[int]], counted: tuple[int, int]) -> float:
-    """The mean and not the median: bytes move from one step to the next with the moment of reading."""
+def _mean_of_counted(by_rank: Sequence[Sequence[float]], counted: tuple[int, int]) -> float:
+    """The mean over steps and ranks. A median is wrong for bytes: a late read counts them in the next step."""
     return float(np.mean([row[slice(*counted)] for row in by_rank]))
 
 
 def _scaling(alone: Alone | None, times: StepTimes) -> tuple[float | None, float | None]:
-    """T_n / (n T_1) and its deviation, by the relative deviations of both step times."""
+    """T_n / (n T_1) and its deviation, from the relative deviations of both step times."""
     if alone is None or alone.step is None:
         return None, None
     factor = alone.step.mean_us / times.mean_us

@@ -5,9 +5,8 @@ from typing import Literal
 
 from rich.table import Table
 
-from gradwire.bench.results import BenchRun, Cell, Interval
-
-__all__ = ["FULL_WIDTH", "NOTHING", "milliseconds", "speedup_of_most", "tables"]
+from gradwire.bench.results import BenchRun, Cell
+from gradwire.record.run import Interval
 
 NOTHING = "-"
 COLUMNS = {
@@ -27,15 +26,17 @@ COLUMNS = {
     "S of S^max": 18,
     "loss": 5,
 }
-"""Columns and about how wide they are."""
+"""Each column and its usual width."""
 LEFT_OUT_FIRST = ("S of S^max", "CPU ms", "min", "p10-p90", "/planned", "scaling", "attain.", "ideal", "exposed")
-"""What a narrow terminal does without, in this order; all of it is in the JSON."""
+"""A narrow terminal leaves these columns out, in this order. The JSON has all of them."""
 FULL_WIDTH = 190
 
 
 def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
     """One table per job. Times are milliseconds of a step, the mean over ranks; bytes are per rank and step."""
-    names = _fitting(width)
+    names, left_out = list(COLUMNS), iter(LEFT_OUT_FIRST)
+    while sum(COLUMNS[name] + 3 for name in names) >= width and (name := next(left_out, None)):
+        names.remove(name)
     for job in dict.fromkeys(cell.job for cell in run.cells):
         table = Table(title=_title(run, job), title_justify="left")
         for name in names:
@@ -52,7 +53,7 @@ def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
 
 
 def milliseconds(microseconds: float | None) -> str:
-    """Milliseconds to three digits or so.
+    """A time as milliseconds with about three digits.
 
     >>> milliseconds(12345.0), milliseconds(123456.0), milliseconds(None)
     ('12.3', '123', '-')
@@ -72,18 +73,7 @@ def speedup_of_most(cell: Cell) -> str:
 
 
 def _ratio(interval: Interval | None) -> str:
-    """A speedup with its interval."""
     return NOTHING if interval is None else f"{interval.ratio:.2f}x ({interval.low:.2f}-{interval.high:.2f})"
-
-
-def _fitting(width: int) -> list[str]:
-    """The columns that fit into a terminal of this width."""
-    names = list(COLUMNS)
-    for name in LEFT_OUT_FIRST:
-        if sum(COLUMNS[kept] + 3 for kept in names) < width:
-            break
-        names.remove(name)
-    return names
 
 
 def _title(run: BenchRun, job: str) -> str:
@@ -94,7 +84,7 @@ def _title(run: BenchRun, job: str) -> str:
 
 
 def _texts(cell: Cell) -> dict[str, str]:
-    """What stands in each column. What a failed cell said is printed below the table, where there is room."""
+    """The text of each column. The message of a failed cell is printed below the table."""
     texts = {"link": cell.link, "method": cell.method}
     if cell.failure is not None or cell.step is None:
         return texts | {"step ms": "FAILED"}

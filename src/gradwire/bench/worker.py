@@ -1,19 +1,16 @@
-"""One rank of a cell group: builds all methods of a job and lets them take turns.
+"""One rank of a cell group: builds all methods of a job and runs them in turns.
 
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
-1. Every method is built, on all ranks in the same order, each with a process group of its own.
-2. A method that decides while it runs takes steps until it has decided, if so ordered. Then every method takes its
-   warm-up steps.
-3. Rounds: each method in turn takes a few steps; the order rotates from round to round, so that a drift of the
-   machine hits all alike. Ranks meet between turns, outside of the time; inside a turn nothing makes them meet
-   but the method itself.
-4. The kernels of each method's plan are measured alone.
-5. Methods that are ordered to go on to more steps do so, still in turns, and are evaluated on batches of nobody's share. They
-   may decide anew there.
-6. Methods are checked and closed, the link is measured alone, and rank 0 writes what all ranks recorded.
+1. Build every method, in the same order on all ranks, each with its own process group.
+2. Let each deciding method take steps until its decision, at most `deciding_steps`. Then warm up every method.
+3. Measure in rounds of turns. The order rotates from round to round, so a drift of the machine affects all methods
+   alike. The ranks synchronise between turns, outside of the measured time.
+4. Measure the kernels of each method's plan alone.
+5. Train the methods of `go_on_to` on, still in turns, and evaluate them on held-out batches.
+6. Check and close the methods, measure the idle link, and write the records of all ranks on rank 0.
 
-A method that fails on any rank is left out from then on, and its message is the result.
+A method that fails on any rank takes no further part; its error message is its result.
 """
 
 import contextlib
@@ -23,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -37,19 +35,19 @@ from gradwire.collectives import Grid, Group, Link, LinkError
 from gradwire.errors import GradwireError
 from gradwire.profiler.links import measure_links, measured_links
 
-__all__ = ["main"]
-
 LINK_SECONDS = 0.25
 DECIDING_TURN_STEPS = 5
 GO_ON_TURN_STEPS = 25
 HELD_OUT = 8
-"""Batches that nobody trains on."""
 HELD_OUT_FROM = 900_000
-"""Their first step: no run takes so many."""
+"""The number of held-out batches, and the step of the first one. No run trains for so many steps."""
+PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
+SHARED = ("failure", "counted", "decided", "held_out")
+"""Fields of a `MethodRecord`: those with a value from each rank, and those from rank 0."""
 
 
 class Contestant(msgspec.Struct):
-    """One method and what this rank saw of it."""
+    """One method and its measurements on this rank."""
 
     name: str
     method: Method | None = None
@@ -77,7 +75,7 @@ class Contest:
         self.contestants = [Contestant(name) for name in order.methods]
 
     def run(self) -> None:
-        """Build, warm up, take turns, look at the plans, go on, finish."""
+        """Execute the steps 1 to 6 of the module's description, without the link."""
         for contestant in self.contestants:
             self._guarded(contestant, self._build)
         for contestant in self.contestants:
@@ -94,25 +92,17 @@ class Contest:
             self._guarded(contestant, self._finish)
 
     def _take_turns(self) -> None:
-        left = self.order.steps
-        turn = 0
-        while left > 0:
+        for turn, done in enumerate(range(0, self.order.steps, self.order.turn_steps)):
             first = turn % len(self.contestants)
             for contestant in self.contestants[first:] + self.contestants[:first]:
-                self._take_turn(contestant, min(left, self.order.turn_steps))
-            left -= self.order.turn_steps
-            turn += 1
+                self._take_turn(contestant, min(self.order.steps - done, self.order.turn_steps))
 
     def _let_decide(self, contestant: Contestant) -> None:
-        """All ranks decide in the same step, so all leave the loop together."""
-        most = self.order.deciding_steps
-        while (
-            contestant.failure is None
-            and contestant.method is not None
-            and contestant.method.deciding
-            and len(contestant.loss) < most
-        ):
-            self._take_turn(contestant, min(DECIDING_TURN_STEPS, most - len(contestant.loss)))
+        """All ranks decide in the same step, so all ranks leave the loop together."""
+        while (left := self.order.deciding_steps - len(contestant.loss)) > 0 and contestant.failure is None:
+            if contestant.method is None or not contestant.method.deciding:
+                break
+            self._take_turn(contestant, min(DECIDING_TURN_STEPS, left))
 
     def _go_on(self) -> None:
         goals = self.order.go_on_to
@@ -123,13 +113,13 @@ class Contest:
                 self._guarded(contestant, self._evaluate)
 
     def _guarded(self, contestant: Contestant, action: Callable[[Contestant], None]) -> None:
-        """Do it on all ranks, and note the failure on all if one has failed."""
+        """Execute the action on all ranks. If it fails on one rank, all ranks record the failure."""
         if contestant.failure is not None:
             return
         problem = None
         try:
             action(contestant)
-        except Exception as error:  # whatever it is, it is the method's result
+        except Exception as error:  # any error is the method's result
             problem = f"{type(error).__name__}: {error}"
         contestant.failure = self.ranks.all_problems(problem)
         if contestant.failure is not None and contestant.method is not None:
@@ -164,7 +154,7 @@ class Contest:
             contestant.backward_us.append(method.backward_us)
             contestant.loss.append(loss)
             if index == steps - 1:
-                self.ranks.meet()  # the others may still be taking what this rank sent
+                self.ranks.meet()  # other ranks may still receive from this rank
             sent = sent_by_interface()
             contestant.sent_bytes.append(sent - sent_before)
             sent_before = sent
@@ -173,10 +163,10 @@ class Contest:
         first = len(contestant.loss) - steps
         for step, loss in enumerate(contestant.loss[first:], first):
             if not math.isfinite(loss):
-                raise ValueError(f"the loss of step {step} is {loss}: training diverged, its times say nothing")
+                raise ValueError(f"the loss of step {step} is {loss}: training diverged, so its times mean nothing")
 
     def _evaluate(self, contestant: Contestant) -> None:
-        """On rank 0. The others wait: on few cores they would only be in its way."""
+        """Evaluate on rank 0. The other ranks wait, because the cores are few."""
         assert contestant.method is not None
         if self.ranks.rank == 0:
             world_size = self.ranks.world_size
@@ -200,30 +190,20 @@ class Contest:
         contestant.method.close()
 
     def records(self) -> list[MethodRecord]:
-        """Every method's record, of all ranks."""
+        """The records of all methods, with the values of all ranks."""
         records = []
         for mine in self.contestants:
             if mine.failure is not None:
-                mine.loss = []  # it may hold what is no number
-            lists = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes")
-            fields = (*lists, "planned_bytes", "codec_us")
-            by_rank = self.ranks.gather({field: getattr(mine, field) for field in fields})
-            gathered = {field: [rank[field] for rank in by_rank] for field in fields}
-            records.append(
-                MethodRecord(
-                    method=mine.name,
-                    failure=mine.failure,
-                    counted=mine.counted,
-                    decided=mine.decided,
-                    held_out=mine.held_out,
-                    **gathered,
-                )
-            )
+                mine.loss = []  # JSON cannot hold a NaN
+            by_rank = self.ranks.gather({field: getattr(mine, field) for field in PER_RANK})
+            fields: dict[str, Any] = {field: [rank[field] for rank in by_rank] for field in PER_RANK}
+            fields |= {field: getattr(mine, field) for field in SHARED}
+            records.append(MethodRecord(method=mine.name, **fields))
         return records
 
 
 def link_rate(ranks: Ranks) -> float | None:
-    """Gigabits per second of payload that a node's link carries, measured with nothing else on it; None where it cannot be."""
+    """The payload rate of a node's idle link in gigabits per second; None if the measurement fails."""
     group, device = Group.of(ranks.new_group()), torch.device("cpu")
     grid = Grid.even(ranks.world_size // ranks.local_world_size, ranks.local_world_size, ranks.rank)
     link = Link(group, f"{group.agree_on_name()}/rate", device, group.timeout)
@@ -237,7 +217,6 @@ def link_rate(ranks: Ranks) -> float | None:
 
 
 def main(order_path: str) -> None:
-    """Carry out the order in the file."""
     order = WorkerOrder.load(order_path)
     die_with(order.runner)
     torch.set_num_threads(1)
@@ -245,14 +224,13 @@ def main(order_path: str) -> None:
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
     contest = Contest(order, job, ranks)
     contest.run()
-    measured_gbps = link_rate(ranks) if ranks.world_size > 1 else None
     record = WorkerRecord(
         job=job.name,
         parameters=sum(parameter.numel() for parameter in job.make_model(order.seed).parameters()),
         world_size=ranks.world_size,
         ranks_per_interface=ranks.local_world_size,
         warmup_steps=order.warmup_steps,
-        measured_gbps=measured_gbps,
+        measured_gbps=link_rate(ranks) if ranks.world_size > 1 else None,
         methods=contest.records(),
     )
     if ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""The command line: thin over functions. Nothing heavy is imported before a command needs it."""
+"""The command line. A command imports heavy modules only when it runs."""
 
 import sys
 
@@ -12,7 +12,7 @@ __all__ = ["app", "jobs", "main", "planning"]
 
 
 def main() -> None:
-    """The `gradwire` program. An error that gradwire raises on purpose is one message and exit code 2."""
+    """The `gradwire` program. A GradwireError is printed as one message; the exit code is then 2."""
     try:
         app(prog_name="gradwire")
     except GradwireError as error:

@@ -1,10 +1,9 @@
-"""The program and what all its commands share."""
+"""The program, and the options that several commands have."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
-
-__all__ = ["app"]
 
 app = typer.Typer(
     help="Data-parallel PyTorch training that stays fast when the network is not.",
@@ -12,6 +11,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Specs = Annotated[list[str] | None, typer.Option(help="A compressor, such as QSGD(bits=4); may be repeated.")]
+ClusterFile = Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")]
+CostsFile = Annotated[Path | None, typer.Option(help="Costs file: codec times. Needed only with compression.")]
+DecodeCalls = Annotated[
+    str | None, typer.Option(help="Decode several payloads in one call: all, else each. Default: each.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -25,7 +33,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What all commands share."""
+    """The options of the program itself."""

@@ -1,29 +1,25 @@
-"""Commands that run something on this machine: demo, bench, profile, emulate, doctor."""
+"""Commands that run jobs on this machine: demo, bench, profile, emulate, doctor."""
 
 import os
 import sys
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradwire.cli.app import app
+from gradwire.cli.app import Json, Specs, app
 from gradwire.errors import FormatError, GradwireError
-
-__all__ = ["bench", "demo", "doctor", "emulate", "profile"]
 
 
 @app.command()
 def demo(
-    steps: Annotated[
-        int,
-        typer.Option(help="Training steps of each method; fewer make it shorter, and below 60 auto does not decide."),
-    ] = 70,
+    steps: Annotated[int, typer.Option(help="Measured steps of each method. Auto needs 60 or more to decide.")] = 70,
     out: Annotated[Path, typer.Option(help="Folder for the page, the picture and the numbers.")] = Path("runs/demo"),
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
-    """Train a transformer on two nodes at 500 Mb/s: plain DDP and gradwire, which decides by itself; about 90 seconds."""
+    """Train a transformer on two nodes at 500 Mb/s with plain DDP and with gradwire's plan="auto". Takes about 90 seconds."""
     _check_extra("matplotlib", "sklearn")
     from rich.console import Console
 
@@ -45,8 +41,8 @@ def demo(
     )
     if summary.problem is not None:
         typer.echo(
-            f"The speed at {summary.link} is computed from bytes and rate, because no link can be emulated here: "
-            f"{summary.problem}. Run as root, or where user namespaces are allowed, to measure it."
+            f"The speed at {summary.link} is computed from the bytes, because no link can be emulated here: "
+            f"{summary.problem}. Run as root or allow user namespaces to measure the speed."
         )
     typer.echo(f"Picture: {summary.picture}\nReport: {out / 'report.html'}")
 
@@ -57,68 +53,55 @@ def bench(
     what: Annotated[
         str,
         typer.Option(
-            help="methods: those of --methods; ceiling: fake compression, to see where more stops paying; phases: what of the "
-            "reduce and of the gather phase a step waits for; options: one bucket by each scheme, flat and hierarchical, beside "
-            "the model's prediction."
+            help="methods: the methods of --methods; ceiling: fake compression, the gain that more compression could bring; "
+            "phases: the exposed time of the reduce and the gather phase; options: one bucket by each scheme, flat and "
+            "hierarchical, beside the predicted time."
         ),
     ] = "methods",
     jobs: Annotated[str, typer.Option(help="Comma-separated: transformer, mlp, resnet.")] = "transformer,mlp,resnet",
     links: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated rates between nodes, such as 500mbit, or unlimited. Default: "
-            "100mbit,500mbit,1000mbit,unlimited; of options 200mbit."
+            help="Comma-separated rates between nodes, such as 500mbit or unlimited. Default: "
+            "100mbit,500mbit,1000mbit,unlimited; for options 200mbit."
         ),
     ] = None,
     matrix: Annotated[
         bool,
         typer.Option(
             "--matrix",
-            help="Auto in its three classes beside DDP and torch's hooks, on 2 and 4 nodes, to the step and to DDP's loss. Takes "
-            "long, and says first how long. --jobs, --links, --nodes and --seed restrict it; its step counts are its own.",
+            help="Measure auto's three accuracy classes beside DDP and torch's hooks, on 2 and 4 nodes: step times and times to "
+            "DDP's loss. Prints an estimate of its duration. Takes --jobs, --links, --nodes and --seed.",
         ),
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="With --matrix: folder for a file a cell. Cells that are there are not measured again.")
+        Path, typer.Option(help="With --matrix: folder for the cells' results. Existing cells are kept.")
     ] = Path("benchmarks/results/matrix"),
-    again: Annotated[bool, typer.Option("--again", help="With --matrix: measure those, too.")] = False,
-    loss_steps: Annotated[
-        int, typer.Option(help="With --matrix: the loss to reach is DDP's after so many steps.")
-    ] = 150,
+    again: Annotated[bool, typer.Option("--again", help="With --matrix: measure existing cells again.")] = False,
+    loss_steps: Annotated[int, typer.Option(help="With --matrix: the target is DDP's loss after so many steps.")] = 150,
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: floor, ddp, ddp-again, ddp-2mb, ddp-fp16, ddp-powersgd, gradwire:POLICY with identity, fp16, "
-            "qsgd4, qsgd4-ef, a spec such as ErrorFeedback(TopK(0.01)) or a plan file as POLICY."
+            help="Comma-separated: floor, ddp, ddp-again, ddp-2mb, ddp-fp16, ddp-powersgd, gradwire:POLICY. POLICY is identity, "
+            "fp16, qsgd4, qsgd4-ef, a spec such as ErrorFeedback(TopK(0.01)), or a policy or plan file."
         ),
     ] = "floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4",
-    nodes: Annotated[int | None, typer.Option(help="Emulated nodes. Default: 2; of the matrix 2, then 4.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks in each node. Default: 1; of options 2.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each method that count.")] = 30,
-    warmup: Annotated[int, typer.Option(help="Steps of each method before those.")] = 5,
-    turn: Annotated[int, typer.Option(help="Steps a method takes before the next has its turn.")] = 5,
-    alone_steps: Annotated[
-        int, typer.Option(help="Steps of one rank alone, for the scaling factor; 0 leaves it out.")
-    ] = 100,
+    nodes: Annotated[int | None, typer.Option(help="Emulated nodes. Default: 2; for --matrix 2 and 4.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node. Default: 1; for options 2.")] = None,
+    steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5,
+    turn: Annotated[int, typer.Option(help="Steps that a method takes in one turn.")] = 5,
+    alone_steps: Annotated[int, typer.Option(help="Steps of one rank alone, for the scaling factor; 0: none.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the models and batches.")] = 0,
-    predict: Annotated[
-        bool,
-        typer.Option("--predict", help="Profile first, and put the simulator's steps beside the measured ones."),
-    ] = False,
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --predict: what the planner may use; several times for several. Default: QSGD and Top-k."
-        ),
-    ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Folder for a record of each gradwire method's run, for gradwire report.")
-    ] = None,
+    predict: Annotated[bool, typer.Option("--predict", help="Show predicted steps beside the measured steps.")] = False,
+    spec: Specs = None,
+    record: Annotated[Path | None, typer.Option(help="Folder for records of runs, for gradwire report.")] = None,
     json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None,
 ) -> None:
     """Measure jobs x links x methods, all methods of a job side by side in one run.
 
-    --matrix, --predict, and --what with anything but methods, need gradwire's repository: a wheel does not have them.
+    --matrix, --predict and --what ceiling, phases or options need gradwire's repository. A wheel does not contain them.
+    --spec (with --predict) names what the planner may use; the default is QSGD and Top-k.
     """
     from rich.console import Console
 
@@ -132,7 +115,9 @@ def bench(
 
     word("what", what, ("methods", "ceiling", "phases", "options"))
     if json is not None and not json.parent.is_dir():
-        raise FormatError(f"--json {json}: there is no folder {json.parent}. Make it; nothing was measured yet.")
+        raise FormatError(
+            f"--json {json}: the folder {json.parent} does not exist. Create the folder; nothing was measured."
+        )
     kind = "matrix" if matrix else "predict" if predict else what
     _refuse_others(context, kind)
     campaigns: Any = (
@@ -164,13 +149,8 @@ def bench(
         return
     run = run_bench(request, emulation_problem(), ProgressView(Console(stderr=True)), json)
     console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
-    if campaigns is not None:
-        for table, words in campaigns.TABLES[what](run):
-            console.print(table)
-            console.print(words)
-    else:
-        for table in tables(run, console.width):
-            console.print(table)
+    for shown in tables(run, console.width) if campaigns is None else chain(*campaigns.TABLES[what](run)):
+        console.print(shown)
     for note in run.notes:
         typer.echo(f"Note: {note}")
     for failure in run.failures:
@@ -179,10 +159,8 @@ def bench(
         raise typer.Exit(1)
 
 
-_COMMON = {
-    *("jobs", "links", "nodes", "ranks_per_node", "steps", "warmup", "turn"),
-    *("alone_steps", "seed", "record", "json"),
-}
+_SIZE = {"jobs", "links", "nodes", "ranks_per_node", "steps", "warmup", "turn"}
+_COMMON = _SIZE | {"alone_steps", "seed", "record", "json"}
 _USED = {
     "matrix": {"matrix", "jobs", "links", "nodes", "seed", "loss_steps", "out", "again"},
     "options": {"what", "links", "nodes", "ranks_per_node", "json"},
@@ -191,49 +169,38 @@ _USED = {
     "predict": {*_COMMON - {"record"}, "methods", "predict", "spec"},
     "methods": {*_COMMON, "what", "methods"},
 }
-"""Options of `bench` that each kind of measurement looks at."""
+"""The options of `bench` that each kind of measurement uses."""
 
 
 def _check_extra(*names: str) -> None:
-    """Before anything is measured: these modules, which the extra `bench` installs. Raises GradwireError."""
+    """Raises GradwireError if a module of the extra `bench` is missing."""
     if missing := [name for name in names if find_spec(name) is None]:
-        raise GradwireError(
-            f"{' and '.join(missing)} cannot be imported, which this command needs. Run: pip install 'gradwire[bench]'"
-        )
+        raise GradwireError(f"this command needs {' and '.join(missing)}. Run: pip install 'gradwire[bench]'")
 
 
 def _refuse_others(context: typer.Context, kind: str) -> None:
-    """Raises FormatError for an option that was given and would not be looked at."""
-    given = [name for name in context.params if _is_given(context, name)]
-    for name in given:
-        if name not in _USED[kind]:
+    """Raises FormatError for a given option that this kind of measurement does not use."""
+    for name in sorted(context.params.keys() - _USED[kind]):
+        source, option = context.get_parameter_source(name), f"--{name.replace('_', '-')}"
+        if source is not None and source.name == "COMMANDLINE":
             used = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(_USED[kind]))
-            raise FormatError(
-                f"--{name.replace('_', '-')} has no effect with {_flag(kind)}, which looks at {used}. Leave it out."
-            )
+            raise FormatError(f"{option} has no effect with {_flag(kind)}, which uses {used}. Leave out {option}.")
 
 
 def _flag(kind: str) -> str:
     return f"--{kind}" if kind in ("matrix", "predict") else f"--what {kind}"
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 @app.command()
 def profile(
-    job: Annotated[str, typer.Option(help="transformer, mlp or resnet. For a model of your own: handle.profile(...).")],
+    job: Annotated[str, typer.Option(help="transformer, mlp or resnet. For your own model, call handle.profile(...).")],
     out: Annotated[Path, typer.Option(help="Folder for profile.json, cluster.json and costs.json.")] = Path("profile"),
-    spec: Annotated[
-        list[str] | None, typer.Option(help="Compressors to time, such as QSGD(bits=4); several times for several.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps with exchanges; as many are made without.")] = 20,
+    spec: Specs = None,
+    steps: Annotated[int, typer.Option(help="Steps with exchanges. As many steps without exchanges follow.")] = 20,
 ) -> None:
-    """Measure a job, the links between its ranks and codecs: what `gradwire plan` and `simulate` read.
+    """Measure a job, the links between its ranks, and the codecs of --spec, for `gradwire plan` and `gradwire simulate`.
 
-    Started under torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
+    Start it with torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
     _check_extra("sklearn")
     from gradwire.bench.names import parse_spec
@@ -266,14 +233,13 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0, max=86400.0)
     ] = 60.0,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
-    """Tell what this machine can do and, on every rank of a job, how fast its links are. Exit code 1 if there are problems.
+    """Examine this machine, and with several ranks the links between them. The exit code is 1 if there are problems.
 
-    Started under torchrun or `gradwire emulate` with several ranks it measures the links between them:
-    torchrun ... -m gradwire doctor
+    To measure the links, start the ranks with torchrun or `gradwire emulate`: torchrun ... -m gradwire doctor
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails in its sockets is said here, once
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the doctor reports errors of torch's sockets itself
     from rich.console import Console
 
     from gradwire.doctor import Report, examine, summary, tables

@@ -5,31 +5,20 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.cli.app import app
+from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, Json, Specs, app
 from gradwire.cli.sweeping import Inter, Nodes, Picture, bar, points_of, refuse_with_sweep, show_sweep
 from gradwire.errors import FormatError
-
-__all__ = ["compressors", "import_profile", "options", "plan", "report", "schedules", "simulate"]
 
 
 @app.command()
 def options(
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. With 1, only flat options apply.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks a node. With 1, only flat options apply.")] = None,
-    devices: Annotated[str, typer.Option(help="Comma-separated: where encodes and decodes may run.")] = "gpu,cpu",
-    max_encodes: Annotated[int | None, typer.Option(help="At most so many encodes, 0 to 4.")] = None,
-    schemes: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, and no others: the collectives of each exchange, such as allreduce or alltoall+allgather."
-        ),
-    ] = None,
-    flat: Annotated[
-        bool | None, typer.Option("--flat/--hierarchical", help="All ranks as one group, or nodes apart.")
-    ] = None,
-    compressed: Annotated[
-        bool | None, typer.Option("--compressed/--uncompressed", help="With an encode, or without.")
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. One node has only flat options.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node. One rank has only flat options.")] = None,
+    devices: Annotated[str, typer.Option(help="Comma-separated devices of encodes and decodes.")] = "gpu,cpu",
+    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of an option, 0 to 4.")] = None,
+    schemes: Annotated[str | None, typer.Option(help="Comma-separated: allreduce, alltoall+allgather, ...")] = None,
+    flat: Annotated[bool | None, typer.Option("--flat/--hierarchical", help="One group, or nodes apart.")] = None,
+    compressed: Annotated[bool | None, typer.Option("--compressed/--uncompressed", help="With encodes or not.")] = None,
     restrict: Annotated[
         str | None,
         typer.Option(
@@ -37,17 +26,14 @@ def options(
             "alltoall+alltoall."
         ),
     ] = None,
-    named: Annotated[bool, typer.Option("--named", help="Only what known systems do, with their names.")] = False,
-    collectives: Annotated[
-        bool,
-        typer.Option("--collectives", help="Instead: what a policy's scheme may name, with the package it comes from."),
-    ] = False,
-    count: Annotated[bool, typer.Option("--count", help="Print how many, and nothing else.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
+    named: Annotated[bool, typer.Option("--named", help="Only options of known systems, with their names.")] = False,
+    collectives: Annotated[bool, typer.Option("--collectives", help="List a policy's schemes instead.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of options.")] = False,
+    json: Json = False,
 ) -> None:
-    """List the ways in which a bucket can be synchronised: ByteComp's tree of compression options, 4341 in all.
+    """List the options, the ways to synchronise a bucket: ByteComp's tree of compression options, 4341 in all.
 
-    A star marks what travels compressed. The tasks are what a plan's buckets have as their option.
+    A star marks a compressed transfer. The tasks are the `option` of a bucket in a plan.
     """
     from gradwire.bench.names import split_names
     from gradwire.planner.listing import as_json, as_table, choose, shape_note
@@ -79,20 +65,16 @@ def options(
 
 
 @app.command()
-def compressors(
-    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
-) -> None:
-    """List the compressors, those of other packages too: a usual spec of each, its law, and how its payloads travel."""
+def compressors(json: Json = False) -> None:
+    """List the compressors of gradwire and of other packages: a usual spec, the law, and the schemes of each."""
     from gradwire.planner.added import compressor_rows
 
     _print_rows(compressor_rows(), json)
 
 
 @app.command()
-def schedules(
-    json: Annotated[bool, typer.Option("--json", help="Print them as JSON instead of a table.")] = False,
-) -> None:
-    """List the schedules, those of other packages too: when each exchanges gradients, and what it costs."""
+def schedules(json: Json = False) -> None:
+    """List the schedules of gradwire and of other packages: when each exchanges gradients, and its costs."""
     from gradwire.planner.added import schedule_rows
 
     _print_rows(schedule_rows(), json)
@@ -108,41 +90,25 @@ def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:
 def simulate(
     plan: Annotated[Path, typer.Argument(help="Plan file.")],
     profile: Annotated[Path, typer.Option(help="Profile file: the model's times, tensor by tensor.")],
-    cluster: Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")],
-    costs: Annotated[
-        Path | None, typer.Option(help="Costs file: codec times. Not needed where nothing is encoded.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="File for a trace that ui.perfetto.dev and chrome://tracing show.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where gradients are computed: gpu or cpu. Default: by the profile's device.")
-    ] = None,
-    codec_on: Annotated[
-        str | None,
-        typer.Option(help="Where codec tasks of that device run: compute or 'own thread'. Default: compute."),
-    ] = None,
+    cluster: ClusterFile,
+    costs: CostsFile = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace for ui.perfetto.dev and chrome://tracing.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the model: gpu or cpu. Default: the profile's.")] = None,
+    codec_on: Annotated[str | None, typer.Option(help="Codec tasks: on compute (default) or 'own thread'.")] = None,
     decode: Annotated[
         str | None,
-        typer.Option(
-            help="When last decodes run: 'at once', 'after backward', 'with encode' or none. Default: at once."
-        ),
+        typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once."),
     ] = None,
-    decode_calls: Annotated[
-        str | None,
-        typer.Option(help="A decode of several payloads: each by a call, or one call for all. Default: each."),
-    ] = None,
-    lanes: Annotated[
-        int | None, typer.Option(help="Lanes of a rank, 0 for strict launch order. Default: 2 on CPUs, 0 on GPUs.")
-    ] = None,
+    decode_calls: DecodeCalls = None,
+    lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default: 2 on CPUs, 0 on GPUs.")] = None,
     inter: Inter = None,
     nodes: Nodes = None,
     picture: Picture = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole timeline as JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
-    """Predict the step of a plan on a cluster: who works when, and what nothing hides. No GPU, no network, no training.
+    """Predict the step of a plan on a cluster: the timeline and the exposed time. Needs no GPU, no network and no training.
 
-    With --inter or --nodes: the plan as it is on many clusters, beside plain DDP, as scaling factors.
+    With --inter or --nodes: the scaling factors of the plan and of plain DDP on many clusters.
     """
     from gradwire.core import Cluster, Costs, Plan, Profile
     from gradwire.core.files import write_whole
@@ -173,29 +139,24 @@ def simulate(
 
 def _bytes_of(megabytes: float) -> int:
     if not 0 <= megabytes < 1e12:
-        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes, not below 0 and below 1e12.")
+        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes from 0 to below 1e12.")
     return round(megabytes * 1e6)
 
 
 @app.command()
 def plan(
     profile: Annotated[Path, typer.Argument(help="Profile file: the model's times, tensor by tensor.")],
-    cluster: Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")],
-    costs: Annotated[Path | None, typer.Option(help="Costs file: codec times of every --spec.")] = None,
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(help="What may compress, such as QSGD(bits=4) or its JSON; several times for several."),
-    ] = None,
+    cluster: ClusterFile,
+    costs: CostsFile = None,
+    spec: Specs = None,
     method: Annotated[
         str,
         typer.Option(
             help="joint, fusion, bucket, bytecomp or ddp; in gradwire's repository also cupcake, even, layerwise and hipress."
         ),
     ] = "joint",
-    devices: Annotated[
-        str | None, typer.Option(help="Comma-separated: where codecs may run. Default: where all were measured.")
-    ] = None,
-    max_encodes: Annotated[int | None, typer.Option(help="At most so many encodes of one bucket, 0 to 4.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None,
+    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of one bucket, 0 to 4.")] = None,
     restrict: Annotated[
         str | None,
         typer.Option(
@@ -203,26 +164,24 @@ def plan(
             "bytecomp also all-compressed and myopic."
         ),
     ] = None,
-    memory_mb: Annotated[float | None, typer.Option(help="Extra memory of the device at most.")] = None,
+    memory_mb: Annotated[float | None, typer.Option(help="The most extra memory of the device.")] = None,
     exempt_vectors: Annotated[
         bool, typer.Option("--exempt-vectors/--all-tensors", help="Leave biases and norms uncompressed, or not.")
     ] = True,
-    decode_calls: Annotated[
-        str | None, typer.Option(help="A decode of several payloads: each by a call, or one for all. Default: each.")
-    ] = None,
+    decode_calls: DecodeCalls = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="plan.json to write.")] = None,
     inter: Inter = None,
     nodes: Nodes = None,
     methods: Annotated[
-        str | None,
-        typer.Option(help="Of a sweep, comma-separated: methods as above, and bound, which no plan exceeds."),
+        str | None, typer.Option(help="Comma-separated methods of a sweep; also bound, which no plan exceeds.")
     ] = None,
     picture: Picture = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of an explanation.")] = False,
+    json: Json = False,
 ) -> None:
-    """Work out how each gradient should travel: buckets, compression, collectives and launch order. No GPU, no network.
+    """Plan the exchange of each gradient: buckets, compression, collectives and launch order. Needs no GPU and no network.
 
-    With --inter or --nodes: plans of several methods on many clusters, as scaling factors.
+    --spec names the compressors that the plan may use. With --inter or --nodes: the scaling factors of several methods on
+    many clusters.
     """
     import json as codec
 
@@ -249,14 +208,14 @@ def plan(
         refuse_with_sweep(out=out, method=None if method == "joint" else method)
         chosen = methods_here() if methods is None else split_names(methods)
         if methods is None and (absent := [method for method in SWEPT if method not in chosen]):
-            typer.echo(f"Left out, because only gradwire's repository has them: {', '.join(absent)}.", err=True)
+            typer.echo(f"Left out, because they need gradwire's repository: {', '.join(absent)}.", err=True)
         with bar("Planning", len(points) * len(chosen)) as seen:
             rows = sweep_methods(times, points, codecs, specs, limits, rules, chosen, seen)
         show_sweep(rows, times, picture, json)
         return
     if methods is not None:
         raise FormatError(
-            f"--methods {methods} without a sweep: one plan has one method. Name it with --method, or add --inter or --nodes."
+            f"--methods {methods} needs a sweep, because one plan has one method. Use --method, or add --inter or --nodes."
         )
     if method != "ddp":
         check_some_may(times, specs, limits)
@@ -274,8 +233,8 @@ def plan(
 def import_profile(
     source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],
-    batch: Annotated[int, typer.Option(help="Samples per rank and step, which the source does not say.")] = 32,
-    device: Annotated[str, typer.Option(help="What computed, which the source does not say.")] = "V100",
+    batch: Annotated[int, typer.Option(help="Samples per rank and step. The source does not tell.")] = 32,
+    device: Annotated[str, typer.Option(help="The device of the measurement. The source does not tell.")] = "V100",
 ) -> None:
     """Turn ByteComp's published profiles and codec times into profile.json and costs.json."""
     from gradwire.costs.imported import import_file
@@ -288,15 +247,11 @@ def import_profile(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Folder that handle.record, demo or bench wrote, or its run.json.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html in the run's folder.")
-    ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="Write TensorBoard's event files into this folder. Needs tensorboard.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Page. Default: report.html in the folder.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard files. Needs tensorboard.")] = None,
 ) -> None:
-    """Write one HTML page about a recorded run: decisions, what they saved, one step, loss, bytes, errors, memory."""
-    from gradwire.report.writing import write_report
+    """Write one HTML page about a recorded run: decisions, savings, one step, loss, bytes, errors, memory."""
+    from gradwire.report.page import write_report
 
     told = write_report(run, out)
     if tensorboard is not None:

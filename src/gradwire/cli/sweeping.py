@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` share when they are given lists of rates and nodes: a table, a picture, a bar while one waits."""
+"""Sweeps of `plan` and `simulate` over lists of rates and nodes: the options, the progress bar, the table, the picture."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,21 +13,13 @@ if TYPE_CHECKING:
     from gradwire.core import Cluster, Profile
     from gradwire.planner.sweep import SweepRow
 
-__all__ = ["Inter", "Nodes", "Picture", "bar", "points_of", "refuse_with_sweep", "show_sweep"]
-
-Inter = Annotated[
-    str | None,
-    typer.Option(help="Sweep: rates between nodes in Gb/s, such as 1,10,25,100, instead of the cluster file's."),
-]
-Nodes = Annotated[
-    str | None,
-    typer.Option(help="Sweep: numbers of nodes, such as 1,2,4,...,512 (... goes on doubling), instead of the file's."),
-]
-Picture = Annotated[Path | None, typer.Option(help="Of a sweep: a PNG of scaling factors. Needs matplotlib.")]
+Inter = Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")]
+Nodes = Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")]
+Picture = Annotated[Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")]
 
 
 def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":
-    """The clusters to sweep over; none without a sweep. Raises FormatError for lists that are none, and a lone --picture."""
+    """The clusters of a sweep, or none. Raises FormatError for unreadable lists, and for --picture without a sweep."""
     from gradwire.planner.ranges import read_nodes, read_rates
     from gradwire.planner.sweep import clusters
     from gradwire.report.pictures import check_picture
@@ -35,8 +27,8 @@ def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture:
     if inter is None and nodes is None:
         if picture is not None:
             raise FormatError(
-                f"--picture {picture} without a sweep: one cluster is one point, and no picture. Add --inter, such as "
-                "1,10,25,100, or --nodes, such as 1,2,4,...,64."
+                f"--picture {picture} without a sweep: one cluster gives one point. Add --inter, such as 1,10,25,100, or "
+                "--nodes, such as 1,2,4,...,64."
             )
         return []
     rates = None if inter is None else read_rates(inter)
@@ -47,17 +39,17 @@ def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture:
 
 
 def refuse_with_sweep(**options: object) -> None:
-    """Raises FormatError for an option that is of one cluster only, if it was given."""
+    """Raises FormatError if an option is given that needs a single cluster."""
     for name, value in options.items():
         if value is not None:
             raise FormatError(
-                f"--{name} {value} is of one cluster, and --inter or --nodes make many. Leave out --{name}, or the sweep."
+                f"--{name} {value} needs one cluster, not a sweep. Leave out --{name}, or --inter and --nodes."
             )
 
 
 @contextmanager
 def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
-    """A bar on stderr, if that is a terminal, else one line; gives what is called with how many steps are done."""
+    """A progress bar on stderr, or one line if stderr is no terminal. Gives a function of the number of finished steps."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -72,7 +64,7 @@ def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
 
 
 def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | None, json: bool) -> None:
-    """Print the table or the JSON, and draw."""
+    """Print the table or the JSON, and draw the picture."""
     from gradwire.planner.sweep import as_json, as_table
     from gradwire.report.sweep import draw_sweep
 

@@ -1,7 +1,7 @@
-"""`gradwire doctor`: what this machine and this job can do, what is in the way, and the cure.
+"""`gradwire doctor`: the abilities of this machine and this job, their problems, and the cures.
 
 `facts` gathers, `machine`, `ranks` and `traps` judge (pure functions from facts to findings), `meeting`, `survey` and `links`
-let the ranks of a job meet and measure, `examine` is the order of it all, `table` shows the report.
+let the ranks of a job meet and measure, `examine` calls them in order, `table` shows the report.
 """
 
 from gradwire.doctor.examine import examine

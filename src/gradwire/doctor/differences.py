@@ -1,15 +1,13 @@
-"""What ranks should have in common and do not."""
+"""Differences between ranks that should be alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.report import Finding, Severity
 
-__all__ = ["differences", "rank_list"]
-
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Ranks in words, runs of three and more as such.
+    """Ranks in words, with ranges for three consecutive ranks or more.
 
     >>> rank_list([3]), rank_list([0, 1, 2, 5])
     ('rank 3', 'ranks 0 to 2, 5')
@@ -30,9 +28,9 @@ def _variable(name: str) -> Callable[[Facts], object]:
 
 _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...] = (
     ("gradwire", lambda f: f.gradwire, "problem",
-     "parallelize refuses: payloads of one version may not be those of another.", "Install the same version everywhere."),
+     "parallelize refuses to run, because versions may encode payloads differently.", "Install the same version everywhere."),
     ("torch", lambda f: f.torch, "problem",
-     "Ranks that compute with different torch versions drift apart, and their backends may not speak to each other.",
+     "Ranks with different torch versions drift apart, and their backends may be incompatible.",
      "Install the same version everywhere."),
     ("Python", lambda f: f.python, "note",
      "Pickled objects, such as those of all_gather_object, may not be readable everywhere.",
@@ -40,9 +38,9 @@ _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...]
     ("WORLD_SIZE", _variable("WORLD_SIZE"), "problem",
      "The ranks wait for different numbers of others.", "Start every rank with the same WORLD_SIZE."),
     ("C++ kernels", lambda f: f.kernel_level or "plain torch", "note",
-     "All levels give the same bytes; the slowest sets the pace.", ""),
+     "All levels give the same bytes, but the slowest rank limits the speed.", ""),
     ("ranks a node", lambda f: f.local_world_size, "note",
-     "The node with more ranks has less of its network for each.", ""),
+     "Ranks on the node with more ranks get less bandwidth.", ""),
     ("threads", lambda f: f.threads, "note", "Every step takes as long as that of the slowest rank.",
      "Set the same OMP_NUM_THREADS everywhere, if the machines are equal."),
     ("GPUs", lambda f: ", ".join(f.cuda_devices) or "none", "note",
@@ -50,11 +48,11 @@ _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...]
     ("NCCL", lambda f: f.nccl or "none", "problem",
      "NCCL groups need the same version on all ranks.", "Install the same torch wheel everywhere."),
 )  # fmt: skip
-"""What is compared: its name, its value, how much a difference matters, why, and the cure."""
+"""The compared facts: name, value, severity of a difference, why it matters, and the cure."""
 
 
 def differences(present: Mapping[int, Facts]) -> Iterator[Finding]:
-    """What is not the same on all ranks, with the ranks that have each value."""
+    """The facts that differ between ranks, with the ranks of each value."""
     names = {name for facts in present.values() for name in facts.variables if name.startswith(("NCCL_", "TORCH_"))}
     names -= {"NCCL_SOCKET_IFNAME"}  # interfaces have other names on other machines
     words: tuple[Severity, str, str] = "note", "The backends are set differently.", "Export it alike on all nodes."

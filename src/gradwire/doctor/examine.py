@@ -1,6 +1,6 @@
-"""The order of an examination: gather facts, meet the other ranks, measure the links, judge, show, part.
+"""An examination: gather facts, meet the other ranks, measure the links, report.
 
-Alone, a process examines itself. In a job rank 0 shows the report; the others wait for it and leave with its exit code.
+A single process examines itself. In a job, rank 0 shows the report, and all ranks exit with its code.
 """
 
 import os
@@ -18,8 +18,6 @@ from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
 from gradwire.doctor.traps import traps_of
 from gradwire.testbed import permission_problem
 
-__all__ = ["examine"]
-
 
 def examine(
     timeout_s: float,
@@ -27,10 +25,10 @@ def examine(
     say: Callable[[str], None] = lambda text: None,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Examine this machine and, where the environment names a job of several ranks, the job. The exit code.
+    """Examine this machine and, if the environment names a job of several ranks, the job. Returns the exit code.
 
-    timeout_s: how long ranks wait for each other. show gets the report, on rank 0 only; say, now and then, what is being
-    done. Where a link or a rank hangs the process is ended here, since an orderly exit would wait for it.
+    timeout_s: how long ranks wait for each other. show gets the report, on rank 0 only; say gets the current activity. If a
+    link or a rank hangs, the process ends here, because an orderly exit would wait.
     """
     say("looking at this machine")
     facts = gather_facts(environ)
@@ -60,7 +58,7 @@ def _judged(
 
 
 def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], None], say: Callable[[str], None]) -> int:
-    """Rank 0."""
+    """The part of rank 0."""
     survey, stuck = Survey(present={0: facts}), False
     try:
         meeting = take_part(job, timeout_s, facts, survey, say)
@@ -77,7 +75,7 @@ def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], Non
 
 
 def _attend(job: Job, timeout_s: float, facts: Facts) -> int:
-    """Every other rank."""
+    """The part of every other rank."""
     survey, words = Survey(), ""
     try:
         meeting = take_part(job, timeout_s, facts, survey)
@@ -93,7 +91,7 @@ def _attend(job: Job, timeout_s: float, facts: Facts) -> int:
 
 
 def _leave(code: int, stuck: bool = False) -> int:
-    """Free the gloo group and return the code, or end the process where something that hangs would hold up its exit."""
+    """Free the gloo group and return the code, or end the process at once after problems."""
     if code != 0 or stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -109,7 +107,7 @@ def _impossible(said: str) -> Finding:
         "job",
         said,
         "init_process_group would fail. No link was measured.",
-        "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; outside of a job, none.",
+        "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; set none outside of a job.",
     )
 
 
@@ -123,6 +121,6 @@ def _how_to_measure(facts: Facts, job: Job | None) -> Finding:
         )
     return ok(
         "links",
-        "not measured: this is one process alone. On a cluster run `torchrun ... -m gradwire doctor` on every node, as "
-        "the job would be started; to try it on two emulated nodes, `gradwire emulate --nodes 2 -- -m gradwire doctor`",
+        "not measured: this is one process alone. To measure, run `torchrun ... -m gradwire doctor` on every node, or on two "
+        "emulated nodes `gradwire emulate --nodes 2 -- -m gradwire doctor`",
     )

@@ -1,4 +1,4 @@
-"""What is true of one process: versions, backends, kernels, cores, interfaces, the variables of its job. No judgement."""
+"""The facts of one process: versions, backends, kernels, cores, interfaces, variables. No judgement."""
 
 import os
 import platform
@@ -14,8 +14,6 @@ import msgspec
 from gradwire._version import __version__
 from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces
 
-__all__ = ["Facts", "gather_facts"]
-
 VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
@@ -25,7 +23,7 @@ PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_GLOO_")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. Every field has a default, so that ranks of different versions can read each other's."""
+    """One rank. Every field has a default, so that ranks of different versions can read each other's facts."""
 
     rank: int = 0
     local_world_size: int = 1
@@ -36,7 +34,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     torch_problem: str | None = None
     """Why torch does not load."""
     torch_needed: str | None = None
-    """The oldest version that the installed gradwire asks for."""
+    """The oldest torch version that gradwire supports."""
     backends: dict[str, bool] = {}
     cuda: str | None = None
     """The CUDA version that torch was built for."""
@@ -50,11 +48,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     encode_gbytes_s: float | None = None
     """float32 bytes that 4-bit QSGD encodes in a second, in units of 1e9."""
     cores: int = 1
-    """That this process may use."""
+    """Cores that this process may use."""
     core_quota: float | None = None
-    """What a container's limit allows, in cores; None without a limit."""
+    """A container's limit in cores; None: no limit."""
     threads: int = 1
-    """That torch computes with."""
+    """torch's compute threads."""
     gloo_timeout_s: float | None = None
     nccl_timeout_s: float | None = None
     interfaces: tuple[Interface, ...] = ()
@@ -63,12 +61,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> tuple[str, str]:
-        """Equal for ranks that one launcher started on one machine."""
+        """Equal for all ranks of one launcher on one machine."""
         return self.host, self.variables.get("GROUP_RANK", "")
 
 
 def gather_facts(environ: Mapping[str, str] = os.environ) -> Facts:
-    """The facts of this process; takes a second or two, which is the import of torch."""
+    """Gather the facts of this process. Takes a second or two, because it imports torch."""
     known, host = interfaces(), socket.gethostname()
     facts = Facts(
         rank=_number(environ.get("RANK"), 0),
@@ -97,9 +95,8 @@ def _with_torch(facts: Facts) -> Facts:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return msgspec.structs.replace(
-            facts, torch=str(torch.__version__), torch_problem="it was built without torch.distributed"
-        )
+        absent = "it was built without torch.distributed"
+        return msgspec.structs.replace(facts, torch=str(torch.__version__), torch_problem=absent)
 
     from torch.distributed import constants
 
@@ -139,7 +136,7 @@ def _is_fast(device_type: str) -> bool:
 
 
 def _encode_gbytes_s() -> float:
-    """Of 1 MB on one thread, with whatever kernels run here."""
+    """The encode rate for 1 MB on one thread."""
     import torch
 
     from gradwire.core.specs import QSGD
@@ -154,7 +151,7 @@ def _encode_gbytes_s() -> float:
 def _torch_needed() -> str | None:
     try:
         wanted = metadata.requires("gradwire") or []
-    except metadata.PackageNotFoundError:  # run from its source, not installed
+    except metadata.PackageNotFoundError:  # run from its source
         return None
     found = (re.match(r"torch\s*>=\s*([\d.]+)", line) for line in wanted)
     return next((match[1] for match in found if match), None)

@@ -1,7 +1,7 @@
-"""The speed of links: round trip and rate between each rank and the next around the ring.
+"""The speed of links: round trip and rate between each rank and the next rank of the ring.
 
-Of two ranks one leads. It sends a header that says what comes (a ping, so many bytes, or the end), and the follower
-answers each. A round trip is taken off the time of a long message, so that the rate is that of the bytes.
+One rank of a pair leads: it sends a header (a ping, a number of bytes, or the end), and the other rank answers each message.
+The rate of a long message excludes one round trip.
 """
 
 import statistics
@@ -11,24 +11,22 @@ from functools import partial
 
 import msgspec
 
-__all__ = ["Direction", "Wire", "follow", "lead", "measure_link", "ring_links", "seconds_each"]
-
 SECONDS = 0.5
-"""How long the bytes of one direction are watched."""
+"""The measured time of one direction."""
 ALL_SECONDS = 20.0
-"""How long all of them together, at most, if the links are fast enough."""
+"""The limit for all directions together, if the links are fast enough."""
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
 _PING, _END = -1, 0
 
 
 class Direction(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link, measured by its source; `problem` where that failed."""
+    """One direction of a link, measured by its source; `problem` says why a measurement failed."""
 
     source: int
     destination: int
     round_trip_us: float | None = None
     gbps: float | None = None
-    """Of the tensor's bytes; headers come on top."""
+    """The payload rate, without headers."""
     problem: str | None = None
 
 
@@ -59,7 +57,7 @@ class Wire:
 
 
 def lead(wire: Wire, seconds: float) -> tuple[float, float]:
-    """(round trip in microseconds, gigabits per second) to the peer, which follows. Medians, after a warm-up."""
+    """Measure the link to a following peer: medians of the round trip (us) and of the rate (Gb/s)."""
 
     def ping() -> None:
         wire.put(_PING)
@@ -82,7 +80,7 @@ def lead(wire: Wire, seconds: float) -> tuple[float, float]:
 
 
 def follow(wire: Wire) -> None:
-    """Answer a leading peer until it ends."""
+    """Answer a leading peer until its end message."""
     number = wire.take()
     while number != _END:
         if number != _PING:
@@ -92,7 +90,7 @@ def follow(wire: Wire) -> None:
 
 
 def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[float]:
-    """Of calls that take about so many seconds together."""
+    """The times of calls that take about `seconds` together."""
     times: list[float] = []
     while len(times) < least or (sum(times) < seconds and len(times) < 1000):
         start = time.perf_counter()
@@ -102,21 +100,21 @@ def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[flo
 
 
 def ring_links(world_size: int) -> list[tuple[int, int]]:
-    """The links of the ring: (0, 1), (1, 2), ..., back to 0 if there are more than two ranks."""
+    """The links of the ring: (0, 1), (1, 2), ..., and with three ranks or more, the link back to 0."""
     if world_size < 3:
         return [(0, 1)] * (world_size - 1)
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
 def seconds_each(world_size: int) -> float:
-    """How long to watch one direction, so that large worlds are done soon too."""
+    """The measured time of one direction, shorter in large worlds."""
     return min(SECONDS, ALL_SECONDS / (2 * max(1, len(ring_links(world_size)))))
 
 
 def measure_link(peer: int, first: bool, seconds: float) -> tuple[float, float]:
-    """(round trip in microseconds, gigabits per second) from here to the peer, which calls this too.
+    """Measure the round trip (us) and the rate (Gb/s) to a peer. Both ranks call this; one of them is `first`.
 
-    One of the two is `first`. Raises what the backend raises when a message does not come through in time.
+    Raises the backend's error if a message does not arrive in time.
     """
     wire = Wire(peer)
     if not first:

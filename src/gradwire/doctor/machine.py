@@ -1,4 +1,4 @@
-"""From the facts of one process to findings. Pure: what is judged is given."""
+"""Findings about one process, from its facts. Pure."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,9 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.network import is_loopback, nccl_choice
 from gradwire.doctor.report import Finding, note, ok, problem
 
-__all__ = ["emulation_finding", "machine_findings"]
-
 
 def machine_findings(facts: Facts) -> list[Finding]:
-    """All that one rank's facts tell, whatever other ranks have."""
+    """The findings about one rank alone."""
     found = [versions(facts)]
     if facts.torch_problem is None:
         found += [backends(facts), devices(facts), kernels(facts), threads(facts), timeout(facts)]
@@ -25,45 +23,44 @@ def versions(facts: Facts) -> Finding:
         return problem(
             "versions",
             f"{found}; torch cannot be used: {facts.torch_problem}",
-            "Everything but planning needs it.",
+            "Everything but planning needs torch.",
             "Install torch for this Python and this machine: https://pytorch.org/get-started.",
         )
     if facts.torch_needed and _number(facts.torch or "") < _number(facts.torch_needed):
         return problem(
             "versions",
             f"{found}; this gradwire needs torch {facts.torch_needed} or newer",
-            "Older ones miss functions that it calls, and it was never tested with them.",
+            "Older versions lack functions that gradwire calls.",
             f"pip install --upgrade 'torch>={facts.torch_needed}'",
         )
     return ok("versions", found)
 
 
 def backends(facts: Facts) -> Finding:
-    """What torch.distributed was built with."""
+    """The backends of torch.distributed."""
     there = [name for name, available in facts.backends.items() if available]
     absent = [name for name, available in facts.backends.items() if not available]
-    found = f"torch.distributed has {', '.join(there) or 'no backend'}" + (
-        f"; not {', '.join(absent)}" if absent else ""
-    )
+    without = f"; not {', '.join(absent)}" if absent else ""
+    found = f"torch.distributed has {', '.join(there) or 'no backend'}{without}"
     if not facts.backends.get("gloo"):
         return problem(
             "backends",
             found,
             "gradwire sends its control messages, and all gradients of CPU models, over gloo.",
-            "Install a torch wheel from https://pytorch.org/get-started; they have gloo.",
+            "Install a torch wheel from https://pytorch.org/get-started, which has gloo.",
         )
     if facts.cuda_devices and not facts.backends.get("nccl"):
         return problem(
             "backends",
             found + f", though there are {len(facts.cuda_devices)} GPUs",
             "Gradients on GPUs would travel over gloo, through the host's memory.",
-            "Install a torch wheel for CUDA on Linux; it has NCCL.",
+            "Install a torch wheel for CUDA on Linux, which has NCCL.",
         )
     return ok("backends", found)
 
 
 def devices(facts: Facts) -> Finding:
-    """GPUs, and what gradwire can do on them."""
+    """The GPUs and their kernels."""
     if not facts.cuda_devices:
         built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
         return ok("devices", f"CPU only: {built}, and no GPU is visible")
@@ -98,7 +95,7 @@ def kernels(facts: Facts) -> Finding:
 
 
 def threads(facts: Facts) -> Finding:
-    """Cores of this node and what its ranks compute with."""
+    """The cores of this node and the threads of its ranks."""
     cores = facts.cores if facts.core_quota is None else min(facts.cores, facts.core_quota)
     ranks = facts.local_world_size
     set_to = facts.variables.get("OMP_NUM_THREADS")
@@ -113,8 +110,7 @@ def threads(facts: Facts) -> Finding:
         return note(
             "threads",
             found,
-            f"{ranks * facts.threads} threads want {cores:g} cores: they take turns, and a step takes as long as its "
-            "slowest thread.",
+            f"{ranks * facts.threads} threads share {cores:g} cores, and a step takes as long as its slowest thread.",
             f"export OMP_NUM_THREADS={share} before the ranks start.",
         )
     if facts.threads == 1 and ranks * 2 <= cores:
@@ -129,9 +125,9 @@ def threads(facts: Facts) -> Finding:
 
 
 def timeout(facts: Facts) -> Finding:
-    """The clock by which survivors notice a rank that hangs."""
+    """The timeout after which other ranks notice a hanging rank."""
     if facts.gloo_timeout_s is None:
-        return ok("timeout", "this torch does not tell its default timeout")
+        return ok("timeout", "the default timeout of this torch is unknown")
     found = f"a group made without timeout= waits {_minutes(facts.gloo_timeout_s)} on gloo"
     if facts.nccl_timeout_s is not None:
         found += f", {_minutes(facts.nccl_timeout_s)} on NCCL"
@@ -139,26 +135,25 @@ def timeout(facts: Facts) -> Finding:
     return note(
         "timeout",
         found,
-        "A rank whose process dies is noticed at once; one that hangs, or whose network is cut, only when this time "
-        "is nearly over: that long the others wait before gradwire names the bucket and the rank." + watchdog,
-        "init_process_group(..., timeout=timedelta(minutes=5)): longer than the longest pause of one rank, such as "
-        "saving or evaluating, and no longer.",
+        "The other ranks notice a dead process at once. They notice a hanging rank or a cut network only near the end of "
+        "this timeout; then gradwire names the bucket and the rank." + watchdog,
+        "init_process_group(..., timeout=timedelta(minutes=5)): a little longer than the longest pause of one rank, such as "
+        "saving or evaluating.",
     )
 
 
 def gloo(facts: Facts) -> Finding:
-    """Where gloo would listen."""
+    """The address and the interface of gloo."""
     choice = facts.gloo
     if choice is None:
         return ok("interface", "unknown")
     usable = [each for each in facts.interfaces if each.usable_across_nodes]
     usable.sort(key=lambda each: not each.likely_across_nodes)
     if usable:
-        cure = f"export GLOO_SOCKET_IFNAME={usable[0].name} on this node: one name, exactly (no prefix and no ^). Here are "
-        cure += f"{', '.join(f'{each.name} ({each.address})' for each in usable)}."
+        names = ", ".join(f"{each.name} ({each.address})" for each in usable)
+        cure = f"export GLOO_SOCKET_IFNAME={usable[0].name} on this node: the exact name of one of {names}."
     else:
-        cure = "no interface of this node has an address that other machines can reach: give one an address, and its name to "
-        cure += "GLOO_SOCKET_IFNAME."
+        cure = "other machines cannot reach any interface of this node: give one an address, and set GLOO_SOCKET_IFNAME to it."
     if choice.problem is not None:
         return problem("interface", f"{choice.said_by}: {choice.problem}", "init_process_group('gloo') raises.", cure)
     found = f"gloo listens at {choice.address} on {choice.interface or 'an unknown interface'}: {choice.said_by}"
@@ -166,15 +161,15 @@ def gloo(facts: Facts) -> Finding:
         return note(
             "interface",
             found,
-            "Ranks of this machine find each other there; those of other machines are told to connect to their own "
-            "loopback, and init_process_group fails after its timeout or with 'Connection refused'.",
+            "Only ranks of this machine can connect. Ranks of other machines connect to their own loopback, and "
+            "init_process_group fails with a timeout or 'Connection refused'.",
             f"For jobs of more than one machine: {cure}",
         )
     return ok("interface", found)
 
 
 def nccl(facts: Facts) -> Iterator[Finding]:
-    """What NCCL_SOCKET_IFNAME admits, where NCCL would be used."""
+    """The interfaces that NCCL_SOCKET_IFNAME admits, on a node with GPUs."""
     variable = facts.variables.get("NCCL_SOCKET_IFNAME")
     if not facts.cuda_devices or not variable:
         return
@@ -187,19 +182,18 @@ def nccl(facts: Facts) -> Iterator[Finding]:
         "NCCL interface",
         f"NCCL_SOCKET_IFNAME={variable} admits no interface of {', '.join(each.name for each in facts.interfaces)}",
         "NCCL cannot bootstrap without one.",
-        "Give a prefix such as eth, a whole name as =eth0, or what to leave out as ^docker,lo; or unset it.",
+        "Set a prefix such as eth, a name such as =eth0, or exclusions such as ^docker,lo; or unset the variable.",
     )
 
 
 def emulation_finding(problem: str | None) -> Finding:
-    """Whether clusters can be emulated here; `problem` is what `testbed.permission_problem` says."""
+    """Whether clusters can be emulated here. `problem` is `testbed.permission_problem()`."""
     if problem is None:
         return ok("testbed", "gradwire emulate, demo and bench can make network namespaces")
     return note(
         "testbed",
         f"no cluster can be emulated: {problem}",
-        "gradwire emulate stops, and gradwire demo computes the speed on a slow link instead of measuring it. "
-        "Training does not need it.",
+        "gradwire emulate fails, and gradwire demo computes the speed on a slow link. Training is not affected.",
         "Run as root, start the container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, or allow user namespaces: "
         "sysctl -w user.max_user_namespaces=10000.",
     )

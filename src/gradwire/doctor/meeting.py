@@ -1,8 +1,7 @@
-"""The ranks of a job meet at the store at MASTER_ADDR:MASTER_PORT. Each tells notes there; every call has an end.
+"""The ranks of a job exchange notes in the store at MASTER_ADDR:MASTER_PORT. Every call ends within its timeout.
 
-The store's own timeouts do not hold when the process that hosts it is stopped, so calls are made on a thread that is
-left behind when it does not come back. Notes travel over the store, so that rank 0 hears of a rank even when gloo cannot
-reach it.
+The store's own timeouts fail if its host process is stopped, so a thread makes each call and is abandoned if it hangs. The
+store also works where gloo cannot reach a rank.
 """
 
 import threading
@@ -18,8 +17,6 @@ import msgspec
 
 from gradwire.doctor.differences import rank_list
 
-__all__ = ["Job", "Meeting", "bounded"]
-
 T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN_S = 5.0
@@ -28,19 +25,19 @@ _SLICE_S = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """The variables that torchrun, or whoever starts the ranks, sets for each."""
+    """The variables that a launcher, such as torchrun, sets for each rank."""
 
     rank: int
     world_size: int
     address: str
     port: int
     store_is_launchers: bool
-    """torchrun hosts the store itself; otherwise rank 0 does."""
+    """Whether torchrun hosts the store. Otherwise rank 0 hosts the store."""
     attempt: str
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> "Job | None":
-        """The job of this process, None outside of one. Raises ValueError where the variables cannot be meant."""
+        """The job of this process, or None. Raises ValueError for inconsistent variables."""
         present = [name for name in _NEEDED if environ.get(name)]
         if not {"RANK", "WORLD_SIZE"} & set(present):
             return None
@@ -64,7 +61,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def bounded(function: Callable[[], T], seconds: float) -> T:
-    """What the function returns or raises; TimeoutError when it takes longer. Its thread is then left behind, a daemon."""
+    """Call the function in a daemon thread. Raises TimeoutError after `seconds` and abandons the thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -80,10 +77,10 @@ def bounded(function: Callable[[], T], seconds: float) -> T:
 
 
 class Meeting:
-    """One rank's side of the meeting. Its calls raise ConnectionError with the reason when the host of the store is gone."""
+    """One rank's side of the meeting. Calls raise ConnectionError if the host of the store is gone."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
-        """Reach the store within the timeout; rank 0 hosts it where the launcher does not."""
+        """Connect to the store within the timeout. Rank 0 hosts the store unless the launcher does."""
         self.job, self.timeout_s = job, timeout_s
         self._host = "torchrun on the first node" if job.store_is_launchers else "rank 0"
         self._place = f"the meeting point of the ranks at {job.address}:{job.port}"
@@ -109,11 +106,11 @@ class Meeting:
         return PrefixStore(f"gradwire-doctor/{job.attempt}", store)
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to a number that begins at 0; the sum."""
+        """Add to a counter and return the sum."""
         return self._ask(lambda: int(self.store.add(name, more)))
 
     def tell(self, what: str, note: object, number: int | None = None) -> None:
-        """Leave a note under this rank's number, or another one."""
+        """Write a note under this rank's number, or under another number."""
         name = f"{what}/{self.job.rank if number is None else number}"
         self._ask(lambda: self.store.set(name, msgspec.json.encode(note)))
 
@@ -125,7 +122,7 @@ class Meeting:
         patience_s: float,
         say: Callable[[str], None] = lambda text: None,
     ) -> dict[int, T]:
-        """What ranks told about something, by rank, without those that told nothing in time."""
+        """The notes of the ranks by rank, without ranks that wrote none in time."""
         from torch.distributed import DistStoreError
 
         names = {rank: f"{what}/{rank}" for rank in ranks}
@@ -147,11 +144,11 @@ class Meeting:
         return told
 
     def hear_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
-        """What rank 0 told about something."""
+        """The note of rank 0."""
         told = self.hear(what, [0], kind, patience_s)
         if not told:
             raise ConnectionError(
-                f"rank {self.job.rank} heard nothing from rank 0 for {patience_s:.0f} s. See rank 0's own log."
+                f"rank {self.job.rank} heard nothing from rank 0 for {patience_s:.0f} s. See its log."
             )
         return told[0]
 
@@ -162,5 +159,5 @@ class Meeting:
             how = "hangs" if isinstance(error, TimeoutError) else "has ended"
             raise ConnectionError(
                 f"rank {self.job.rank}: {self._place} does not answer any more: the process that hosts it ({self._host}) "
-                f"{how}. See its own log."
+                f"{how}. See its log."
             ) from error

@@ -1,4 +1,4 @@
-"""Network interfaces, and which of them gloo and NCCL would take."""
+"""The network interfaces, and the choices of gloo and NCCL among them."""
 
 import ipaddress
 import socket
@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 import psutil
 
-__all__ = ["GlooChoice", "Interface", "bindable_address", "gloo_choice", "interfaces", "is_loopback", "nccl_choice"]
-
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc")
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """A network interface of this machine (or of this container)."""
+    """A network interface of this machine or container."""
 
     name: str
     address: str | None
@@ -27,7 +25,7 @@ class Interface(msgspec.Struct, frozen=True):
 
     @property
     def likely_across_nodes(self) -> bool:
-        """Whether it is no link of its own, as bridges of containers are, and its address is more than one of the link."""
+        """Whether the interface is no container bridge and its address is not link-local."""
         if self.address is None or not self.usable_across_nodes or self.name.startswith(_OF_CONTAINERS):
             return False
         return not ipaddress.ip_address(self.address.partition("%")[0]).is_link_local
@@ -37,15 +35,15 @@ class GlooChoice(msgspec.Struct, frozen=True):
     """The address at which a gloo group of this process would listen."""
 
     address: str | None
-    """None if it would raise."""
+    """None if gloo would raise."""
     interface: str | None
     said_by: str
-    """What decides: GLOO_SOCKET_IFNAME, the host name, or nothing."""
+    """The reason for the choice: GLOO_SOCKET_IFNAME or the host name."""
     problem: str | None = None
 
 
 def is_loopback(address: str | None) -> bool:
-    """Whether other machines cannot reach an address."""
+    """Whether an address is a loopback address."""
     if address is None:
         return False
     plain = ipaddress.ip_address(address.partition("%")[0])
@@ -54,7 +52,6 @@ def is_loopback(address: str | None) -> bool:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this machine."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = []
     for name, entries in psutil.net_if_addrs().items():
@@ -65,10 +62,10 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def bindable_address(host: str) -> str | None:
-    """The first address of a host name that this machine can listen at, which is how gloo chooses; None if there is none."""
+    """The first address of a host name at which this machine can listen, as gloo chooses; None if there is none."""
     try:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the second of names that no name server could have
+    except (OSError, UnicodeError):  # UnicodeError: an invalid name
         return None
     for family, kind, protocol, _, place in answers:
         try:
@@ -83,7 +80,7 @@ def bindable_address(host: str) -> str | None:
 def gloo_choice(
     variable: str | None, host: str, known: Sequence[Interface], resolve: Callable[[str], str | None] = bindable_address
 ) -> GlooChoice:
-    """What gloo would listen at: GLOO_SOCKET_IFNAME (names, with commas) if set, else the host name, else 127.0.0.1."""
+    """The address of gloo: GLOO_SOCKET_IFNAME (names with commas) if set, else the host name, else 127.0.0.1."""
     by_name = {each.name: each for each in known}
     if variable:
         said_by = f"GLOO_SOCKET_IFNAME={variable}"
@@ -106,7 +103,7 @@ def gloo_choice(
 
 
 def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
-    """The interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means whole names, `^` all but these.
+    """The interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means exclusions.
 
     >>> nccl_choice("^docker,lo", ["lo", "eth0", "docker0"]), nccl_choice("=eth", ["eth0"]), nccl_choice("eth", ["eth0"])
     (['eth0'], [], ['eth0'])

@@ -1,4 +1,4 @@
-"""From what rank 0 learned of the others to findings: who is missing, what differs, how fast the links are. Pure."""
+"""Findings about a job, from its survey: missing ranks, differences, the speed of links. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -12,21 +12,20 @@ from gradwire.doctor.network import is_loopback
 from gradwire.doctor.report import Finding, note, ok, problem
 from gradwire.doctor.survey import Survey
 
-__all__ = ["rate_text", "survey_findings"]
-
 MUCH_SLOWER = 2.0
-"""A link is told apart from the others when they are so many times as fast."""
+"""A link is reported if other links are so many times as fast."""
 MILLION_PARAMETERS = 100
 
 
 def survey_findings(survey: Survey, world_size: int, timeout_s: float) -> list[Finding]:
-    """What concerns the job as a whole, and what ranks other than 0 have for problems of their own."""
-    found = list(_attendance(survey, world_size, timeout_s))
-    found += differences(survey.present)
-    found += _problems_elsewhere(survey.present)
-    found += _connections(survey)
-    found += _rates(survey, world_size)
-    return found
+    """Findings about the job as a whole, and the problems of single ranks other than 0."""
+    return [
+        *_attendance(survey, world_size, timeout_s),
+        *differences(survey.present),
+        *_problems_elsewhere(survey.present),
+        *_connections(survey),
+        *_rates(survey, world_size),
+    ]
 
 
 def rate_text(gbps: float) -> str:
@@ -52,16 +51,15 @@ def _attendance(survey: Survey, world_size: int, timeout_s: float) -> Iterator[F
             "ranks",
             survey.stopped,
             "The ranks could not be examined together.",
-            "Start every rank with the same command, MASTER_ADDR and MASTER_PORT; the address is one of rank 0's "
-            "machine that the others can reach.",
+            "Start every rank with the same command, MASTER_ADDR and MASTER_PORT. All ranks must reach the address.",
         )
     elif survey.missing:
         yield problem(
             "ranks",
             f"{rank_list(survey.missing)} of {world_size} did not come within {timeout_s:g} s",
             "The job would wait for them in init_process_group, and then fail.",
-            "Look at their own logs: did they start, with the same MASTER_ADDR and MASTER_PORT, and does a firewall "
-            "let them reach it? Slow starts need a longer --timeout. No link was measured.",
+            "Look at their logs: did they start, with the same MASTER_ADDR and MASTER_PORT? Does a firewall block the port? "
+            "Slow starts need a longer --timeout. No link was measured.",
         )
     else:
         nodes = len({facts.node for facts in survey.present.values()})
@@ -71,13 +69,13 @@ def _attendance(survey: Survey, world_size: int, timeout_s: float) -> Iterator[F
         yield problem(
             "ranks",
             f"several processes say that they are {rank_list(survey.twice)}",
-            "Each would answer for the other, and the job hang or add the wrong gradients.",
-            "Give every process a RANK of its own; with torchrun, a --node-rank of its own to each node.",
+            "The job would hang or add the wrong gradients.",
+            "Give every process another RANK; with torchrun, give every node another --node-rank.",
         )
 
 
 def _problems_elsewhere(present: Mapping[int, Facts]) -> Iterator[Finding]:
-    """Problems that ranks other than 0 have; those of rank 0 are told at length."""
+    """The problems of ranks other than 0, except those that rank 0 has too."""
     own = {finding.found for finding in machine_findings(present[0])} if 0 in present else set()
     seen: dict[str, tuple[Finding, list[int]]] = {}
     for rank, facts in sorted(present.items()):
@@ -89,20 +87,20 @@ def _problems_elsewhere(present: Mapping[int, Facts]) -> Iterator[Finding]:
 
 
 def _connections(survey: Survey) -> Iterator[Finding]:
-    """Whether gloo connected, and why not."""
+    """Problems of gloo and of the links."""
     nodes = {facts.node for facts in survey.present.values()}
     on_loopback = [r for r, facts in survey.present.items() if facts.gloo and is_loopback(facts.gloo.address)]
     if survey.unreachable:
         said = min(survey.unreachable.items())
         hint = ""
         if len(nodes) > 1 and on_loopback:
-            hint = f"; {rank_list(on_loopback)} would listen at loopback, where other nodes cannot come"
+            hint = f"; {rank_list(on_loopback)} would listen at loopback, which other nodes cannot reach"
         yield problem(
             "gloo",
             f"{rank_list(survey.unreachable)} could not join a gloo group{hint} (rank {said[0]}: {_short(said[1])})",
             "init_process_group('gloo') would fail the same way; the ranks did reach MASTER_ADDR.",
-            "Export GLOO_SOCKET_IFNAME, on every node the name of the interface that reaches the other nodes, and "
-            "let all ports between the nodes pass the firewall.",
+            "On every node, export GLOO_SOCKET_IFNAME=the interface that reaches the other nodes, and open all ports between "
+            "the nodes in the firewall.",
         )
     failed = [direction for direction in survey.directions if direction.problem is not None]
     if failed:
@@ -111,16 +109,15 @@ def _connections(survey: Survey) -> Iterator[Finding]:
         yield problem(
             "links",
             f"{_arrow(first)} failed ({_short(first.problem or '')}){also}",
-            "A training step would fail or hang in the same place. Look at the first one: after a timeout gloo closes "
-            "a rank's other links too.",
-            "Look at the log of both ranks: did a process die? Then at the network between their nodes.",
+            "A training step would fail or hang there. Later failures may follow from the first one.",
+            "Look at the logs of both ranks: did a process die? Then check the network between their nodes.",
         )
     if survey.silent:
         yield problem(
             "ranks",
             f"{rank_list(survey.silent)} came, but fell silent while gloo connected or links were measured",
             "A process died or hangs, or its network is cut.",
-            "Look at its own log.",
+            "Look at the log of each of these ranks.",
         )
 
 
@@ -150,8 +147,8 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
                 "links",
                 f"slower than the other links {kind} ({rate_text(usual)}): "
                 + "; ".join(f"{_arrow(d)} {rate_text(g)}" for g, d in slow),
-                "Every exchange goes at the pace of the slowest link.",
-                "Look at that node's adapter, cable, switch port and other traffic; repeat to see whether it stays.",
+                "The slowest link limits every exchange.",
+                "Check that node's adapter, cable, switch port and other traffic, and measure again.",
             )
 
 
@@ -160,6 +157,6 @@ def _arrow(direction: Direction) -> str:
 
 
 def _short(text: str, most: int = 200) -> str:
-    """The first sentence of what a backend said."""
+    """The first sentence of a backend's message."""
     line = " ".join(text.split()).partition(". ")[0]
     return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, the links with their rates, and the facts of every rank."""
+"""The doctor's report: findings, the links with their rates, and the facts of every rank."""
 
 from functools import partial
 from typing import Literal
@@ -9,13 +9,11 @@ from gradwire.core.made import Made
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction
 
-__all__ = ["Finding", "Report", "Severity", "note", "ok", "problem"]
-
 Severity = Literal["ok", "note", "problem"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. A problem makes the exit code 1; a note may be right as it is."""
+    """One finding. A problem makes the exit code 1; a note needs no action if the setting is intended."""
 
     severity: Severity
     topic: str
@@ -23,7 +21,7 @@ class Finding(msgspec.Struct, frozen=True):
     why: str = ""
     """Why it matters."""
     cure: str = ""
-    """What to do about it; empty where nothing has to be done."""
+    """The remedy; empty if nothing has to be done."""
 
 
 ok, note, problem = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "problem")
@@ -46,6 +44,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return sum(finding.severity == "problem" for finding in self.findings)
 
     def to_json(self) -> str:
-        """With `problems`, which decides the exit code, in front."""
+        """The report as JSON, with the number of problems first."""
         plain = {"problems": self.problems, **msgspec.to_builtins(self)}
         return msgspec.json.format(msgspec.json.encode(plain), indent=2).decode() + "\n"

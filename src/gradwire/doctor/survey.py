@@ -1,4 +1,4 @@
-"""What the ranks of a job do together: a roll call with a deadline, a gloo group, and its links one after another."""
+"""The examination of a job by its ranks: a roll call with a deadline, a gloo group, and the links one after another."""
 
 import re
 from collections.abc import Callable
@@ -10,47 +10,45 @@ from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction, measure_link, ring_links, seconds_each
 from gradwire.doctor.meeting import Job, Meeting, bounded
 
-__all__ = ["LATE_S", "Survey", "longest_s", "take_part"]
-
-LATE_S = 5.0  # what may lie between two ranks' ends of one and the same thing
+LATE_S = 5.0  # the largest delay between two ranks at the end of a phase
 
 
 @dataclass
 class Survey:
-    """What rank 0 learned from all; other ranks know only who is missing."""
+    """The results at rank 0. Other ranks know only the missing ranks."""
 
     present: dict[int, Facts] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     """Ranks that did not come in time."""
     twice: list[int] = field(default_factory=list)
-    """Ranks that more than one process says to be."""
+    """Ranks that several processes claim."""
     directions: list[Direction] = field(default_factory=list)
     """In the order of the ring."""
     unreachable: dict[int, str] = field(default_factory=dict)
-    """By rank, why its gloo group could not be made."""
+    """By rank, why the rank could not join the gloo group."""
     silent: list[int] = field(default_factory=list)
-    """Ranks that came, and did not tell what they measured."""
+    """Ranks that came but reported no measurements."""
     stopped: str | None = None
-    """Why rank 0 itself could not go on."""
+    """Why rank 0 stopped."""
 
 
 def _link_s(world_size: int, timeout_s: float) -> float:
-    """Longer than a link takes, with room for messages that grow on a link of 1 Mb/s and for one that does not come."""
+    """An upper bound for one link, for a link of 1 Mb/s and for a lost message."""
     return 8 * seconds_each(world_size) + 5 + 2 * timeout_s
 
 
 def longest_s(world_size: int, timeout_s: float) -> float:
-    """More than everything takes, also when every link hangs until its timeout."""
+    """An upper bound for the whole survey, even if every link times out."""
     return 10 * timeout_s + world_size * _link_s(world_size, timeout_s) + 60
 
 
 def take_part(
     job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Callable[[str], None] = lambda text: None
 ) -> Meeting:
-    """Every rank's part, which ends in time; fills in the survey. Raises ConnectionError when the store is lost."""
+    """Take part in the survey, as every rank does, and fill it in. Raises ConnectionError if the store is lost."""
     meeting = Meeting(job, timeout_s)
     if meeting.count(f"count/{job.rank}") > 1:
-        raise ConnectionError(f"another process is rank {job.rank} already; this one leaves.")
+        raise ConnectionError(f"another process is already rank {job.rank}; this process ends.")
     meeting.tell("facts", facts)
     if job.rank == 0:
         survey.present = meeting.hear("facts", range(job.world_size), Facts, timeout_s, say)
@@ -86,8 +84,8 @@ def take_part(
 
 
 def _connect(meeting: Meeting) -> str:
-    """Make the gloo group of all ranks; why that failed, or nothing."""
-    import torch.distributed as dist  # torch may be what is wrong here
+    """Make the gloo group of all ranks. Returns the error, or ''."""
+    import torch.distributed as dist  # torch may be missing
 
     from gradwire.collectives.slices import short_slices
 
@@ -95,9 +93,8 @@ def _connect(meeting: Meeting) -> str:
 
     def join() -> None:
         with short_slices():  # as the links of a training job have them
-            dist.init_process_group(
-                "gloo", store=meeting.store, rank=job.rank, world_size=job.world_size, timeout=limit
-            )
+            size = job.world_size
+            dist.init_process_group("gloo", store=meeting.store, rank=job.rank, world_size=size, timeout=limit)
 
     try:
         bounded(join, 2 * meeting.timeout_s)
@@ -107,7 +104,7 @@ def _connect(meeting: Meeting) -> str:
 
 
 def _measure(meeting: Meeting) -> None:
-    """This rank's links, when it is their turn. What the network does to it is told in the result."""
+    """Measure this rank's links in turn. Errors are part of the result."""
     from gradwire.collectives.slices import short_slices
 
     rank, world_size = meeting.job.rank, meeting.job.world_size
@@ -125,10 +122,10 @@ def _measure(meeting: Meeting) -> None:
             directions.append(Direction(source=rank, destination=peer, round_trip_us=round_trip_us, gbps=gbps))
         except Exception as error:
             directions.append(Direction(source=rank, destination=peer, problem=_reason(error)))
-        meeting.tell("turn", True, turn + 1)  # by the first of the two that is done
+        meeting.tell("turn", True, turn + 1)  # by the first of the two ranks
     meeting.tell("result", directions)
 
 
 def _reason(error: BaseException) -> str:
-    """What a backend said, without the place in its source."""
+    """The message of a backend without the source location."""
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip()) or type(error).__name__

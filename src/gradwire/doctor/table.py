@@ -8,8 +8,6 @@ from rich.table import Table
 from gradwire.doctor.ranks import rate_text
 from gradwire.doctor.report import Finding, Report
 
-__all__ = ["summary", "tables"]
-
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -24,7 +22,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def summary(report: Report) -> str:
-    """The last lines: how many findings, and the problems once more, which may have scrolled away."""
+    """The last lines: the number of findings, and the problems once more."""
     problems = [finding for finding in report.findings if finding.severity == "problem"]
     notes = sum(finding.severity == "note" for finding in report.findings)
     count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "No problems"

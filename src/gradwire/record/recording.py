@@ -1,4 +1,4 @@
-"""Recording inside an ordinary training loop: what `handle.record` returns."""
+"""The recording of a training loop, made by `handle.record`."""
 
 import contextlib
 import math
@@ -26,27 +26,24 @@ from gradwire.exchange.executor import TaskTimes
 from gradwire.exchange.stats import Stats, StepReport
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
-from gradwire.record.timeline import LaneTask, Moments, Sent, measured_timeline
+from gradwire.record.timeline import LaneTask, Moments, measured_timeline
 from gradwire.sim.timeline import Timeline
 
-__all__ = ["Recording"]
-
 MOST_STEPS = 2000
-"""Steps that are kept; then every second one goes, and only every second one comes from then on."""
+"""The most recorded steps. Beyond, every second step is dropped, and only every second new step is kept."""
 TIMELINE_STEPS = 20
-"""Of so many last steps the one of median length is shown."""
+"""The timeline shows the step of median length among so many last steps."""
 SAVE_EVERY_S = 60.0
 
 
 class Recording(Observer):
-    """Records the training loop inside it; rank 0 writes `run.json` into the folder, from which `gradwire report` makes a page.
+    """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
-    Made by `handle.record(folder)`. Other ranks may enter it too and record nothing. Training goes on inside as without it:
-    nothing is sent, and no tensor is changed. The file is written when the loop is over, by an error too, and every minute
-    meanwhile. Every `error_steps` steps some tensors are encoded once more, to see what that loses; 0 never does. What this
-    takes is not counted in the times of steps.
+    Made by `handle.record(folder)`. On other ranks the context does nothing. A recording sends nothing and changes no tensor.
+    The file is written every minute, and at the end of the loop, also after an error. Every `error_steps` steps (0: never) the
+    recording encodes some tensors once more to measure the error. Step times exclude this work.
 
-    A timeline is measured on CPUs only: on an accelerator lanes queue their work and do not see when it is done.
+    Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
 
     Example::
 
@@ -64,9 +61,7 @@ class Recording(Observer):
         error_steps: int,
         decision: Decision | Callable[[], Decision],
     ) -> None:
-        whole(
-            "error_steps", error_steps, "steps from one measurement of errors to the next, 0 for none", error=PlanError
-        )
+        whole("error_steps", error_steps, "steps between measurements of errors, 0 for none", error=PlanError)
         model = session.model
         assert model is not None
         self._model, self._name = weakref.ref(model), type(model).__name__
@@ -79,28 +74,26 @@ class Recording(Observer):
         self._losses: dict[int, Any] = {}
         self._seen, self._every = 0, 1
         self._number = self._newest = 0
-        """The step of the last forward; the engine's count when the last step was kept."""
+        """The step of the last forward; the engine's count after the last recorded step."""
         self._tensors = Tensors(session.group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
-        """What lanes do for the step in hand; they may go on with it in the next one."""
+        """The lanes' tasks of the current step. They may end during the next step."""
         self._codec_us: list[float] = []
         self._made = Made.now()
         self._start = self._saved = time.perf_counter()
         self._forward: float | None = None
-        """When the forward of the last step began; None before the first."""
+        """The start of the last forward; None before the first."""
         self._open = False
-        """Whether a forward began and its exchange is not over."""
+        """Whether a forward has begun whose exchange has not ended."""
         self._in_backward: float = 0.0
         self._ready: list[tuple[str, float]] = []
         self._ended: float | None = None
-        """When the last exchange, and what was measured after it, was over."""
+        """The end of the last exchange and of the measurements after it."""
         self._finished_s = 0.0
         self._aside_s = 0.0
-        """What was spent on measuring in the last step."""
+        """The time of measurements in the last step."""
         self._hooks: list[Any] = []
-
-    # ---- what the user calls
 
     def __enter__(self) -> Self:
         model = self._model()
@@ -128,8 +121,8 @@ class Recording(Observer):
         self._lanes.times = None
         if self._forward is None and error is None:
             warnings.warn(
-                f"nothing was recorded in {self._path.parent}: a step begins with a call of the model itself, not of its parts, "
-                "and there was none inside record().",
+                f"nothing was recorded in {self._path.parent}: the model was not called inside record(). A step begins with a "
+                "call of the model itself, not of its parts.",
                 stacklevel=2,
             )
         try:
@@ -137,26 +130,25 @@ class Recording(Observer):
         except Exception as problem:
             if error is None:
                 raise
-            self._warn(problem)  # the script's own error matters more
+            self._warn(problem)  # the script's own error is more important
 
     def log(self, loss: Any) -> None:
-        """This rank's loss of the step in hand, or of the last one when no forward has begun since: a number, or a tensor of
-        one element. Costs no synchronisation with a device.
+        """Log this rank's loss of the current step: a real number or a tensor of one element. Does not synchronise.
 
-        Raises StepStateError before the first step, ValueError for what is no real number or a tensor of several elements.
+        Raises StepStateError before the first step, ValueError for any other value.
         """
         if self._group.rank != 0:
             return
         if self._forward is None:
             raise StepStateError(
-                "loss was logged before the model's first forward inside record(): there is no step yet."
+                "loss was logged before the first forward inside record(). Log the loss after a forward."
             )
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(f"loss has shape {tuple(loss.shape)}: log one number a step, such as loss.mean().")
             if loss.is_complex():
                 raise ValueError(f"loss is a tensor of {loss.dtype}: log a real number.")
-            loss = loss.detach().clone()  # the script may write the next one to the same memory
+            loss = loss.detach().clone()  # the script may overwrite its memory
         else:
             loss = _number(loss)
         self._losses[self._number] = loss
@@ -165,31 +157,32 @@ class Recording(Observer):
             self._losses = {at: each for at, each in self._losses.items() if at in kept}
 
     def timeline(self) -> Timeline:
-        """One step as it was measured: of the last ones the one of median length. The first step, of which no end of an exchange
-        before is known, counts only where it is alone.
+        """The measured step of median length among the last steps. The first step counts only if it is the only one.
 
-        Raises StepStateError where there is none.
+        Raises StepStateError if there is no measured step.
         """
         if not self._watched:
             raise StepStateError(
-                "no step has a timeline: it is measured on rank 0, on CPUs, from the first whole step inside record() on."
+                "no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0."
             )
         watched = [each for each in self._watched if each.ended < each.forward] or list(self._watched)
         chosen = sorted(watched, key=lambda each: each.finished - each.ended)[(len(watched) - 1) // 2]
         stats = self._stats()
-        sent = Sent(stats.wire_bytes, stats.intra_bytes, stats.inter_bytes)
+        sent = stats.wire_bytes, stats.intra_bytes, stats.inter_bytes
         schedule = self._session.plan.schedule.word
         return measured_timeline(chosen.moments(), schedule, self._group.grid.nodes, sent)
 
     def run(self) -> Run:
-        """Everything so far. Raises StepStateError on ranks other than 0, which record nothing."""
+        """The record so far. Raises StepStateError on ranks other than 0."""
         if self._group.rank != 0:
-            raise StepStateError(f"rank {self._group.rank} records nothing: ask on rank 0.")
+            raise StepStateError(f"rank {self._group.rank} has no record. Ask on rank 0.")
         exchange, stats = self._session.exchange, self._stats()
         self._go_back()
         self._tensors.use(exchange, self._reducer.step)
-        losses = {step: float(loss) for step, loss in self._losses.items()}
-        not_finite = [step for step, loss in losses.items() if not math.isfinite(loss)]
+        losses: dict[int, float | None] = {step: float(loss) for step, loss in self._losses.items()}
+        lost = [step for step, loss in losses.items() if loss is not None and not math.isfinite(loss)]
+        losses |= dict.fromkeys(lost)
+        note = f"The loss was not finite in {len(lost)} steps, first in step {lost[0]}." if lost else ""
         return Run(
             made=self._made,
             model=self._name,
@@ -198,32 +191,16 @@ class Recording(Observer):
             nodes=self._group.grid.nodes,
             decision=self._decision() if callable(self._decision) else self._decision,
             plan=exchange.plan,
-            steps=tuple(
-                msgspec.structs.replace(step, loss=losses[step.step])
-                if math.isfinite(losses.get(step.step, math.nan))
-                else step
-                for step in self._steps
-            ),
+            steps=tuple(msgspec.structs.replace(step, loss=losses.get(step.step)) for step in self._steps),
             buckets=tuple(
-                BucketRecord(
-                    numel=each.numel,
-                    chunks=each.chunks,
-                    gradient_bytes=each.gradient_bytes,
-                    wire_bytes=each.wire_bytes,
-                    intra_bytes=each.intra_bytes,
-                    inter_bytes=each.inter_bytes,
-                )
+                BucketRecord(**{field: getattr(each, field) for field in BucketRecord.__struct_fields__})
                 for each in stats.buckets
             ),
             tensors=self._tensors.records(),
             memory=stats.memory,
             timeline=self.timeline() if self._watched else None,
-            notes=(f"The loss was not finite in {len(not_finite)} steps, first in step {not_finite[0]}.",)
-            if not_finite
-            else (),
+            notes=(note,) if note else (),
         )
-
-    # ---- hooks
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         inside = torch._C._current_graph_task_id() != -1  # recomputed in backward
@@ -313,11 +290,11 @@ class Recording(Observer):
         try:
             self.run().save(self._path)
         except Exception as problem:
-            self._warn(problem)  # training matters more
+            self._warn(problem)  # training is more important
         self._saved = time.perf_counter()
 
     def _go_back(self) -> bool:
-        """Forget steps that the script undid by loading a state of before. Whether it did."""
+        """Forget steps that the script undid by loading an earlier state. Returns whether there were any."""
         step = self._reducer.step
         if step >= self._newest:
             return False
@@ -329,7 +306,7 @@ class Recording(Observer):
         return True
 
     def _warn(self, problem: Exception) -> None:
-        warnings.warn(f"the record of this run: {type(problem).__name__}: {problem}", stacklevel=3)
+        warnings.warn(f"the record of this run was not written: {type(problem).__name__}: {problem}", stacklevel=3)
 
 
 def _number(loss: object) -> float:
@@ -340,11 +317,11 @@ def _number(loss: object) -> float:
 
 
 class Watched(NamedTuple):
-    """When what happened in one step. Lanes may still add to what they do for it."""
+    """The moments of one step. Lanes may still add tasks."""
 
     ended: float
     aside_s: float
-    """What the recording itself took just before: exchanges that began meanwhile are shown from `ended` on."""
+    """The time of measurements before `ended`. Exchanges that began meanwhile are drawn from `ended` on."""
     forward: float
     backward: float
     ready: list[tuple[str, float]]
@@ -353,19 +330,15 @@ class Watched(NamedTuple):
     finished: float
 
     def moments(self) -> Moments:
-        """With the tasks that ran in the step's time, those of the step before too: a gather may begin just before it does."""
+        """The step's moments, with all tasks that ran during the step, also those of the step before."""
 
         def shown(moment: float) -> float:
             return max(moment, self.ended)
 
         tasks = [
             LaneTask(
-                each.task.bucket,
-                each.task.chunk,
-                each.task.phase,
-                each.option,
-                shown(each.began),
-                shown(each.ended),
+                *(each.task.bucket, each.task.chunk, each.task.phase, each.option),
+                *(shown(each.began), shown(each.ended)),
                 [(shown(began), shown(ended)) for began, ended in each.codec],
                 step,
             )

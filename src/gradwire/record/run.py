@@ -1,6 +1,6 @@
-"""The format of a recorded run: `run.json`, from which `gradwire report` makes its page. Pure: no torch.
+"""The format of a recorded run, `run.json`. Pure: no torch.
 
-Times are microseconds but for moments of the run, which are seconds since the recording began. Sizes are bytes or elements.
+Times are microseconds; moments are seconds since the start of the recording. Sizes are bytes or elements.
 """
 
 import os
@@ -18,24 +18,11 @@ from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 from gradwire.sim.timeline import Timeline
 
-__all__ = [
-    "FILE",
-    "Alternative",
-    "BucketRecord",
-    "Decision",
-    "Interval",
-    "MemoryRecord",
-    "Rival",
-    "Run",
-    "StepRecord",
-    "TensorRecord",
-]
-
 FILE = "run.json"
-"""The document's name in the folder of a run."""
+"""The name of the file in the folder of a run."""
 
 Points = tuple[tuple[int, float], ...]
-"""Steps, ascending, each with a value."""
+"""Pairs of a step and a value, with ascending steps."""
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,13 +38,13 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that was tried on the live job."""
+    """A plan that was tried on the running job."""
 
     name: str
     step_us: float
-    """Median over the steps of the trial."""
+    """The median step of the trial."""
     kept: bool
-    """Whether it is the one that was chosen."""
+    """Whether this plan was chosen."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "the name of a plan")
@@ -65,12 +52,12 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the plan came about."""
+    """The origin of the plan."""
 
     by: str
-    """Who decided, in a few words: the policy, the file, the planner."""
+    """The policy, the file or the planner, in a few words."""
     words: tuple[str, ...] = ()
-    """Why, line by line."""
+    """The reasons, line by line."""
     alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,17 +69,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One training step of the rank that recorded."""
 
     step: int
-    """Of the handle, as in a state that it saves."""
+    """The handle's step number."""
     end_s: float
-    """When its exchange was over."""
+    """The end of the step's exchange."""
     step_us: float
-    """From the begin of its forward to that of the next one's; of the last step to the end of its exchange."""
+    """From the start of a forward to the start of the next; for the last step, to the end of its exchange."""
     exposed_us: float
-    """What the end of backward waited for the exchange."""
+    """The wait for the exchange at the end of backward."""
     codec_us: float
-    """CPU time of its encodes and decodes, lanes added up."""
+    """CPU time of all encodes and decodes of the step, on all lanes."""
     loss: float | None
-    """This rank's, as the script gave it; null where it gave none, or one that is not finite."""
+    """This rank's logged loss; null: no loss was logged, or the loss was not finite."""
 
     def __post_init__(self) -> None:
         whole("step", self.step, "a step's number")
@@ -102,16 +89,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one bucket of the plan sends in a step, in the order of the plan's buckets."""
+    """The bytes of one bucket in a step. Records are in the order of the plan's buckets."""
 
     numel: int
     chunks: int
     gradient_bytes: int
     wire_bytes: int
     intra_bytes: int
-    """Those of `wire_bytes` that stay inside the node."""
+    """The part of `wire_bytes` inside the node. `inter_bytes` leave the node."""
     inter_bytes: int
-    """Those that leave it."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -124,10 +110,9 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     numel: int
     bits: Points
-    """Bits an element that one encode of it takes, from that step on."""
+    """Bits per element of one encode, from each step on."""
     error: Points
-    """Relative l2 error of one encode of this rank's gradient in that step, residuals left out; empty where it was not
-    measured."""
+    """Relative l2 error of one encode of this rank's gradient, without residuals; empty: not measured."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name")
@@ -140,23 +125,25 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 number(f"{field}[{index}][1]", value, "a value")
             for index, (before, after) in enumerate(pairwise(points)):
                 if before[0] >= after[0]:
-                    raise FormatError(f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps ascend.")
+                    raise FormatError(
+                        f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps must ascend."
+                    )
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Another way of training the same model, measured side by side in the same run."""
+    """Another method for the same model, measured side by side in the same run."""
 
     name: str
     step_us: float
     """Median."""
     sent_bytes: int | None
-    """Per rank and step, as planned; null where nobody can say."""
+    """Per rank and step, as planned; null: unknown."""
     speedup: Interval
-    """Its median step over this run's: above 1 this run is faster."""
+    """The rival's median step over this run's. Above 1, this run is faster."""
     again: Interval | None = None
-    """Itself over itself, measured twice side by side (A/A): what the machine's noise alone makes of a ratio."""
+    """The rival over itself, measured twice side by side (A/A): the noise of a ratio."""
     end_s: tuple[float, ...] = ()
-    """When each step ended, as if it had the machine for itself."""
+    """The end of each step, without the turns of other methods."""
     loss: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -167,7 +154,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         freeze(self, "end_s", "loss")
         if len(self.end_s) != len(self.loss):
             raise FormatError(
-                f"loss and end_s have {len(self.loss)} and {len(self.end_s)} values: each step has one of both."
+                f"loss has {len(self.loss)} values and end_s {len(self.end_s)}: each step has one of both."
             )
 
 
@@ -181,24 +168,23 @@ class Run(Document, frozen=True, kw_only=True):
     made: Made
     model: str
     device: str
-    """cpu, or what torch calls the accelerator."""
+    """cpu, or torch's name of the accelerator."""
     world_size: int
     nodes: int
     decision: Decision
     plan: Plan
-    """The one in use at the end."""
+    """The plan in use at the end."""
     steps: tuple[StepRecord, ...]
-    """Of long runs every 2nd, 4th, ... step."""
+    """Long runs keep only every 2nd, 4th, ... step."""
     warmup_steps: int = 1
-    """Steps at the begin that no statistic counts, where there are others."""
+    """First steps that statistics exclude."""
     buckets: tuple[BucketRecord, ...]
     tensors: tuple[TensorRecord, ...]
     memory: MemoryRecord
     timeline: Timeline | None = None
-    """One step as it was measured: the one of median length among the last ones."""
+    """The measured step of median length among the last steps."""
     rivals: tuple[Rival, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a reader must know."""
 
     def __post_init__(self) -> None:
         only_version(self.version)
@@ -212,7 +198,7 @@ class Run(Document, frozen=True, kw_only=True):
         if len(self.buckets) != len(self.plan.buckets):
             raise FormatError(
                 f"buckets has {len(self.buckets)} entries, and plan.buckets has {len(self.plan.buckets)}: each bucket of the "
-                "plan has one. Record the run again."
+                "plan has one entry. Record the run again."
             )
 
     @staticmethod
@@ -223,10 +209,10 @@ class Run(Document, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of payload that one rank sends in a step."""
+        """Payload bytes that one rank sends in a step."""
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients themselves."""
+        """Bytes of all gradients."""
         return sum(bucket.gradient_bytes for bucket in self.buckets)

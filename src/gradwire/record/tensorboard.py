@@ -5,11 +5,9 @@ from pathlib import Path
 from gradwire.errors import GradwireError
 from gradwire.record.run import Run
 
-__all__ = ["export"]
-
 
 def export(run: Run, folder: Path) -> None:
-    """Write event files: step times, loss, and by tensor bits and errors, all against the step.
+    """Write event files with step times, loss, and the bits and errors of each tensor.
 
     Raises GradwireError if the package tensorboard is not installed.
     """
@@ -17,8 +15,7 @@ def export(run: Run, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise GradwireError(
-            f"--tensorboard {folder} needs the package tensorboard, which cannot be imported here ({error}). Install it: "
-            "pip install tensorboard."
+            f"--tensorboard {folder} needs tensorboard, which cannot be imported ({error}). Run: pip install tensorboard"
         ) from error
     with SummaryWriter(str(folder)) as writer:
         for step in run.steps:

@@ -1,4 +1,4 @@
-"""What compression does to each tensor over a run: how many bits it takes, and what one encode of its gradient loses."""
+"""The bits and the compression error of each tensor over a run."""
 
 import math
 from collections import defaultdict
@@ -14,12 +14,10 @@ from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
 
-__all__ = ["Tensors"]
-
 MOST_ELEMENTS = 2**20
-"""Elements that are encoded at one time; at least one tensor is, and the others have their turn the next times."""
+"""The most elements of one measurement, which has at least one tensor. Later measurements take the other tensors."""
 MOST_POINTS = 200
-"""Errors that are kept of each tensor; then every second one goes."""
+"""The most errors of each tensor. Beyond, every second error is dropped."""
 
 
 class Tensors:
@@ -36,7 +34,7 @@ class Tensors:
         self._gradients: dict[str, torch.Tensor] = {}
 
     def use(self, exchange: Exchange, step: int) -> None:
-        """From this step on tensors travel so."""
+        """Note the bits of an exchange that is in use from this step on."""
         if exchange is self._exchange:
             return
         self._exchange = exchange
@@ -51,16 +49,16 @@ class Tensors:
                     known.append((step, bits))
 
     def forget_from(self, step: int) -> None:
-        """What was found in this step and later ones did not happen."""
+        """Drop the values of this step and of later steps."""
         for found in (self._bits, self._errors):
             for name, points in found.items():
                 if points and points[-1][0] >= step:
                     found[name] = [point for point in points if point[0] < step]
                     if found is self._bits:
-                        self._exchange = None  # bits are noted again
+                        self._exchange = None  # note the bits again
 
     def ask(self) -> None:
-        """Take the gradients of this step: `gradient` gets them, `measure` tells what an encode of them loses."""
+        """Choose tensors for `gradient` and `measure` in this step."""
         names = list(self._numels)
         self._wanted, self._gradients, elements = set(), {}, 0
         for turn in range(len(names)):
@@ -72,13 +70,13 @@ class Tensors:
         self._next = (self._next + len(self._wanted)) % max(1, len(names))
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
-        """This rank's own, before anything is averaged."""
+        """Keep this rank's gradient of a chosen tensor, before the exchange."""
         if name in self._wanted and gradient is not None and not gradient.is_sparse:
             self._gradients[name] = gradient.detach().clone()
 
     @torch.no_grad()
     def measure(self, step: int) -> None:
-        """Encode and decode what was taken in this step. Sends nothing and changes nothing of the run."""
+        """Encode and decode the kept gradients. Sends nothing and changes no state of the run."""
         assert self._exchange is not None
         for buffers in self._exchange.buckets:
             for name in buffers.bucket.tensors:
@@ -91,14 +89,13 @@ class Tensors:
         self._wanted = set()
 
     def records(self) -> tuple[TensorRecord, ...]:
-        """One for each tensor, in the order of the first plan."""
         return tuple(
             TensorRecord(name=name, numel=numel, bits=tuple(self._bits[name]), error=tuple(self._errors[name]))
             for name, numel in self._numels.items()
         )
 
     def _error(self, bucket: Bucket, name: str, gradient: torch.Tensor, step: int) -> float | None:
-        """|decoded - gradient| / |gradient|; None for what is summed in rounds, is zero, or is not finite."""
+        """|decoded - gradient| / |gradient|; None for specs with rounds, zero gradients and errors that are not finite."""
         spec = bucket.spec_of(name).at_step(step)
         if spec.rounds:
             return None
@@ -116,5 +113,5 @@ class Tensors:
 
 
 def _bits(spec: Spec, numel: int, shape: tuple[int, ...], itemsize: int) -> float:
-    """An element of one encode of the whole tensor."""
+    """The bits per element of one encode of the tensor."""
     return 8 * spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize) / max(1, numel)

@@ -1,4 +1,4 @@
-"""From the moments of one step to a timeline of the form that the simulator gives. Pure: no torch.
+"""The timeline of a measured step, in the form of the simulator. Pure: no torch.
 
 >>> moments = Moments(ended=0.0, forward=0.0, backward=0.002, ready=[("w", 0.005)], tasks=[], finished=0.006)
 >>> [(event.what, event.start_us, event.end_us) for event in _computation(moments)]
@@ -14,73 +14,60 @@ from gradwire.sim.events import COMPUTE, RESOURCES
 from gradwire.sim.intervals import Interval, minus, total, union
 from gradwire.sim.timeline import Event, Resource, Timeline
 
-__all__ = ["LaneTask", "Moments", "Sent", "measured_timeline"]
-
 NS_PER_US = 1000
+COMPUTED = ("optimizer", "forward", "backward")
 NO_WAIT_US = 20.0
-"""Between two pieces of codec work: what is shorter is no wait for a link, but the way from one call to the next."""
+"""A shorter gap between two codec calls is overhead, not a wait for a link."""
 
 
 class LaneTask(NamedTuple):
-    """One phase of one piece on a lane, in seconds of time.perf_counter, as all moments here."""
+    """One phase of one piece on a lane. All moments are seconds of time.perf_counter."""
 
     bucket: int
     chunk: int
     phase: int
     option: Sequence[str]
-    """The tasks of the bucket, as in the plan."""
+    """The bucket's option, as in the plan."""
     began: float
     ended: float
     codec: Sequence[tuple[float, float]]
-    """Encodes and decodes within it, in order."""
+    """Start and end of each encode and decode, in order."""
     step: int = 0
-    """-1: of the step before, whose exchange may still run."""
+    """0, or -1 for a task of the step before."""
 
 
 class Moments(NamedTuple):
-    """When what happened in one step."""
+    """The moments of one step."""
 
     ended: float
-    """When the exchange of the step before was over: the optimizer begins, and with it the timeline."""
+    """The end of the previous exchange. The optimizer and the timeline begin here."""
     forward: float
     backward: float
     ready: Sequence[tuple[str, float]]
-    """Each tensor, and when its gradient was there."""
+    """Each tensor, with the moment when its gradient was ready."""
     tasks: Sequence[LaneTask]
-    """Those that ran in this time, cut off at its beginning."""
+    """The tasks that ran during the step."""
     finished: float
-    """When the exchange was over; in the `pipelined` and `delayed` schedules when backward was."""
+    """The end of the exchange; in the `pipelined` and `delayed` schedules the end of backward."""
 
     @property
     def length_us(self) -> float:
-        """Of the step, from the end of one exchange to that of the next."""
+        """The time from the end of one exchange to the end of the next."""
         return (self.finished - self.ended) * 1e6
 
 
-class Sent(NamedTuple):
-    """Bytes of one step."""
+def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[int, int, int]) -> Timeline:
+    """The step of one rank. An exchange occupies its link from the first send to the last arrival.
 
-    total: int
-    intra: int
-    inter: int
-
-
-def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: Sent) -> Timeline:
-    """The step as one rank saw it. An exchange counts as on its link from the first send to the last arrival.
-
-    Lanes run beside the computation, so that codec tasks may overlap it. Of a task that outlasts the step, what begins after it
-    is left out. Bubbles are not looked for.
+    `sent` are the bytes in all, inside the node, and between nodes. Codec tasks of lanes may overlap the computation. Events
+    that begin after the step are left out. The timeline has no bubbles.
     """
     events = [*_computation(moments), *(e for task in moments.tasks for e in _lane_events(task, nodes, moments))]
     events = [event for event in events if event.start_us <= moments.length_us]
     events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk, e.index))
     links, coding, computing = (
         union(_ns(event) for event in events if kind(event.what))
-        for kind in (
-            is_link_word,
-            CODEC_TASKS.__contains__,
-            ("optimizer", "forward", "backward").__contains__,
-        )
+        for kind in (is_link_word, CODEC_TASKS.__contains__, COMPUTED.__contains__)
     )
     alone = minus(links, computing)
     length = round(moments.length_us * NS_PER_US)
@@ -105,9 +92,9 @@ def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: Sent) -
         exposed_codec_us=us(minus(minus(coding, computing), links)),
         idle_us=max(0, length - total(union(computing + coding + links))) / NS_PER_US,
         cupcake_comm_us=us(minus(alone, coding)),
-        sent_bytes=sent.total,
-        intra_bytes=sent.intra,
-        inter_bytes=sent.inter,
+        sent_bytes=sent[0],
+        intra_bytes=sent[1],
+        inter_bytes=sent[2],
         resources=tuple(Resource(name, us(spans), us(minus(spans, computing))) for name, spans in busy.items()),
         bubbles=(),
         events=tuple(events),
@@ -130,7 +117,7 @@ def _computation(moments: Moments) -> Iterator[Event]:
 
 
 def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:
-    """Encodes before the first send, the exchange, and the decodes among and after its arrivals."""
+    """The encodes before the first send, the exchange, and the decodes."""
     option = task.option
     places = [index for index, each in enumerate(option) if each.partition(":")[2] in LINKS]
     place = places[min(task.phase, len(places) - 1)]
@@ -149,12 +136,12 @@ def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event
     for number, (start, end) in enumerate(codec):
         what = "decomp" if number else "comp"
         index = _nearest(option, place, what)
-        if index >= 0 and end > start:  # cut off: before the step
+        if index >= 0 and end > start:  # not before the step
             yield event(what, RESOURCES[COMPUTE], start, end, index)
 
 
 def _nearest(option: Sequence[str], place: int, what: str) -> int:
-    """The comp before a link task, or the decomp after it; -1 where the option has none."""
+    """The index of the comp before a link task, or of the decomp after it; -1 if there is none."""
     indices = range(place, -1, -1) if what == "comp" else range(place, len(option))
     return next((index for index in indices if option[index].startswith(what + ":")), -1)
 

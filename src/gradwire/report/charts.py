@@ -1,6 +1,6 @@
-"""Line charts and bars that fit any width. What is drawn stretches; text is the page's own and keeps its size.
+"""Line charts and bars that fit any width. Drawings stretch; text keeps its size.
 
-Nothing is told by colour alone: every curve has a dash of its own and a name in words, every kind of bar a pattern.
+Every curve has its own dash and a label, and every kind of bar a pattern, so that no chart relies on colours alone.
 """
 
 import math
@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from gradwire.report.html import Element, short, tag
 
-__all__ = ["STYLES", "Bar", "Curve", "bars", "line_chart", "percent", "ticks"]
-
 STYLES = (
     ("#0072B2", "", 2.5),
     ("#D55E00", "7 4", 2.0),
@@ -18,35 +16,31 @@ STYLES = (
     ("#767676", "10 3 2 3", 2.0),
     ("#8A4B78", "4 2", 1.5),
 )
-"""Colours of Okabe and Ito's palette that are dark enough on white, dashes and widths."""
+"""Colours of Okabe and Ito's palette that are dark enough on white, with dashes and widths."""
 MOST_POINTS = 600
 _BOX = 1000
 
 
 class Curve(NamedTuple):
-    """One line."""
-
     label: str
     x: Sequence[float]
     y: Sequence[float]
 
 
 class Bar(NamedTuple):
-    """One bar of a list."""
-
     label: str
     value: str
-    """In words, behind the bar."""
+    """The text behind the bar."""
     parts: Sequence[tuple[str, float]]
-    """Patterns (classes of the style sheet) and lengths, one after another."""
+    """Pairs of a pattern (a class of the style sheet) and a length."""
     outline: float = 0.0
-    """Length of a hollow bar around them; 0 is none."""
+    """The length of a hollow bar around the parts; 0: none."""
 
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) -> Element:
-    """Curves over one pair of axes. At least one curve has a point."""
+    """A chart of curves, of which at least one has a point."""
     if len(curves) > len(STYLES):
-        raise ValueError(f"{len(curves)} curves in {title!r}: {len(STYLES)} can be told apart.")
+        raise ValueError(f"{len(curves)} curves in {title!r}: there are only {len(STYLES)} styles.")
     curves = [_thinned(curve) for curve in curves]
     x_low, x_high = _range([value for curve in curves for value in curve.x])
     y_low, y_high = _range([value for curve in curves for value in curve.y])
@@ -60,32 +54,25 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
             f"{_BOX * (x - x_low) / (x_high - x_low):.1f},{_BOX - _BOX * (y - y_low) / (y_high - y_low):.1f}"
             for x, y in zip(curve.x, curve.y, strict=True)
         )
-        if len(curve.x) == 1:  # a line of one point shows nothing
+        if len(curve.x) == 1:  # a polyline of one point is invisible
             points += f" {_BOX},{points.partition(',')[2]}"
         drawing.append(tag("polyline", points=points, stroke=colour, stroke_dasharray=dash or None, stroke_width=width))
     y_axis = [tag("span", short(value), style=f"bottom:{percent(value - y_low, y_high - y_low)}") for value in y_ticks]
     x_axis = [tag("span", short(value), style=f"left:{percent(value - x_low, x_high - x_low)}") for value in x_ticks]
-    keys = [
-        tag("span", _sample(*style), f" {curve.label}", class_="key")
-        for curve, style in zip(curves, STYLES, strict=False)
-    ]
+    pairs = zip(curves, STYLES, strict=False)
+    keys = [tag("span", _sample(*style), f" {curve.label}", class_="key") for curve, style in pairs]
+    parts = ("y", y_axis), ("plot", [drawing]), ("x", x_axis)
     return tag(
         "figure",
         tag("figcaption", tag("b", title), " ", *keys),
         tag("div", y_label, class_="unit"),
-        tag(
-            "div",
-            tag("div", *y_axis, class_="y"),
-            tag("div", drawing, class_="plot"),
-            tag("div", *x_axis, class_="x"),
-            class_="chart",
-        ),
+        tag("div", *(tag("div", *content, class_=name) for name, content in parts), class_="chart"),
         tag("div", x_label, class_="unit right"),
     )
 
 
 def bars(rows: Sequence[Bar]) -> Element:
-    """A list of bars of one scale."""
+    """A list of bars with a common scale."""
     longest = max([max(bar.outline, sum(length for _, length in bar.parts)) for bar in rows], default=0.0) or 1.0
     items = []
     for bar in rows:
@@ -94,17 +81,16 @@ def bars(rows: Sequence[Bar]) -> Element:
             strip.append(tag("i", class_="outline", style=f"left:0;width:{percent(bar.outline, longest)}"))
         at = 0.0
         for pattern, length in bar.parts:
-            if not length:
-                continue
-            style = f"left:{percent(at, longest)};width:{percent(length, longest)}"
-            strip.append(tag("i", class_=pattern, style=style))
-            at += length
+            if length:
+                style = f"left:{percent(at, longest)};width:{percent(length, longest)}"
+                strip.append(tag("i", class_=pattern, style=style))
+                at += length
         items.append(tag("li", tag("span", bar.label, class_="name"), strip, tag("span", bar.value, class_="value")))
     return tag("ul", *items, class_="bars")
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Some round numbers in a range.
+    """About five round numbers in a range.
 
     >>> ticks(0.0, 100.0), ticks(2.31, 4.2)
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [2.5, 3.0, 3.5, 4.0])
@@ -117,7 +103,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def percent(part: float, whole: float) -> str:
-    """For style attributes.
+    """A share as a length in CSS.
 
     >>> percent(1.0, 3.0)
     '33.33%'
@@ -126,7 +112,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the greatest value; apart from each other, so that there is an axis."""
+    """The range of an axis: the values and some room."""
     low, high = min(values), max(values)
     room = (high - low) * 0.02 or abs(high) * 0.05 or 1.0
     return low - (room if low > room else 0.0), high + room

@@ -1,28 +1,19 @@
-"""Elements of a page. Text is escaped by the standard library's writer, so that no name of a tensor can be markup.
+"""Elements of a page. The standard library's writer escapes all text, such as names of tensors.
 
 >>> as_html(tag("p", "a < b", tag("b", "!"), class_="lead"))
 '<p class="lead">a &lt; b<b>!</b></p>'
 """
 
-from collections.abc import Iterable
 from xml.etree import ElementTree
-
-__all__ = ["Element", "Node", "as_html", "milliseconds", "short", "size", "tag"]
 
 Element = ElementTree.Element
 Node = Element | str
 
 
 def tag(name: str, /, *children: Node, **attributes: object) -> Element:
-    """An element. Of the attributes' names a last underscore is dropped, others are hyphens; None leaves one out."""
+    """An element. In attribute names a trailing underscore is dropped and others become hyphens. None omits an attribute."""
     named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     element = Element(name, {key: _clean(str(value)) for key, value in named.items()})
-    add(element, children)
-    return element
-
-
-def add(element: Element, children: Iterable[Node]) -> None:
-    """Put more into an element, behind what is there."""
     for child in children:
         if not isinstance(child, str):
             element.append(child)
@@ -30,20 +21,20 @@ def add(element: Element, children: Iterable[Node]) -> None:
             element[-1].tail = (element[-1].tail or "") + _clean(child)
         else:
             element.text = (element.text or "") + _clean(child)
+    return element
 
 
 def as_html(element: Element) -> str:
-    """The markup of one element and all in it."""
     return ElementTree.tostring(element, encoding="unicode", method="html")
 
 
 def _clean(text: str) -> str:
-    """What a page can show: control characters and halves of surrogate pairs are replaced."""
+    """The text with control characters and lone surrogates replaced."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def short(value: float) -> str:
-    """Three significant digits, without an exponent where that is shorter.
+    """A number with three significant digits.
 
     >>> short(0.17234), short(61.25), short(1234.5), short(0.0), short(1e9)
     ('0.172', '61.2', '1234', '0', '1e+09')
@@ -54,7 +45,7 @@ def short(value: float) -> str:
 
 
 def milliseconds(us: float) -> str:
-    """A time for people.
+    """A time in milliseconds.
 
     >>> milliseconds(61_250.0), milliseconds(12.0)
     ('61.2 ms', '0.012 ms')
@@ -63,7 +54,7 @@ def milliseconds(us: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people.
+    """A number of bytes with a unit.
 
     >>> size(24_300_000), size(5120), size(12)
     ('24.3 MB', '5.12 kB', '12 bytes')

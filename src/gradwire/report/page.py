@@ -1,17 +1,30 @@
-"""The page of a run: one self-contained HTML file, without scripts, without anything from elsewhere."""
+"""The page of a run: one self-contained HTML file without scripts and without external resources."""
 
+from pathlib import Path
+
+from gradwire.core.files import write_whole
 from gradwire.record.run import Run
 from gradwire.report.html import Element, as_html, tag
-from gradwire.report.predict import Predicted
+from gradwire.report.predict import Predicted, predicted
 from gradwire.report.sections import SECTIONS, made, section_facts
 from gradwire.report.style import STYLE
 from gradwire.report.words import summary
 
-__all__ = ["page"]
+
+def write_report(folder: Path, out: Path | None = None) -> str:
+    """Write the page of a run, by default report.html beside the run's record. Returns the summary and the page's path.
+
+    Raises FormatError if the record cannot be read, WriteError if the page cannot be written.
+    """
+    run = Run.read(folder)
+    beside = folder if folder.is_dir() else folder.parent
+    path = out or beside / "report.html"
+    write_whole(path, page(run, predicted(run, beside)))
+    return f"{summary(run)}\nReport: {path}"
 
 
-def page(run: Run, predicted: Predicted) -> str:
-    """The file's text. `predicted` is `gradwire.report.predict.predicted` of the run and its folder."""
+def page(run: Run, forecast: Predicted) -> str:
+    """The HTML text of the page."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -24,7 +37,7 @@ def page(run: Run, predicted: Predicted) -> str:
         tag("p", summary(run), class_="lead"),
         *(tag("p", tag("b", "Note: "), note) for note in run.notes),
         section_facts(run),
-        *(_section(title, *part(run, predicted)) for title, part in SECTIONS.items()),
+        *(_section(title, *part(run, forecast)) for title, part in SECTIONS.items()),
         _section("How this was measured", made(run)),
     ]
     return "<!DOCTYPE html>\n" + as_html(tag("html", head, tag("body", tag("main", *body)), lang="en")) + "\n"

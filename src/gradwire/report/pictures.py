@@ -1,6 +1,4 @@
-"""Curves as small PNGs that can be read at half a page's width, and told apart without colours: every curve has a colour, a
-marker and a line style of its own.
-"""
+"""Curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line style."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +11,7 @@ from gradwire.core.checks import show
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["COLOURS", "Panel", "canvas", "check_picture", "draw_lines", "looks_of", "save"]
-
-# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
+# Okabe and Ito's palette, made for all kinds of colour vision
 COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
 MARKERS = ("o", "v", "s", "^", "D", "*", "", "x")
 STYLES = ("--", ":", "-.", "-", ":", "-", "-", "--")
@@ -32,56 +28,39 @@ MOST_PANELS = 9
 
 
 class Panel(NamedTuple):
-    """One pair of axes."""
-
     title: str
     x: Sequence[float | str]
     """Positions of points, or names of groups of bars."""
     curves: Mapping[str, Sequence[float]]
-    """By label: a value for each of x. Equal labels look alike in all panels."""
+    """By label, a value for each x. A label has the same look in all panels."""
 
 
 def check_picture(path: Path, panels: int = 1) -> None:
-    """To be called before the work that a picture is made of.
+    """Check before the computation that a picture can be drawn.
 
-    Raises FormatError for a file that is no .png or in no folder, and for more panels than can be read; GradwireError if
-    matplotlib is missing.
+    Raises FormatError if the file is no .png, its folder is missing or there are too many panels; GradwireError without
+    matplotlib.
     """
     _check_panels(panels)
     if path.suffix.lower() != ".png":
-        raise FormatError(
-            f"--picture is {show(str(path))}: pictures are written as PNG only. Let its name end with .png."
-        )
+        raise FormatError(f"--picture is {show(str(path))}: a picture is a PNG file. Use a name that ends with .png.")
     if not path.parent.is_dir():
         raise FormatError(
-            f"--picture is {show(str(path))}: there is no folder {show(str(path.parent))}. Make it first."
+            f"--picture is {show(str(path))}: there is no folder {show(str(path.parent))}. Create the folder."
         )
     if find_spec("matplotlib") is None:
-        raise GradwireError(
-            f"--picture {path} needs matplotlib, which is not installed. Install it: pip install matplotlib."
-        )
+        raise GradwireError(f"--picture {path} needs matplotlib, which is not installed. Run: pip install matplotlib")
 
 
 def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> None:
-    """Curves over x, which is drawn by its logarithm, as rates and numbers of nodes are told by doublings. y begins at 0.
-
-    Raises FormatError if there are more panels than can be read.
-    """
+    """Draw curves over a logarithmic x axis and a y axis from 0. Raises FormatError for too many panels."""
     looks = looks_of(panels)
     with canvas(path, title, panels, x_label, y_label) as grid:
         for axes, panel in zip(grid, panels, strict=True):
             for label, values in panel.curves.items():
                 look = looks[label] % len(COLOURS)
-                axes.plot(
-                    panel.x,
-                    values,
-                    STYLES[look],
-                    label=label,
-                    color=COLOURS[look],
-                    marker=MARKERS[look],
-                    markersize=7,
-                    linewidth=1.8,
-                )
+                style = {"color": COLOURS[look], "marker": MARKERS[look], "markersize": 7, "linewidth": 1.8}
+                axes.plot(panel.x, values, STYLES[look], label=label, **style)
             axes.set_xscale("log", base=2)
             ticks = list(panel.x)[:: 1 + (len(panel.x) - 1) // 7]
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -90,7 +69,7 @@ def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_
 
 
 def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) -> None:
-    """Write a figure as PNG in one step; with so many colours at most, which makes drawings several times smaller."""
+    """Write a figure as PNG. A limit on the number of colours makes drawings several times smaller."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi)
     if colours is not None:
@@ -104,7 +83,7 @@ def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) ->
 
 @contextmanager
 def canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> Iterator[list[Any]]:
-    """The axes of each panel in reading order, to draw on; then labels and one legend for all are added, and it is written."""
+    """The axes of the panels in reading order. On exit, add labels and a common legend, and write the picture."""
     _check_panels(len(panels))
     import matplotlib
 
@@ -140,12 +119,11 @@ def canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_labe
 def _check_panels(panels: int) -> None:
     if not 0 < panels <= MOST_PANELS:
         raise FormatError(
-            f"the picture would have {panels} panels, and 1 to {MOST_PANELS} can be read. Give fewer rates or fewer numbers "
-            "of nodes."
+            f"the picture has {panels} panels, and the limit is {MOST_PANELS}. Give fewer rates or fewer numbers of nodes."
         )
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, int]:
-    """A look for each label, by when it comes first."""
+    """The index of the style of each label, in order of first use."""
     labels = dict.fromkeys(label for panel in panels for label in panel.curves)
     return {label: place for place, label in enumerate(labels)}

@@ -1,4 +1,4 @@
-"""The predicted timeline of a recorded run, from what was profiled into the same folder."""
+"""The predicted timeline of a recorded run, from the profile in the same folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +10,9 @@ from gradwire.errors import GradwireError
 from gradwire.record.run import Run
 from gradwire.sim.timeline import Timeline, simulate
 
-__all__ = ["Predicted", "predicted"]
-
 
 class Predicted(NamedTuple):
-    """A timeline, or why there is none."""
+    """A timeline, or the reason why there is none."""
 
     timeline: Timeline | None
     why_not: str = ""
@@ -25,8 +23,8 @@ def predicted(run: Run, folder: Path) -> Predicted:
     if not (folder / "profile.json").exists():
         return Predicted(
             None,
-            "The step was not predicted: the folder has no profile.json. Call handle.profile() with the run's folder "
-            "before handle.record().",
+            "The step was not predicted: the folder has no profile.json. Call handle.profile() with the run's folder before "
+            "handle.record().",
         )
     try:
         profile, cluster = Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json")

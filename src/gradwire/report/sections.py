@@ -1,4 +1,4 @@
-"""The parts of a run's page. Each gives its elements; what the run does not have is left out with a word why."""
+"""The sections of a run's page. A section without data says why it is empty."""
 
 import statistics
 from collections.abc import Iterator
@@ -10,16 +10,14 @@ from gradwire.report.predict import Predicted
 from gradwire.report.steps import step_figure, step_table
 from gradwire.report.words import decided, final_loss, share, spread, step_us
 
-__all__ = ["SECTIONS", "made", "section_facts"]
-
 MOST_ROWS = 12
-"""Rows of a list that are seen at once; the others fold out."""
+"""The rows of a list that are visible at once; the others fold out."""
 SMOOTHED_PARTS = 30
-"""A running mean is over this part of the steps."""
+"""A running mean covers one part of so many of the steps."""
 
 
 def section_facts(run: Run) -> Element:
-    """The numbers that people look for first."""
+    """The most important numbers."""
     facts = {
         "step, median": milliseconds(step_us(run)) if run.steps else "none",
         "sent, a step and rank": size(run.wire_bytes),
@@ -32,7 +30,7 @@ def section_facts(run: Run) -> Element:
 
 
 def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """Who decided, what, and why."""
+    """The source of the plan, the plan, and the reasons."""
     yield tag("p", f"The plan came from {run.decision.by}.")
     yield tag("ul", *(tag("li", line) for line in decided(run)))
     if run.decision.words:
@@ -45,48 +43,39 @@ def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
             for each in run.decision.alternatives
         ])  # fmt: skip
     if (told := run.plan.prediction) is not None:
-        yield tag(
-            "p",
-            f"The planner expected {milliseconds(told.step_us)} a step, {milliseconds(told.baseline_step_us)} of plain "
-            f"all-reduce, and knew that no plan is below {milliseconds(told.lower_bound_us)}.",
+        bounds = (
+            f"{milliseconds(told.baseline_step_us)} with plain all-reduce, at least {milliseconds(told.lower_bound_us)}"
         )
+        yield tag("p", f"The planner predicted {milliseconds(told.step_us)} per step ({bounds} with any plan).")
 
 
 def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """Step times, and what was saved against others."""
+    """Step times, and the savings against other methods."""
     if not run.steps:
         yield _left_out("No step was recorded, so there are no times.")
         return
     low, high = spread(run)
-    yield tag(
-        "p",
-        f"A step takes {milliseconds(step_us(run))} (median); eight of ten are between {milliseconds(low)} and "
-        f"{milliseconds(high)}.",
-    )
+    between = f"{milliseconds(low)} and {milliseconds(high)}"
+    yield tag("p", f"A step takes {milliseconds(step_us(run))} (median); eight of ten steps take between {between}.")
     if not run.rivals:
-        yield _left_out("Nothing else was measured beside this run: gradwire bench and gradwire demo do that.")
-    rows = [Bar("this run", milliseconds(step_us(run)), [("solid", step_us(run))])]
-    for rival in run.rivals:
-        rows.append(Bar(rival.name, milliseconds(rival.step_us), [("hatched", rival.step_us)]))
-    if run.rivals:
-        yield bars(rows)
+        yield _left_out("No other method was measured beside this run: use gradwire bench or gradwire demo to compare.")
+    else:
+        others = [Bar(each.name, milliseconds(each.step_us), [("hatched", each.step_us)]) for each in run.rivals]
+        yield bars([Bar("this run", milliseconds(step_us(run)), [("solid", step_us(run))]), *others])
     for rival in run.rivals:
         yield tag("p", _saved(run, rival))
         if rival.again is not None:
-            yield tag(
-                "p",
-                f"A/A: {rival.name} against itself in the same run is {_interval(rival.again)}; a ratio within that is noise.",
-                class_="note",
-            )
+            same = f"A/A: {rival.name} against itself in the same run is {_interval(rival.again)}."
+            yield _left_out(f"{same} A ratio within this interval is noise.")
         else:
-            yield _left_out(f"{rival.name} was not measured twice, so the noise of its ratio (A/A) is not known.")
+            yield _left_out(f"{rival.name} was not measured twice, so the noise of its ratio (A/A) is unknown.")
     lengths = Curve("step", [step.step for step in run.steps], [step.step_us / 1e3 for step in run.steps])
-    exposed = Curve("of it exposed exchange", lengths.x, [step.exposed_us / 1e3 for step in run.steps])
+    exposed = Curve("exposed exchange", lengths.x, [step.exposed_us / 1e3 for step in run.steps])
     yield line_chart("Step time", "step", "ms", [lengths, exposed])
 
 
 def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The timelines side by side."""
+    """The predicted and the measured timeline side by side."""
     if predicted.timeline is not None or run.timeline is not None:
         yield step_figure(predicted.timeline, run.timeline)
         yield step_table(predicted.timeline, run.timeline)
@@ -96,15 +85,17 @@ def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
     if predicted.timeline is None:
         yield _left_out(predicted.why_not)
     if run.timeline is None:
-        where = "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} only queue their work"
+        where = (
+            "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} queue work without waiting"
+        )
         yield _left_out(f"The step has no measured timeline: {where}.")
 
 
 def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """Against step and against time."""
+    """The loss over steps and over time."""
     steps = [(step.step, step.end_s, step.loss) for step in run.steps if step.loss is not None]
     if not steps:
-        yield _left_out("No loss was logged. Call recording.log(loss=loss) once a step.")
+        yield _left_out("No loss was logged. Call recording.log(loss=loss) in every step.")
         return
     values = [value for _, _, value in steps]
     rivals = [rival for rival in run.rivals if rival.loss]
@@ -125,59 +116,51 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
         class_="pair",
     )
     if others := [rival.name for rival in rivals[len(drawn) :]]:
-        yield _left_out(f"Not drawn: {', '.join(others)}. No more than {len(STYLES)} curves can be told apart.")
+        yield _left_out(f"Not drawn: {', '.join(others)}. A chart has at most {len(STYLES)} curves.")
     if len(values) >= SMOOTHED_PARTS:
         yield tag("p", f"Lines are running means over {len(values) // SMOOTHED_PARTS} steps.", class_="note")
 
 
 def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """What each bucket sends, inside the gradients that it holds."""
+    """The bytes that each bucket sends, beside the bytes of its gradients."""
     rows = []
     for index, (record, bucket) in enumerate(zip(run.buckets, run.plan.buckets, strict=True)):
         specs = sorted({repr(spec) for spec in bucket.specs})
         count = len(bucket.tensors)
         name = f"{index}: {bucket.tensors[0]}" + f" and {count - 1} more" * (count > 1)
-        pieces = f", {record.chunks} chunks" * (record.chunks > 1)
-        rows.append(
-            Bar(
-                name,
-                f"{size(record.wire_bytes)} of {size(record.gradient_bytes)}, {' and '.join(specs)}{pieces}",
-                [("solid", record.inter_bytes), ("dotted", record.intra_bytes)],
-                record.gradient_bytes,
-            )
-        )
-    inter, intra = (sum(getattr(b, field) for b in run.buckets) for field in ("inter_bytes", "intra_bytes"))
-    yield tag(
-        "p",
-        f"A rank sends {size(run.wire_bytes)} a step: {size(inter)} between nodes and {size(intra)} inside its node.",
-    )
-    yield tag(
-        "p",
-        *_keys({"solid": "between nodes", "dotted": "inside the node", "outline": "the gradients themselves"}),
-    )
+        told = f"{size(record.wire_bytes)} of {size(record.gradient_bytes)}, {' and '.join(specs)}"
+        told += f", {record.chunks} chunks" * (record.chunks > 1)
+        parts = [("solid", record.inter_bytes), ("dotted", record.intra_bytes)]
+        rows.append(Bar(name, told, parts, record.gradient_bytes))
+    inter, intra = (size(sum(getattr(b, field) for b in run.buckets)) for field in ("inter_bytes", "intra_bytes"))
+    yield tag("p", f"A rank sends {size(run.wire_bytes)} per step: {inter} between nodes and {intra} inside its node.")
+    patterns = {"solid": "between nodes", "dotted": "inside the node", "outline": "the gradients themselves"}
+    keys = [tag("span", tag("i", class_=f"swatch {p}"), f" {name}", class_="key") for p, name in patterns.items()]
+    yield tag("p", *keys)
     yield from _folded(rows, "buckets")
 
 
 def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """What one encode loses of each tensor."""
+    """The error of one encode of each tensor."""
     compressed = {name for b in run.plan.buckets for name in b.tensors if b.spec_of(name).encodes}
     if not compressed:
-        yield _left_out("Nothing is compressed, so nothing is lost.")
+        yield _left_out("The plan compresses no tensor, so there is no error.")
         return
     measured = [tensor for tensor in run.tensors if tensor.error and tensor.name in compressed]
     if not measured:
-        yield _left_out("No error was measured: record with error_steps above 0. What is summed in rounds has none.")
+        yield _left_out(
+            "No error was measured. Record with error_steps above 0. Specs that sum in rounds have no error."
+        )
         return
     rows = []
     for tensor in sorted(measured, key=lambda each: -_mean_error(each)):
-        told = (
-            f"{short(100 * _mean_error(tensor))} %, {short(tensor.bits[-1][1]) if tensor.bits else '?'} bits an element"
-        )
+        bits = short(tensor.bits[-1][1]) if tensor.bits else "?"
+        told = f"{short(100 * _mean_error(tensor))} %, {bits} bits per element"
         rows.append(Bar(tensor.name, told, [("hatched", _mean_error(tensor))]))
     yield tag(
         "p",
-        "Relative l2 error of one encode of a rank's gradient, mean over the steps in which it was measured. Residuals, which "
-        "return what was lost, are left out.",
+        "Relative l2 error of one encode of a rank's gradient, the mean over the measured steps. The error does not include "
+        "residuals.",
     )
     yield from _folded(rows, "tensors")
     without = len(compressed) - len(measured)
@@ -188,7 +171,7 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """Bits by tensor over time."""
+    """The bits per element over time."""
     known = [tensor for tensor in run.tensors if tensor.bits and tensor.numel]
     if not known:
         yield _left_out("The run has no bits by tensor.")
@@ -196,9 +179,8 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
     last = [(tensor.bits[-1][1], tensor.numel) for tensor in known]
     mean = sum(b * n for b, n in last) / sum(n for _, n in last)
     least, most = min(b for b, _ in last), max(b for b, _ in last)
-    yield tag(
-        "p", f"At the end an element takes {short(mean)} bits on average, by tensor {short(least)} to {short(most)}."
-    )
+    by_tensor = f"{short(least)} to {short(most)} by tensor"
+    yield tag("p", f"At the end an element takes {short(mean)} bits on average ({by_tensor}).")
     changes = sorted({step for tensor in known for step, _ in tensor.bits})
     if len(changes) == 1:
         yield _left_out("The bits of no tensor changed during the run.")
@@ -213,18 +195,17 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
         lows += [min(b for b, _ in there)] * 2
         highs += [max(b for b, _ in there)] * 2
     curves = [Curve("mean over elements", at, means), Curve("most", at, highs), Curve("least", at, lows)]
-    yield line_chart("Bits an element", "step", "bits", curves)
+    yield line_chart("Bits per element", "step", "bits", curves)
 
 
 def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """What gradwire holds beside the training itself."""
+    """The memory that gradwire uses."""
     gradients, residuals, payloads = run.memory.gradient_bytes, run.memory.residual_bytes, run.memory.payload_bytes
-    rows = [
-        Bar("gradients", f"{size(gradients)}, which training takes anyway", [("solid", gradients)]),
-        Bar("residuals and the like", size(residuals), [("hatched", residuals)]),
+    yield bars([
+        Bar("gradients", f"{size(gradients)}, which training needs anyway", [("solid", gradients)]),
+        Bar("residuals and other state", size(residuals), [("hatched", residuals)]),
         Bar("payloads and partial sums", size(payloads), [("dotted", payloads)]),
-    ]
-    yield bars(rows)
+    ])  # fmt: skip
 
 
 SECTIONS = {
@@ -240,22 +221,22 @@ SECTIONS = {
 
 
 def made(run: Run) -> Element:
-    """Where the numbers come from."""
+    """The origin of the numbers."""
     about = f"{run.model} on {run.device}, recorded by rank 0 on {run.made.host} at {run.made.date} by"
     return tag("p", f"{about} ", tag("code", run.made.command), class_="note")
 
 
 def _saved(run: Run, rival: Rival) -> str:
-    """Time and bytes against another way of training."""
+    """The time and the bytes that the run saved against a rival."""
     count = _count(run)
     seconds = (rival.step_us - step_us(run)) * count / 1e6
     words = f"Against {rival.name}: {_interval(rival.speedup, ' times as fast')}. "
-    words += f"Over {count} steps that {'saved' if seconds >= 0 else 'cost'} {short(abs(seconds))} s"
+    words += f"Over {count} steps this run {'saved' if seconds >= 0 else 'cost'} {short(abs(seconds))} s"
     if rival.sent_bytes is None:
         return words + "."
     fewer = (rival.sent_bytes - run.wire_bytes) * count
     what = "saved" if fewer >= 0 else "cost"
-    return f"{words}, and {what} {size(abs(fewer))} a rank: {share(run.wire_bytes, rival.sent_bytes)}."
+    return f"{words}, and {what} {size(abs(fewer))} per rank: {share(run.wire_bytes, rival.sent_bytes)}."
 
 
 def _interval(told: Interval, what: str = "") -> str:
@@ -263,16 +244,12 @@ def _interval(told: Interval, what: str = "") -> str:
 
 
 def _count(run: Run) -> int:
-    """Steps of the run; not all are in a long one's record."""
+    """The number of steps. The record of a long run skips steps."""
     return run.steps[-1].step - run.steps[0].step + 1 if run.steps else 0
 
 
 def _left_out(why: str) -> Element:
     return tag("p", why, class_="note")
-
-
-def _keys(patterns: dict[str, str]) -> list[Element]:
-    return [tag("span", tag("i", class_=f"swatch {p}"), f" {name}", class_="key") for p, name in patterns.items()]
 
 
 def _folded(rows: list[Bar], what: str) -> Iterator[Element]:
@@ -288,11 +265,11 @@ def _mean_error(tensor: TensorRecord) -> float:
 
 
 def _at(tensor: TensorRecord, step: int) -> float | None:
-    """The bits of a tensor in a step; None before it was known."""
+    """The bits of a tensor in a step; None before the tensor was known."""
     return next((value for begin, value in reversed(tensor.bits) if begin <= step), None)
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """The running mean over the last ones."""
+    """The running mean of the losses."""
     window = max(1, len(values) // SMOOTHED_PARTS)
     return [statistics.fmean(values[max(0, index + 1 - window) : index + 1]) for index in range(len(values))]

@@ -1,13 +1,11 @@
-"""One step, predicted and measured side by side: a track for each resource, on one scale of time."""
+"""One step, predicted and measured side by side: a track for each resource, on a common time axis."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gradwire.report.charts import percent, ticks
 from gradwire.report.html import Element, milliseconds, short, tag
-from gradwire.sim.timeline import Event, Timeline
-
-__all__ = ["KINDS", "step_figure", "step_table"]
+from gradwire.sim.timeline import Timeline
 
 KINDS = {
     "optimizer": "optimizer",
@@ -24,12 +22,12 @@ KINDS = {
     "allgather": "gather phase",
     "broadcast": "gather phase",
 }
-"""What the page calls tasks, and what it draws alike."""
+"""The page's name for each task. Tasks with equal names look alike."""
 MOST_TRACKS = 4
 NARROW = 0.002
-"""Of the length: what is narrower is drawn as one with a neighbour of its kind."""
+"""Share of the step's length. Narrower pieces are joined with a neighbour of their kind."""
 PARTED, LABELLED = 0.005, 0.04
-"""Of the length: what is wider is parted from its neighbours, and has its bucket's number."""
+"""Shares of the step's length. Wider pieces get a border, and the number of their bucket."""
 
 
 class _Span(NamedTuple):
@@ -41,8 +39,8 @@ class _Span(NamedTuple):
 
 
 def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Element:
-    """The tracks of those that there are; at least one is."""
-    shown = [(name, t) for name, t in (("predicted", predicted), ("measured", measured)) if t is not None]
+    """The tracks of the given timelines, at least one."""
+    shown = _shown(predicted, measured)
     length = max([t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]) or 1.0
     lanes, kinds = [], set()
     for row in ("compute", "codec", "intra link", "inter link"):
@@ -61,13 +59,13 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
         "figure",
         tag("figcaption", *keys),
         tag("div", *lanes, tag("div", tag("span"), tag("div", *marks, class_="x"), class_="lane"), class_="lanes"),
-        tag("div", "milliseconds from the begin of the step", class_="unit right"),
+        tag("div", "milliseconds from the start of the step", class_="unit right"),
     )
 
 
 def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element:
-    """The step's parts, a column for each timeline that there is."""
-    shown = [(name, t) for name, t in (("predicted", predicted), ("measured", measured)) if t is not None]
+    """The step's parts, with a column for each given timeline."""
+    shown = _shown(predicted, measured)
     rows = {
         "step": "step_us",
         "optimizer": "optimizer_us",
@@ -78,18 +76,15 @@ def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element
         "idle": "idle_us",
     }
     head = tag("tr", tag("th", "per step"), *(tag("th", name) for name, _ in shown))
-    body = [
-        tag(
-            "tr",
-            tag("th", what),
-            *(
-                tag("td", milliseconds(getattr(t, field) / (1 if field == "step_us" else max(1, t.steps))))
-                for _, t in shown
-            ),
-        )
-        for what, field in rows.items()
-    ]
+    body = []
+    for what, field in rows.items():
+        times = [getattr(t, field) / (1 if field == "step_us" else max(1, t.steps)) for _, t in shown]
+        body.append(tag("tr", tag("th", what), *(tag("td", milliseconds(us)) for us in times)))
     return tag("table", tag("thead", head), tag("tbody", *body))
+
+
+def _shown(predicted: Timeline | None, measured: Timeline | None) -> list[tuple[str, Timeline]]:
+    return [(name, t) for name, t in (("predicted", predicted), ("measured", measured)) if t is not None]
 
 
 def _pieces(timeline: Timeline, row: str) -> Iterator[_Span]:
@@ -97,30 +92,22 @@ def _pieces(timeline: Timeline, row: str) -> Iterator[_Span]:
         own_work = event.bucket >= 0 and not event.resource.endswith("link")
         if row == ("codec" if own_work else event.resource) and event.end_us > event.start_us:
             times = f"{milliseconds(event.start_us)} to {milliseconds(event.end_us)}"
-            label = "" if event.bucket < 0 else str(event.bucket)
-            yield _Span(KINDS.get(event.what, "other"), event.start_us, event.end_us, f"{_name(event)}: {times}", label)
-
-
-def _name(event: Event) -> str:
-    if event.bucket < 0:
-        return f"{event.what} {event.tensor}".rstrip()
-    return f"{event.what}, bucket {event.bucket}" + f", chunk {event.chunk}" * (event.chunk > 0)
+            name, label = f"{event.what} {event.tensor}".rstrip(), ""
+            if event.bucket >= 0:
+                name = f"{event.what}, bucket {event.bucket}" + f", chunk {event.chunk}" * (event.chunk > 0)
+                label = str(event.bucket)
+            yield _Span(KINDS.get(event.what, "other"), event.start_us, event.end_us, f"{name}: {times}", label)
 
 
 def _joined(pieces: Sequence[_Span], length: float) -> list[_Span]:
-    """Narrow neighbours of one kind as one piece, so that a page of any model stays small."""
+    """Join narrow neighbours of one kind, so that the page of a large model stays small."""
     result: list[_Span] = []
     for piece in pieces:
-        last = result[-1] if result else None
-        narrow = min(piece.end_us - piece.start_us, piece.start_us - last.end_us if last else length) < NARROW * length
-        near = last is not None and 0 <= piece.start_us - last.end_us < NARROW * length
-        if (
-            last is not None
-            and last.kind == piece.kind
-            and narrow
-            and near
-            and not (piece.label and last.label != piece.label)
-        ):
+        last = result[-1] if result else piece
+        gap = piece.start_us - last.end_us
+        narrow = min(piece.end_us - piece.start_us, gap) < NARROW * length
+        alike = last.kind == piece.kind and (not piece.label or last.label == piece.label)
+        if result and alike and narrow and 0 <= gap < NARROW * length:
             told = last.told.partition(" … ")[0] + " … " + piece.told
             result[-1] = last._replace(end_us=piece.end_us, told=told)
         else:
@@ -129,14 +116,12 @@ def _joined(pieces: Sequence[_Span], length: float) -> list[_Span]:
 
 
 def _track(pieces: Sequence[_Span], length: float) -> Element:
-    """Pieces at the same time, such as those of several lanes, lie under each other."""
+    """A track. Simultaneous pieces, such as those of several lanes, get rows of their own."""
     free_at: list[float] = []
     placed: list[tuple[int, _Span]] = []
     for piece in pieces:
         place = next((at for at, time in enumerate(free_at) if time <= piece.start_us), len(free_at))
-        if place == len(free_at):
-            free_at.append(piece.end_us)
-        free_at[place] = piece.end_us
+        free_at[place : place + 1] = [piece.end_us]
         placed.append((min(place, MOST_TRACKS - 1), piece))
     rows = min(len(free_at), MOST_TRACKS)
     track = tag("div", class_="track", style=f"--rows:{rows}")

@@ -1,7 +1,5 @@
 """The page's style sheet. Dark text on white; patterns beside colours; nothing wider than the window."""
 
-__all__ = ["STYLE"]
-
 STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: #fff; color: #1a1a1a;

@@ -6,11 +6,9 @@ from pathlib import Path
 from gradwire.planner.sweep import LABELS, SweepRow
 from gradwire.report.pictures import Panel, draw_lines
 
-__all__ = ["draw_sweep"]
-
 
 def draw_sweep(rows: Sequence[SweepRow], model: str, path: Path) -> None:
-    """Scaling factors against what was swept; of two sweeps the longer one is along the axis, the other makes panels."""
+    """Draw scaling factors over the swept values. With two sweeps, the longer one is the axis, the other makes panels."""
     rates, counts = (list(dict.fromkeys(row[field] for row in rows)) for field in (2, 0))
     over_rates = len(rates) > len(counts)
     along, beside = (rates, counts) if over_rates else (counts, rates)

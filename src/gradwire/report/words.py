@@ -1,4 +1,4 @@
-"""What a run comes to, in sentences and numbers."""
+"""A run in sentences and numbers."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from gradwire.record.run import Run
 from gradwire.report.html import milliseconds, short, size
 
-__all__ = ["decided", "final_loss", "share", "spread", "step_us", "summary"]
-
 FINAL_STEPS = 10
-"""The final loss is the mean of so many last steps: a single batch says little."""
 
 
 def step_us(run: Run) -> float:
-    """The median step, without those of the warm-up."""
+    """The median step without the warm-up."""
     return statistics.median(_lengths(run)) if run.steps else 0.0
 
 
 def spread(run: Run) -> tuple[float, float]:
-    """The steps' tenth and ninetieth percentile."""
+    """The 10th and the 90th percentile of the steps."""
     lengths = sorted(_lengths(run))
     return lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
 
@@ -30,15 +27,15 @@ def _lengths(run: Run) -> list[float]:
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """The mean of the last ones."""
+    """The mean of the last FINAL_STEPS losses."""
     return statistics.fmean(losses[-FINAL_STEPS:])
 
 
 def summary(run: Run) -> str:
-    """The first line of the page, and of the command."""
+    """The first line of the page and of the command."""
     if not run.steps:
-        return "No step was recorded: the loop ended before a first one."
-    sends = f"sends {size(run.wire_bytes)} a step and rank, where gradients are {size(run.gradient_bytes)}"
+        return "No step was recorded: the loop ended before its first step."
+    sends = f"sends {size(run.wire_bytes)} per step and rank, for gradients of {size(run.gradient_bytes)}"
     if not run.rivals:
         low, high = spread(run)
         return (
@@ -53,7 +50,7 @@ def summary(run: Run) -> str:
     elif speed.high < 1:
         told = f"slower than {rival.name}, at {speed.ratio:.2f} times its speed ({interval})"
     else:
-        told = f"no faster and no slower than {rival.name} can be told apart ({speed.ratio:.2f} times, {interval})"
+        told = f"not measurably faster or slower than {rival.name} ({speed.ratio:.2f} times, {interval})"
     bytes_told = f"; {share(run.wire_bytes, rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
     return (
         f"gradwire is {told}: {milliseconds(step_us(run))} a step instead of {milliseconds(rival.step_us)}. "
@@ -62,39 +59,30 @@ def summary(run: Run) -> str:
 
 
 def share(nbytes: float, others: float) -> str:
-    """How many times fewer bytes, or more.
+    """A number of bytes compared with others, in words.
 
     >>> share(10, 80), share(10, 5), share(10, 10)
     ('8 times fewer bytes', '2 times more bytes', 'no fewer bytes')
     """
     if not nbytes or not others or abs(nbytes - others) < 0.005 * others:
         return "no fewer bytes"
-    return (
-        f"{short(others / nbytes)} times fewer bytes"
-        if nbytes < others
-        else f"{short(nbytes / others)} times more bytes"
-    )
+    fewer, more = f"{short(others / nbytes)} times fewer bytes", f"{short(nbytes / others)} times more bytes"
+    return fewer if nbytes < others else more
 
 
 def decided(run: Run) -> list[str]:
-    """What the plan does, a line for each spec and option, the most bytes first."""
+    """The plan in words: a line for each spec and scheme, the most bytes first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for index, bucket in enumerate(run.plan.buckets):
         specs = sorted({repr(spec) for spec in bucket.specs if spec.encodes})
         way = " then ".join(dict.fromkeys(bucket.link_tasks))
         groups.setdefault((" and ".join(specs) or "uncompressed", way), []).append(index)
-    lines = []
-    for (spec, way), indices in sorted(groups.items(), key=lambda item: -_gradient_bytes(run, item[1])):
-        tensors = sum(len(run.plan.buckets[index].tensors) for index in indices)
-        nbytes = _gradient_bytes(run, indices)
-        lines.append(
-            f"{_count(tensors, 'tensor')} of {size(nbytes)} in {_count(len(indices), 'bucket')}: {spec}, by {way}."
-        )
-    return lines
-
-
-def _gradient_bytes(run: Run, indices: Sequence[int]) -> int:
-    return sum(run.buckets[index].gradient_bytes for index in indices)
+    rows = []
+    for (spec, way), indices in groups.items():
+        tensors = _count(sum(len(run.plan.buckets[index].tensors) for index in indices), "tensor")
+        nbytes = sum(run.buckets[index].gradient_bytes for index in indices)
+        rows.append((nbytes, f"{tensors} of {size(nbytes)} in {_count(len(indices), 'bucket')}: {spec}, by {way}."))
+    return [line for _, line in sorted(rows, key=lambda row: -row[0])]
 
 
 def _count(number: int, what: str) -> str:

@@ -1,11 +1,10 @@
-"""Emulated clusters: every node a network namespace on one machine, every link with a rate of its own.
+"""Emulated clusters: every node is a network namespace on one machine, and every link has its own rate.
 
 >>> with EmulatedCluster(nodes=2, ranks_per_node=1, inter="500mbit") as cluster:  # doctest: +SKIP
 ...     code = cluster.run([sys.executable, "-u", "train.py"])
 
-Needs Linux, iproute2 and either root or unprivileged user namespaces; `permission_problem()` says which is missing.
-A link has a rate and no added delay. A rank finds itself on host `node<i>`, at 10.218.x.y. Ranks share the machine's
-cores, memory and disk.
+Needs Linux, iproute2, and root or unprivileged user namespaces; `permission_problem()` says what is missing. A link has a
+rate and no added delay. A rank runs on host `node<i>` at 10.218.x.y. Ranks share the machine's cores, memory and disk.
 """
 
 from gradwire.testbed.cluster import EmulatedCluster

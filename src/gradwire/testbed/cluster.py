@@ -1,4 +1,4 @@
-"""An emulated cluster: namespaces as nodes, and runs of ranks on them."""
+"""An emulated cluster: nodes as network namespaces, and runs of ranks on the nodes."""
 
 import contextlib
 import itertools
@@ -31,17 +31,17 @@ _serials = itertools.count()
 class EmulatedCluster:
     """`nodes` network namespaces on a bridge, with `ranks_per_node` ranks in each; a context manager.
 
-    inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra that of the
-    loopback inside a node; None means unlimited. Every node has an equal share of the processors that this process may
-    use. Entering removes what dead clusters left on this machine and makes the namespaces; leaving kills what still
-    runs in them and removes them, whatever happened in between.
+    inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra the rate of the
+    loopback inside a node; None means unlimited. Every node has an equal share of this process's processors. Entering
+    removes the leftovers of dead clusters and makes the namespaces. Leaving kills the processes inside and removes the
+    namespaces.
 
     >>> with EmulatedCluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
     ...     cluster.set_inter("100mbit")
     ...     (sent, received), _ = cluster.counters()
 
-    Raises TestbedError for impossible sizes or rates, and on entering where no namespaces can be made.
+    Raises TestbedError for impossible sizes or rates, and on entering if namespaces cannot be made.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int = 1, inter: str | None = None, intra: str | None = None) -> None:
@@ -67,11 +67,11 @@ class EmulatedCluster:
     def __enter__(self) -> Self:
         problem = permission_problem()
         if problem is None and needs_user_namespace():
-            problem = "this user may make namespaces only inside a user namespace, and this process is not in one"
+            problem = "this user needs a user namespace to make namespaces, and this process is not in one"
         if problem is not None:
             raise TestbedError(
                 f"no emulated cluster can be made here: {problem}. Run as root, use `gradwire emulate`, or call "
-                "gradwire.testbed.reexec_in_user_namespace_if_needed first, which also says what else would help."
+                "gradwire.testbed.reexec_in_user_namespace_if_needed first."
             )
         self._terminations.enter_context(exit_on_termination())
         try:
@@ -90,7 +90,7 @@ class EmulatedCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Kill, remove, restore; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
+        """Remove the cluster; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
         with recorded() as received:
             self._alive = False
             _report(namespaces.remove(namespaces.existing(self._prefix)))
@@ -101,22 +101,19 @@ class EmulatedCluster:
             self._terminations.close()
 
     def set_inter(self, rate: str | None) -> None:
-        """Change the rate of every node's link, both directions; None removes the limit. Ranks may be running."""
+        """Change the rate of every node's link in both directions; None: unlimited. Ranks may run meanwhile."""
         self._require_alive()
         self._limit_inter(None if rate is None else parse_rate(rate))
 
     def set_link(self, node: int, up: bool) -> None:
-        """Pull the plug of a node's link, or put it back: what is sent meanwhile is lost. Ranks may be running."""
+        """Cut or restore a node's link. Packets sent over a cut link are lost. Ranks may run meanwhile."""
         self._require_alive()
         if not 0 <= node < self.nodes:
             raise TestbedError(f"node is {node}; this cluster has nodes 0 to {self.nodes - 1}.")
         network.set_link(self._hub, node, up)
 
     def counters(self) -> list[tuple[int, int]]:
-        """For each node the (sent, received) bytes of its interface since the cluster was made.
-
-        Ethernet headers count, but only one for a large segment, so compare with payload bytes without a framing term.
-        """
+        """For each node, the (sent, received) bytes of its interface. A large segment counts one Ethernet header."""
         self._require_alive()
         return network.read_counters(self._hub, self.nodes)
 
@@ -128,13 +125,13 @@ class EmulatedCluster:
         on_line: LineCallback | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Execute `argv` once per rank and wait; 0, or the exit code of the first rank that failed (128 + its signal).
+        """Execute `argv` once per rank. Returns 0, or the exit code of the first failed rank (128 + its signal).
 
-        env is added to this process's environment, and torchrun's variables to both. on_line(rank, stream, line) gets
-        each line without its newline, stream being "stdout" or "stderr", one call at a time in the calling thread; by
-        default it is printed as `[rank] line`. When a rank fails, the others get 10 s before they are ended. After
-        `timeout` seconds all are ended and the result is 124. SIGINT, SIGTERM and SIGHUP are passed on to the ranks
-        and, when those are gone, take their usual effect here (KeyboardInterrupt, SystemExit).
+        The ranks get this process's environment, env, and torchrun's variables. on_line(rank, stream, line) gets each line
+        of "stdout" or "stderr" without its newline, in the calling thread; the default prints `[rank] line`. After a
+        failure the other ranks are ended in 10 s. After `timeout` seconds all ranks are ended and the result is 124. SIGINT,
+        SIGTERM and SIGHUP are passed on to the ranks; when the ranks have ended, they raise here (KeyboardInterrupt,
+        SystemExit).
         """
         outcome = self.supervise(argv, env=env, on_line=on_line, timeout=timeout)
         if outcome.received is not None:
@@ -149,31 +146,28 @@ class EmulatedCluster:
         on_line: LineCallback | None = None,
         timeout: float | None = None,
     ) -> ProcessEnd:
-        """As `run`, for a caller that turns a signal into an exit code: the signal is in the outcome, not raised."""
+        """As `run`, but return a received signal in the result instead of raising it."""
         self._require_alive()
         environment = os.environ | (env or {})
         if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
-            raise TestbedError(f"the command {argv!r} cannot be run: no such program. Its first word must be one.")
+            raise TestbedError(f"the command {argv!r} does not begin with a program on PATH. Correct its first word.")
         if not self._busy.acquire(blocking=False):
-            raise TestbedError("this cluster already runs ranks. Wait for them, or make a second EmulatedCluster.")
+            raise TestbedError("this cluster already runs ranks. Wait for their end, or make a second EmulatedCluster.")
         try:
-            port = 29500 + self._runs % 1000  # not the last run's, whose connections may linger
+            port = 29500 + self._runs % 1000  # not the port of the last run, because its connections may linger
             self._runs += 1
-            commands = [
-                RankCommand(
-                    rank,
-                    self._entering(rank // self.ranks_per_node) + argv,
-                    environment | self._variables(rank, port, environment),
+            commands = []
+            for rank in range(self.world_size):
+                entering = self._entering(rank // self.ranks_per_node)
+                commands.append(
+                    RankCommand(rank, entering + argv, environment | self._variables(rank, port, environment))
                 )
-                for rank in range(self.world_size)
-            ]
-            supervisor = Supervisor(on_line or print_with_prefix, self.grace, self._end_leftovers)
-            return supervisor.run(commands, timeout)
+            return Supervisor(on_line or print_with_prefix, self.grace, self._end_leftovers).run(commands, timeout)
         finally:
             self._busy.release()
 
     def _entering(self, node: int) -> list[str]:
-        """The words before a command that run it on a node."""
+        """The words before a command that execute the command on a node."""
         enter = [namespaces.find_tool("ip") or "ip", "netns", "exec", self._nodes[node]]
         launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), f"node{node}"]
         processors = ",".join(map(str, self._processors_of(node)))
@@ -187,7 +181,7 @@ class EmulatedCluster:
         }
 
     def _processors_of(self, node: int) -> list[int]:
-        """A node has processors of its own: an equal share, or one, which it has with others where there are too few."""
+        """An equal share of the processors, at least one. With too few processors, nodes share them."""
         usable = sorted(os.sched_getaffinity(0))
         share = max(1, len(usable) // self.nodes)
         first = node * share % len(usable)
@@ -206,9 +200,7 @@ class EmulatedCluster:
 
     def _require_alive(self) -> None:
         if not self._alive:
-            raise TestbedError(
-                "this cluster does not exist (any more). Use it inside `with EmulatedCluster(...) as cluster:`."
-            )
+            raise TestbedError("this cluster does not exist. Use it inside `with EmulatedCluster(...) as cluster:`.")
 
 
 def _report(complaints: list[str]) -> None:

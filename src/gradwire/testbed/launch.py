@@ -1,8 +1,8 @@
 """Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROCESSORS ...`.
 
-SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts, PROCESSORS the numbers of its
-processors with commas; the program and its arguments follow. A program of its own because code between fork and exec is
-not safe in a process with threads, as training drivers are.
+SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts, PROCESSORS a list of processor
+numbers with commas. The program and its arguments follow. This code is a separate program, because code between fork and
+exec is unsafe in a process with threads.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ def _call(function: str, *arguments: object) -> None:
 
 
 def _name_node(name: str, hosts: str) -> None:
-    """Give the rank its node's host name and a hosts file that knows all nodes: programs tell machines apart by name.
+    """Set the node's host name and a hosts file with all nodes, because programs tell machines apart by host name.
 
-    `ip netns exec` has given us a mount namespace of our own, so nobody else sees the file, and it needs no cleanup.
+    `ip netns exec` made a mount namespace for this process, so no other process sees the file.
     """
     _call("unshare", _CLONE_NEWUTS)
     socket.sethostname(name)
@@ -42,14 +42,14 @@ def _name_node(name: str, hosts: str) -> None:
 
 
 def main() -> None:
-    """Ask for SIGKILL at the supervisor's death, check that it has not died before the asking, and exec."""
+    """Ask for SIGKILL at the supervisor's death, check that the supervisor still lives, and exec."""
     supervisor, name, hosts, processors, *argv = sys.argv[1:]
     _call("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(supervisor):
         sys.exit("gradwire: the supervisor died before its rank began")
     try:
         _name_node(name, hosts)
-    except OSError as error:  # a convenience: addresses work without it
+    except OSError as error:  # addresses work without names
         print(f"gradwire: {name} keeps this machine's name and hosts file: {error.strerror}", file=sys.stderr)
     os.sched_setaffinity(0, map(int, processors.split(",")))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec

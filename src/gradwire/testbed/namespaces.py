@@ -1,7 +1,7 @@
-"""Named network namespaces that say who owns them, so that the next run can remove what a dead run left.
+"""Network namespaces whose names contain the owner, so that the next run can remove the namespaces of a dead run.
 
-A name is `gradwire-<pid>-<start time of pid>-<serial>-<part>`: with the start time (field 22 of /proc/PID/stat, clock
-ticks since boot) a process id that the system has given out again is not taken for the old owner.
+A name is `gradwire-<pid>-<start time of pid>-<serial>-<part>`. The start time (field 22 of /proc/PID/stat, in clock ticks
+since boot) distinguishes the owner from a later process with the same id.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from gradwire.errors import TestbedError
 
 NAMESPACE_FOLDER = Path("/run/netns")
-OWNER_VARIABLE = "GRADWIRE_TESTBED_OWNER"  # in the environment of every rank, and so of whatever a rank starts
+OWNER_VARIABLE = "GRADWIRE_TESTBED_OWNER"  # in the environment of every rank and of its children
 
 _NAME = re.compile(r"gradwire-(\d+)-(\d+)-\d+-(?:hub|node\d+)")
 _OWNER = re.compile(r"(\d+)-(\d+)")
@@ -27,19 +27,19 @@ _KILL_SECONDS = 5.0
 
 
 def tool_environment() -> dict[str, str]:
-    """The environment with the administrator's folders, where `ip` and `tc` often are, on PATH; messages in English."""
+    """The environment for `ip` and `tc`: the administrator's folders on PATH, and messages in English."""
     return os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
 
 
 def find_tool(name: str) -> str | None:
-    """Where a program of the administrator is."""
+    """The path of a program of the administrator."""
     return shutil.which(name, path=tool_environment()["PATH"])
 
 
 def run_tool(arguments: list[str], lines: Iterable[str] = ()) -> str:
-    """Run `ip` or `tc` and return what it prints; `lines` go to its standard input. Raises TestbedError with its words.
+    """Run `ip` or `tc` with `lines` as standard input and return the output. Raises TestbedError with the tool's message.
 
-    The tool gets a session of its own: a Ctrl-C at the terminal must not end it in the middle of a cleanup.
+    The tool gets its own session, so that a Ctrl-C cannot interrupt a cleanup.
     """
     text = "".join(f"{line}\n" for line in lines)
     said = f"`{' '.join(arguments)}`" + (f" with the lines {text!r}" if text else "")
@@ -64,7 +64,7 @@ def run_tool(arguments: list[str], lines: Iterable[str] = ()) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of process `pid`; None if there is none, or only its zombie."""
+    """The start of a process in clock ticks since boot; None if the process does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -83,7 +83,7 @@ def this_owner() -> str:
 
 
 def existing(prefix: str = "gradwire-") -> list[str]:
-    """Names of the namespaces here that follow our pattern and begin with `prefix`."""
+    """The names of gradwire's namespaces that begin with `prefix`."""
     try:
         names = sorted(os.listdir(NAMESPACE_FOLDER))
     except OSError:
@@ -92,7 +92,7 @@ def existing(prefix: str = "gradwire-") -> list[str]:
 
 
 def remove(names: Iterable[str]) -> list[str]:
-    """Kill what runs in these namespaces, then remove them. Never raises; one line for each thing that stayed."""
+    """Kill the processes in these namespaces and remove the namespaces. Returns one line for each failure."""
     complaints = []
     names = list(names)
     survivors = kill_inside(names)
@@ -105,7 +105,7 @@ def remove(names: Iterable[str]) -> list[str]:
         try:
             run_tool(["ip", "netns", "delete", name])
         except TestbedError as error:
-            with contextlib.suppress(OSError):  # a name without a mount, left by a run that died between the two
+            with contextlib.suppress(OSError):  # a name without a mount, of a run that died in between
                 path.unlink()
             if path.exists():
                 complaints.append(f"namespace {name} could not be removed: {error}")
@@ -113,13 +113,13 @@ def remove(names: Iterable[str]) -> list[str]:
 
 
 def sweep() -> list[str]:
-    """Remove the namespaces and processes of owners that are dead. Those of the living, and all others, stay."""
+    """Remove the namespaces and processes of dead owners."""
     kill_marked_orphans()
     return remove(name for name in existing() if (match := _NAME.fullmatch(name)) and not _lives(match[1], match[2]))
 
 
 def kill_inside(names: Iterable[str]) -> list[int]:
-    """SIGKILL every process in these namespaces and wait; the ids that would not go."""
+    """SIGKILL every process in these namespaces and wait. Returns the ids of survivors."""
     inodes = set()
     for name in names:
         with contextlib.suppress(OSError):
@@ -134,13 +134,13 @@ def kill_inside(names: Iterable[str]) -> list[int]:
 
 
 def kill_marked_orphans() -> list[int]:
-    """SIGKILL processes that ranks of a dead owner left behind; their environment names the owner."""
+    """SIGKILL the processes whose environment names a dead owner."""
     marker = f"{OWNER_VARIABLE}=".encode()
     ours = os.stat("/proc/self/ns/pid").st_ino
 
     def is_orphan(pid: int) -> bool:
         if os.stat(f"/proc/{pid}/ns/pid").st_ino != ours:
-            return False  # in a container: its owner's id is not one of ours
+            return False  # a process of a container: the owner's id belongs to another namespace
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(marker):
                 match = _OWNER.fullmatch(entry[len(marker) :].decode(errors="replace"))
@@ -160,7 +160,7 @@ def _kill_where(condition: Callable[[int], bool]) -> list[int]:
 
 
 def _kill_if(pid: int, condition: Callable[[int], bool]) -> bool:
-    """The condition is read while a pidfd holds on to the process, so that no successor of the same id is hit."""
+    """Kill a process if the condition holds. A pidfd protects a later process with the same id."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:

@@ -1,9 +1,8 @@
-"""The wires: a bridge in a namespace of its own, a veth pair to every node, `tbf` at both ends of each.
+"""The links: a bridge, a veth pair to every node, and a token bucket (`tbf`) at both ends of each pair.
 
-The bridge has its own namespace, the hub, so the host's network stack and firewall are never touched. A node's egress
-is limited inside the node, its ingress at the bridge's port, so a node sends and receives at the rate, both at once.
-
-The token bucket counts whole Ethernet frames, as a wire does: the rate is a wire rate, and TCP gets 1448/1514 of it.
+The bridge has its own namespace, the hub, apart from the host's network stack and firewall. A node's egress is limited
+inside the node, its ingress at the bridge's port, so a node sends and receives at the full rate at the same time. The
+token bucket counts whole Ethernet frames, so TCP gets 1448/1514 of the rate.
 """
 
 import contextlib
@@ -14,17 +13,16 @@ from gradwire.testbed.namespaces import run_tool
 
 INTERFACE = "eth0"
 
-# A token bucket lets through what has gathered in it while the link was idle, so it holds little more than one packet: a
-# message after a pause is up to a bucket cheaper than on a wire, never more. Each packet costs the emulation some 20 us of
-# the processors that the ranks compute on, so packets are as large as the link carries in a millisecond, within limits.
+# After a pause, a token bucket lets one bucket through at once, so a bucket holds little more than one packet. Each packet
+# costs about 20 us of the ranks' processors, so a packet holds as much as the link carries in a millisecond, within limits.
 _PACKET_SECONDS = 0.001
 _SMALLEST_PACKET_BYTES = 16 * 1024
 _LARGEST_PACKET_BYTES = 64 * 1024  # the kernel's own limit
-_HEADER_BYTES = 4 * 1024  # of the segments that a packet stands for, and some slack
-_BURST_SECONDS = 0.0001  # what a late timer may make up for, at high rates
+_HEADER_BYTES = 4 * 1024  # headers of the segments in a packet, and some slack
+_BURST_SECONDS = 0.0001  # compensates late timers at high rates
 _LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
-_QUEUE_BYTES = 32 * 1024 * 1024  # more than senders keep in flight, so that many senders to one node lose nothing
-_FREE_BITS_PER_SECOND = 100e9  # a limit that was taken away: deleting the bucket would drop the packets in it
+_QUEUE_BYTES = 32 * 1024 * 1024  # more than many senders to one node have in flight
+_FREE_BITS_PER_SECOND = 100e9  # instead of no limit: deleting the bucket would drop its packets
 
 
 def address_of(node: int) -> str:
@@ -37,10 +35,7 @@ def address_of(node: int) -> str:
 
 
 def hosts_file(nodes: int) -> str:
-    """The text of /etc/hosts that every rank sees: `node0`, `node1`, ... and localhost.
-
-    The IPv4-mapped lines spare c10d, whose sockets are IPv6, a look-up that fails with a warning on every rank.
-    """
+    """The text of the ranks' /etc/hosts. The IPv4-mapped lines avoid a warning of c10d, whose sockets are IPv6."""
     lines = ["127.0.0.1 localhost"]
     for node in range(nodes):
         lines += [f"{address_of(node)} node{node}", f"::ffff:{address_of(node)} node{node}-mapped"]
@@ -48,7 +43,7 @@ def hosts_file(nodes: int) -> str:
 
 
 def build(hub: str, nodes: list[str]) -> None:
-    """Make the namespaces and the links between them, all up and without limits."""
+    """Make the namespaces and the links between them, without limits."""
     run_tool(["ip", "-batch", "-"], [f"netns add {name}" for name in (hub, *nodes)])
     for name in (hub, *nodes):
         _silence_version_6(name)
@@ -69,7 +64,7 @@ def build(hub: str, nodes: list[str]) -> None:
 
 
 def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> None:
-    """Limit every node's link in both directions; None takes a limit away. Packets under way are kept."""
+    """Limit every node's link in both directions; None removes the limit. Keeps packets in flight."""
     rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
     packet = min(max(int(rate / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
     bucket = _bucket(rate, max(packet + _HEADER_BYTES, int(rate / 8 * _BURST_SECONDS)))
@@ -78,37 +73,37 @@ def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> No
     )
     for node in nodes:
         run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *bucket.split()])
-        # connections that are open learn the new size when they look up their route again
+        # open connections use the new size after a new route lookup
         lines = [f"link set {INTERFACE} gso_max_size {packet}", "route flush cache"]
         run_tool(["ip", "-n", node, "-batch", "-"], lines)
 
 
 def set_link(hub: str, node: int, up: bool) -> None:
-    """Take the bridge's end of a node's link down or up. The node keeps its address and is not told."""
+    """Take the bridge's end of a node's link down or up. The node keeps its address."""
     run_tool(["ip", "-n", hub, "link", "set", f"port{node}", "up" if up else "down"])
 
 
 def limit_intra(nodes: list[str], bits_per_second: float) -> None:
-    """Limit the loopback of every node: all traffic between its ranks, both directions together."""
+    """Limit the loopback of every node, for both directions together."""
     burst = max(_LOOPBACK_BURST_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))
     for node in nodes:
         run_tool(["tc", "-n", node, "qdisc", "replace", "dev", "lo", *_bucket(bits_per_second, burst).split()])
 
 
 def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
-    """(sent, received) bytes of each node's interface since it was made, read at the other end of its pair."""
+    """The (sent, received) bytes of each node's interface, read at the other end of its pair."""
     links = json.loads(run_tool(["ip", "-n", hub, "-json", "-statistics", "link", "show"]))
     at_hub = {link["ifname"]: link["stats64"] for link in links}
     try:
         ports = [at_hub[f"port{index}"] for index in range(nodes)]
     except KeyError as error:
-        raise TestbedError(f"the link {error} is gone from {hub}. Did another program remove it?") from error
+        raise TestbedError(f"the link {error} of {hub} is gone. Did another program remove it?") from error
     return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
 
 
 def _silence_version_6(name: str) -> None:
-    """No IPv6 on the interfaces made from now on: its announcements would count as traffic. Loopback keeps it."""
-    with contextlib.suppress(TestbedError):  # /proc/sys may be read-only in a container; then a few hundred bytes count
+    """Disable IPv6 on new interfaces, because its announcements would count as traffic."""
+    with contextlib.suppress(TestbedError):  # read-only in some containers: then a few hundred bytes count
         setting = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
         run_tool(["ip", "netns", "exec", name, "sh", "-c", setting])
 

@@ -1,4 +1,4 @@
-"""What is done with the lines that ranks write."""
+"""The default output of the lines that ranks write."""
 
 import sys
 from collections.abc import Callable
@@ -15,6 +15,6 @@ def print_with_prefix(rank: int, stream: str, line: str) -> None:
     try:
         print(f"[{rank}] {line}".encode(encoding, "backslashreplace").decode(encoding), file=target, flush=True)
     except BrokenPipeError:
-        raise  # whoever read it has left
+        raise  # the reader has ended
     except OSError as error:
-        raise TestbedError(f"what rank {rank} said cannot be printed: {error.strerror or error}.") from error
+        raise TestbedError(f"the output of rank {rank} cannot be printed: {error.strerror or error}.") from error

@@ -1,6 +1,5 @@
-"""May this process make network namespaces, and if only inside a user namespace, how to get into one."""
+"""The permission to make network namespaces, as root or inside a user namespace."""
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -11,7 +10,7 @@ from gradwire.testbed.namespaces import find_tool, kill_marked_orphans, tool_env
 _GUARD = "GRADWIRE_IN_USER_NAMESPACE"
 _USER_NAMESPACE = ["unshare", "-Urnm", "--map-root-user"]
 
-# Everything a cluster is made of, once, in namespaces that end with the probe.
+# All parts of a cluster once, in namespaces that end with the probe.
 _PROBE = """
 run() { "$@" >/dev/null || { echo "from: $*" >&2; exit 1; }; }
 run mount -t tmpfs tmpfs /run
@@ -25,10 +24,7 @@ run ip netns exec probe true
 
 
 def permission_problem() -> str | None:
-    """None if namespaces can be made here, as root or in a user namespace; else one sentence that says what is missing.
-
-    It tries, in namespaces that vanish with the trial; the answer is kept for the life of the process.
-    """
+    """Why namespaces cannot be made here, or None if they can. The first call tries; later calls return its answer."""
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
     if missing:
         package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"
@@ -41,8 +37,8 @@ def permission_problem() -> str | None:
         return None
     if "from: " in in_user_namespace:
         return (
-            f"namespaces can be made, but not all that belongs in them ({in_user_namespace}); does the kernel have the "
-            "modules veth, bridge and sch_tbf, and may this process mount?"
+            f"namespaces can be made, but not the links in them ({in_user_namespace}); does the kernel have the modules veth, "
+            "bridge and sch_tbf, and may this process mount?"
         )
     return (
         f"this process (user id {os.geteuid()}) lacks CAP_SYS_ADMIN and CAP_NET_ADMIN ({direct}), and the kernel "
@@ -56,7 +52,7 @@ def needs_user_namespace() -> bool:
 
 
 def reexec_in_user_namespace_if_needed(argv: list[str]) -> None:
-    """Return if this process can make network namespaces; else start `argv` in its place in a user namespace that can.
+    """Return if this process can make network namespaces; else replace it with `argv` in a user namespace.
 
     `argv` is the whole command, program first, for example `[sys.executable, *sys.orig_argv[1:]]`. The process id stays
     the same. Raises TestbedError where the kernel allows neither.
@@ -68,10 +64,10 @@ def reexec_in_user_namespace_if_needed(argv: list[str]) -> None:
         return
     if os.environ.get(_GUARD):
         raise TestbedError(
-            f"already inside a user namespace made by gradwire ({_GUARD} is set), and still no network namespace can "
-            f"be made ({_failure_of_direct_use()}). Unset {_GUARD} if you set it yourself. {_CURE}"
+            f"no network namespace can be made even inside gradwire's user namespace ({_GUARD} is set): "
+            f"{_failure_of_direct_use()}. Unset {_GUARD} if you set it yourself. {_CURE}"
         )
-    kill_marked_orphans()  # from inside the new user namespace they would be out of reach
+    kill_marked_orphans()  # out of reach from inside the new user namespace
     environment = tool_environment() | {_GUARD: "1"}
     in_fresh_run = ["sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh"]
     program = find_tool("unshare") or "unshare"
@@ -100,18 +96,11 @@ def _failure_in_user_namespace() -> str | None:
 
 
 def _probe(prefix: list[str]) -> str | None:
-    """Run the trial under `prefix`; its complaint, or None if it went well."""
-    finished = None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        finished = subprocess.run(
-            [*prefix, "sh", "-c", _PROBE],
-            env=tool_environment(),
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    if finished is None:
+    """Run the trial under `prefix`. Returns its error, or None."""
+    command, environment = [*prefix, "sh", "-c", _PROBE], tool_environment()
+    try:
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
         return "the trial did not end within 20 s"
     if finished.returncode == 0:
         return None

@@ -1,4 +1,4 @@
-"""Signals that arrive while ranks run, or while namespaces are made or removed."""
+"""Signals during runs of ranks, and during the making and removing of namespaces."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Received:
-    """The stopping signals seen so far: the first, and whether the user insisted with another one."""
+    """The stopping signals so far: the first one, and whether another one followed later."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -21,7 +21,7 @@ class Received:
         self._first_at = 0.0
 
     def note(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler. timeout(1) signals its child and its group: what comes within a second is one request."""
+        """Signal handler. Signals within a second are one request, because timeout(1) sends two."""
         now = time.monotonic()
         if self.first is None:
             self.first, self._first_at = number, now
@@ -31,14 +31,14 @@ class Received:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Received]:
-    """Record stopping signals instead of acting on them; ignored ones (nohup) stay ignored. Main thread only."""
+    """Record stopping signals instead of acting on them. Ignored signals (nohup) stay ignored. Main thread only."""
     received = Received()
     with _handled(lambda number: signal.getsignal(number) not in (signal.SIG_IGN, None), received.note):
         yield received
 
 
 def exit_on_termination() -> contextlib.AbstractContextManager[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit(128 + signal) where their default, death without cleanup, would apply."""
+    """Inside, SIGTERM and SIGHUP raise SystemExit(128 + signal) instead of ending the process without cleanup."""
     return _handled(lambda number: number != signal.SIGINT and signal.getsignal(number) is signal.SIG_DFL, _exit)
 
 
@@ -46,7 +46,7 @@ def exit_on_termination() -> contextlib.AbstractContextManager[None]:
 def _handled(
     chosen: Callable[[signal.Signals], bool], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """The chosen stopping signals go to the handler. Only the main thread may ask for that; elsewhere nothing changes."""
+    """Pass the chosen stopping signals to the handler. Outside of the main thread, do nothing."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in STOPPING if in_main and chosen(number)}
     try:

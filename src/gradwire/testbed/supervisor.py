@@ -1,4 +1,4 @@
-"""Start the ranks, gather what they say, pass signals on, and see that none outlives the run."""
+"""Start the ranks, gather their output, pass signals on, and end all ranks with the run."""
 
 import contextlib
 import logging
@@ -23,12 +23,12 @@ TIMED_OUT = 124  # as timeout(1) has it
 _TICK_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 _MOST_LINES = 10_000
-_LONGEST_LINE = 16 * 1024 * 1024  # characters; what is longer is handed on in parts, so that memory stays bounded
+_LONGEST_LINE = 16 * 1024 * 1024  # characters; longer lines are split, so that memory stays bounded
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank executes, with which whole environment."""
+    """The command of one rank and its whole environment."""
 
     rank: int
     argv: list[str]
@@ -38,7 +38,7 @@ class RankCommand:
 def rank_variables(
     rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str
 ) -> dict[str, str]:
-    """What torchrun sets for a rank, and the interface that each backend would else guess."""
+    """torchrun's variables of a rank, and the network interface for each backend."""
     node, local_rank = divmod(rank, ranks_per_node)
     world_size = str(nodes * ranks_per_node)
     return {
@@ -56,7 +56,7 @@ def rank_variables(
 
 @dataclass(frozen=True)
 class Grace:
-    """Seconds that ranks get: after another rank failed, and between a polite signal and SIGKILL."""
+    """Seconds from a rank's failure to the end of the others, and from a polite signal to SIGKILL."""
 
     after_failure: float = 10.0
     after_signal: float = 10.0
@@ -64,28 +64,28 @@ class Grace:
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """The first non-zero exit code (128 + signal as shells have it), and the stopping signal that was passed on."""
+    """The first non-zero exit code (128 + signal, as in shells), and the stopping signal that was passed on."""
 
     code: int
     received: int | None
 
 
 class Supervisor:
-    """One run of all ranks. `end_leftovers` kills what ranks leave behind."""
+    """One run of all ranks. `end_leftovers` kills processes that ranks leave behind."""
 
     def __init__(self, on_line: LineCallback, grace: Grace, end_leftovers: Callable[[], object] = lambda: None) -> None:
         self._on_line = on_line
         self._end_leftovers = end_leftovers
         self._grace = grace
         self._said: queue.Queue[tuple[int, str, str | None]] = queue.Queue(_MOST_LINES)
-        self._watchers = 0  # threads that have not put their last: a stream, or with no name the rank, has ended
+        self._watchers = 0  # threads that have not ended
         self._running: dict[int, subprocess.Popen[str]] = {}  # by rank
         self._code = 0
-        self._steps: list[tuple[float, int]] | None = None  # the way to the end: (when, signal to send), soonest first
-        self._stopping = False  # by a signal, or by the timeout: failures are no news any more
+        self._steps: list[tuple[float, int]] | None = None  # the planned (time, signal) pairs, soonest first
+        self._stopping = False  # by a signal or the timeout: later failures do not count
 
     def run(self, commands: list[RankCommand], timeout: float | None) -> ProcessEnd:
-        """Run all commands to their end. The calling thread must live as long: ranks are killed when it ends."""
+        """Run all commands to their end. The ranks are killed when the calling thread ends."""
         with recorded() as received:
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             try:
@@ -114,10 +114,10 @@ class Supervisor:
                 encoding="utf-8",
                 errors="backslashreplace",
                 env=command.environment,
-                start_new_session=True,  # the terminal's Ctrl-C reaches the supervisor alone, which passes it on once
+                start_new_session=True,  # only the supervisor gets the terminal's Ctrl-C and passes it on
             )
         except OSError as error:
-            raise TestbedError(f"rank {command.rank} could not be started: {error}. See `ulimit -a`.") from error
+            raise TestbedError(f"rank {command.rank} could not be started: {error}. Check `ulimit -a`.") from error
         self._running[command.rank] = process
         watchers: list[tuple[Callable[..., None], tuple[object, ...]]] = [
             (self._read, (command.rank, "stdout", process.stdout)),
@@ -129,7 +129,7 @@ class Supervisor:
             threading.Thread(target=watch, args=arguments, daemon=True).start()
 
     def _read(self, rank: int, name: str, pipe: IO[str]) -> None:
-        r"""Lines end at \n, \r\n and \r (progress bars); what is no UTF-8 becomes backslash escapes."""
+        r"""Lines end at \n, \r\n and \r (progress bars). Bytes that are not UTF-8 become backslash escapes."""
         with pipe:
             for line in iter(lambda: pipe.readline(_LONGEST_LINE), ""):
                 self._said.put((rank, name, line.removesuffix("\n")))
@@ -137,11 +137,11 @@ class Supervisor:
 
     def _await_end(self, rank: int, pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its id stays taken: signals reach nobody else
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # keeps the id, so signals reach no other process
         self._said.put((rank, "", None))
 
     def _hand_on(self, seconds: float) -> bool:
-        """Give the caller what ranks say, for so long or until one ends; whether there was anything."""
+        """Pass lines on for so many seconds or until a rank ends. Returns whether there was anything."""
         until, heard = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
@@ -176,7 +176,7 @@ class Supervisor:
         elif now > deadline and not self._stopping:
             self._stopping = True
             self._code = self._code or TIMED_OUT
-            log.warning("time is over, and ranks %s still run; they are ended", sorted(self._running))
+            log.warning("the timeout has passed; ranks %s still run and are ended", sorted(self._running))
             self._end_politely(now, signal.SIGTERM)
         if received.insisted:
             self._steps = [(now, signal.SIGKILL)]
@@ -187,13 +187,13 @@ class Supervisor:
         self._steps = [(when, number), (when + self._grace.after_signal, signal.SIGKILL)]
 
     def _kill(self, number: int) -> None:
-        """Signal each rank's process group: the rank, and helpers that it started as a shell would."""
+        """Signal each rank's process group: the rank and its children."""
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
     def _close(self) -> None:
-        """Take in what is still in the pipes, and the dead. Only a process that left its namespace can hold this up."""
+        """Read the rest of the pipes and reap the ranks. Only a process that left its namespace can delay this."""
         while self._watchers and self._hand_on(_DRAIN_SECONDS):
             pass
         for process in self._running.values():
@@ -202,4 +202,4 @@ class Supervisor:
 
 
 def _discard(rank: int, stream: str, line: str) -> None:
-    """What ranks say after the caller's own callback has failed."""
+    """Drop the lines of ranks after the caller's callback has failed."""

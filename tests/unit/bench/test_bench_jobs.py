@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gradwire.bench.data import digits
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import JOB_NAMES
 from gradwire.errors import FormatError
@@ -43,7 +44,7 @@ def test_batches_are_deterministic_and_differ_by_rank_step_and_seed(name):
 
 def test_ranks_own_disjoint_samples():
     job = make_job("mlp")
-    images, _ = job.samples
+    images, _ = digits()
     distinct, identity = torch.unique(images, dim=0, return_inverse=True)
     assert len(distinct) == len(images)
     owned = []

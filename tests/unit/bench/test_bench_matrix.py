@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
+from silent import silent
 
 from benchmarks.campaigns.matrix import DECIDING_STEPS, MatrixRequest, expected_seconds, measured_cells, run_matrix
 from benchmarks.campaigns.matrix_cells import (
@@ -21,7 +22,6 @@ from benchmarks.campaigns.matrix_checks import checks, verdict_lines
 from benchmarks.campaigns.matrix_tables import README_MARKS, in_readme, matrix_page, readme_block, terminal_tables
 from gradwire.auto.planning import words_of
 from gradwire.bench.jobs import make_job
-from gradwire.bench.progress import Silent
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.results import BenchRun, Cell, Decided, WorkerOrder
 from gradwire.bench.runner import BenchRequest, gbps_of
@@ -227,30 +227,30 @@ def test_only_what_is_missing_is_measured(fake, tmp_path):
     said: list[str] = []
     request = MatrixRequest(tmp_path, jobs=["mlp"], links=["100mbit", "1gbit"], nodes=[2], loss_steps=100)
     fake.failing = "1gbit"
-    cells, failures = run_matrix(request, None, Silent(), said.append)
+    cells, failures = run_matrix(request, None, silent(), said.append)
     assert [cell.link for cell in cells] == ["100mbit"]
     assert len(failures) == len(METHODS) and failures[0] == "2 nodes, mlp, 1gbit, floor: broken"
     assert said[1].startswith("2 cells to measure, about ")
     assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 9), (2, "mlp", "1gbit", 9)]
     fake.failing, fake.asked = "", []
-    cells, failures = run_matrix(request, None, Silent(), said.append)
+    cells, failures = run_matrix(request, None, silent(), said.append)
     assert [cell.link for cell in cells] == ["100mbit", "1gbit"] and not failures
     assert measured_cells(request) == cells
     assert fake.titles == [(2, "mlp", "1gbit", 9)]
     fake.asked = []
-    run_matrix(request, None, Silent(), said.append)
+    run_matrix(request, None, silent(), said.append)
     assert fake.asked == []
     longer = MatrixRequest(tmp_path, ["mlp"], ["100mbit", "1gbit"], [2], 140)
-    run_matrix(longer, None, Silent(), said.append)
+    run_matrix(longer, None, silent(), said.append)
     assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 9)], "learners of 1gbit go on to no loss"
     fake.asked = []
-    run_matrix(MatrixRequest(tmp_path, ["mlp"], ["1gbit"], [2], 100, again=True), None, Silent(), said.append)
+    run_matrix(MatrixRequest(tmp_path, ["mlp"], ["1gbit"], [2], 100, again=True), None, silent(), said.append)
     assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "1gbit", 9)]
 
 
 def test_steps_follow_from_how_long_they_take(fake, tmp_path):
     request = MatrixRequest(tmp_path, jobs=["mlp"], links=["100mbit", "unlimited"], nodes=[2], loss_steps=100)
-    run_matrix(request, None, Silent(), lambda line: None)
+    run_matrix(request, None, silent(), lambda line: None)
     learning, slow, fast = fake.asked
     assert learning.go_on_to == {"ddp": 100} and learning.deciding_steps == 0
     assert (slow.turn_steps, slow.steps, slow.deciding_steps) == (
@@ -285,7 +285,7 @@ def test_wrong_request_is_named(change, said, tmp_path):
 
 def test_without_links_to_emulate_it_is_refused(tmp_path):
     with pytest.raises(TestbedError, match="no root"):
-        run_matrix(MatrixRequest(tmp_path), "no root", Silent(), lambda line: None)
+        run_matrix(MatrixRequest(tmp_path), "no root", silent(), lambda line: None)
 
 
 class FakeMethod:

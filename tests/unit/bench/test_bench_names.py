@@ -8,13 +8,14 @@ import pytest
 from benchmarks.campaigns.ceiling import ceiling_methods, ceiling_tables
 from benchmarks.campaigns.predict import predictable
 from gradwire.bench.names import DECIDING, arguments_of, check_method, parse_policy, split_names
-from gradwire.bench.results import BenchRun, Cell, Interval, StepTimes
+from gradwire.bench.results import BenchRun, Cell, StepTimes
 from gradwire.bench.runner import BenchRequest
 from gradwire.core import QSGD, Backward, Cast, Delayed, ErrorFeedback, Identity, Pipelined
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform
+from gradwire.record.run import Interval
 
 
 @pytest.mark.parametrize(

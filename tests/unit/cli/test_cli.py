@@ -174,7 +174,7 @@ def test_version():
         (["bench", "--links", "5"], "'5'"),
         (["bench", "--jobs", ","], "no job"),
         (["emulate", "--", "no_such_script.py"], "no_such_script.py"),
-        (["profile", "--job", "mlp"], "is a rank alone"),
+        (["profile", "--job", "mlp"], "there is one rank"),
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
         (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
@@ -197,7 +197,7 @@ def test_errors_are_one_message(arguments, said):
         (["--what", "options", "--jobs", "mlp"], "--jobs has no effect with --what options"),
         (["--predict", "--what", "phases"], "--what has no effect with --predict"),
         (["--again"], "--again has no effect with --what methods"),
-        (["--json", "nowhere/x.json"], "there is no folder nowhere"),
+        (["--json", "nowhere/x.json"], "the folder nowhere does not exist"),
         (["--nodes", "0", "--ranks-per-node", "0"], "nodes is 0"),
     ],
 )

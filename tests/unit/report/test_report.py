@@ -18,7 +18,8 @@ from made_up_runs import CLUSTER, COSTS, NASTY, PROFILE, made_up_run
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from gradwire.bench.recorded import Measured, beside
+from gradwire.bench.recorded import beside
+from gradwire.bench.results import Cell
 from gradwire.cli import app
 from gradwire.errors import FormatError, GradwireError
 from gradwire.record.run import Run
@@ -92,9 +93,9 @@ def markup(folder: Path) -> str:
 NUMBERS = [
     *("6.27 times as fast", "6.11 to 6.43", "44.2 ms", "277 ms", "1.51 MB", "8.39 MB", "5.57 times fewer bytes"),
     *("120", "2, 2", "the planner of this test", "bucket 1 gains 31 ms.", "4 bits (kept)", "saved 28 s"),
-    *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits an element"),
+    *("1.00 (95 % interval 0.99 to 1.01)", "197 kB of 1.57 MB", "1.51 MB between nodes", "3.12 bits per element"),
     *("7.86 MB", "3.15 MB", "python train.py --model 'a b'", "nowhere", "2026-01-01", "Made up."),
-    *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average, by tensor 3.12 to 32"),
+    *("14 %", "exposed communication", "44.5 ms", "this run 0.9", "5.37 bits on average (3.12 to 32 by tensor)"),
 ]
 
 
@@ -157,7 +158,7 @@ def test_what_a_short_run_lacks_is_left_out_with_a_word_why(steps: int) -> None:
     assert shown.texts("h3") == [], "nothing was tried"
     reasons = ["Nobody predicted it.", "no measured timeline: no whole step was recorded"]
     reasons += (
-        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["Nothing else"]
+        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["No other method"]
     )
     assert [reason for reason in reasons if reason not in shown.text] == []
     lines = [attributes["points"] for name, attributes in shown.elements if name == "polyline"]
@@ -169,9 +170,9 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     run = made_up_run()
     slow = replace(run.rivals[0], speedup=replace(run.rivals[0].speedup, ratio=0.8, low=0.7, high=0.9), again=None)
     text = Page(page(replace(run, rivals=(slow,)), NOTHING)).text
-    assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is not known" in text
+    assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is unknown" in text
     same = replace(slow, speedup=replace(slow.speedup, high=1.1))
-    assert "no faster and no slower than plain DDP can be told apart" in summary(replace(run, rivals=(same,)))
+    assert "not measurably faster or slower than plain DDP" in summary(replace(run, rivals=(same,)))
 
 
 def test_more_curves_than_can_be_told_apart_are_named() -> None:
@@ -210,8 +211,9 @@ def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
 
 def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
     alone = made_up_run(30, rivals=False)
-    ours = Measured([2000.0] * 30, [1.0 - 0.01 * step for step in range(30)], 100)
-    ddp = Measured([9000.0] * 3 + [6000.0] * 27, [1.1] * 30, 800)
+    cell = Cell(job="mlp", link="1gbit", gbps=1.0, method="gradwire:qsgd4")
+    ours = replace(cell, step_us=[2000.0] * 30, loss=[1.0 - 0.01 * step for step in range(30)], planned_bytes=100)
+    ddp = replace(cell, step_us=[9000.0] * 3 + [6000.0] * 27, loss=[1.1] * 30, planned_bytes=800)
     run = beside(alone, ours, {"gradwire:qsgd4": ours, "floor": ours, "ddp-2mb": ours, "ddp": ddp}, 3, 5)
     assert [rival.name for rival in run.rivals] == ["plain DDP", "DDP, 2 MB buckets"]
     first = run.rivals[0]

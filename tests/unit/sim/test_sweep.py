@@ -214,14 +214,14 @@ def test_methods_can_be_chosen(files):
     ("name", "more", "told"),
     [
         ("plan", ["--picture", "a.png"], "without a sweep"),
-        ("plan", ["--inter", "1,2", "--picture", "a.pdf"], "end with .png"),
+        ("plan", ["--inter", "1,2", "--picture", "a.pdf"], "ends with .png"),
         ("plan", ["--inter", "1,2", "--picture", "no/such/a.png"], "no folder 'no/such'"),
         ("plan", ["--inter", "1,...,512", "--nodes", "1,...,512", "--picture", "a.png"], "10 panels"),
-        ("plan", ["--inter", "1,2", "-o", "plan.json"], "--out plan.json is of one cluster"),
-        ("plan", ["--inter", "1,2", "--method", "ddp"], "--method ddp is of one cluster"),
+        ("plan", ["--inter", "1,2", "-o", "plan.json"], "--out plan.json needs one cluster"),
+        ("plan", ["--inter", "1,2", "--method", "ddp"], "--method ddp needs one cluster"),
         ("plan", ["--methods", "ddp"], "--methods ddp"),
         ("simulate", ["--nodes", "2,x", "--trace", "t.json"], "'x'"),
-        ("simulate", ["--nodes", "2,4", "--trace", "t.json"], "--trace t.json is of one cluster"),
+        ("simulate", ["--nodes", "2,4", "--trace", "t.json"], "--trace t.json needs one cluster"),
     ],
 )
 def test_refused_together(files, name, more, told):
