@@ -17,6 +17,7 @@ from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.pace import Pace
 from gradwire.auto.trial import Candidate, Trial
+from gradwire.engine.session import Session
 
 ALL = ("backward", "pipelined", "delayed")
 
@@ -41,11 +42,11 @@ class InTurn:
 
     def detached(self) -> None: ...
 
-    def finished(self, handle: Handle) -> None:
+    def finished(self, session: Session) -> None:
         self.seen += 1
         if self.seen % 3 == 0:
             policy = self.policies[self.seen // 3 % len(self.policies)]
-            handle.change_to(handle.plan_of(policy))
+            session.change_to(session.plan_of(policy))
 
 
 FEEDBACK = gw.ErrorFeedback(gw.TopK(0.05))

@@ -249,8 +249,9 @@ def test_a_step_may_be_left_out_by_all_ranks_and_not_by_one(worlds: Worlds) -> N
 def test_on_a_device_any_training_forward_opens_the_gate_of_a_step_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of a forward inside no_sync() wait behind that gate too."""
     steps, opened = object.__new__(ShardedSchedule), []
-    steps.executor = SimpleNamespace(buckets=[SimpleNamespace(flat=torch.empty(0, device="meta"))])  # type: ignore[assignment]
-    steps._step_is_due, steps.synchronise = True, False
+    exchange = SimpleNamespace(flats=[torch.empty(0, device="meta")])
+    steps._reducer = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
+    steps._step_is_due = True
     monkeypatch.setattr(ShardedSchedule, "_gather_as_it_was", lambda self: opened.append(self))
     steps.on_forward(nn.Linear(1, 1).eval())
     assert not opened
