@@ -27,11 +27,12 @@ def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
 @torch.no_grad()
 def leave(reducer: "Reducer", words: str) -> GradwireError:
     """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
-    for index, gradient in enumerate(reducer.gradients):
-        if index not in reducer.filled:
-            gradient.take_over(None)
-            gradient.slot.view.zero_()
-            reducer.running.count(gradient.slot)
+    for index in range(len(reducer.slots)):
+        if index not in reducer.sent:
+            if reducer.gradients:
+                reducer.gradients[index].take_over(None)
+            reducer.put(index, None)
+            reducer.count(index)
     mendable = False
     with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
         reducer.running.executor.finish(reducer.tell(BackwardState.LEFT))

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import torch
@@ -61,6 +61,8 @@ class Reducer:
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
         self.filled: dict[int, None] = {}
         """Parameters whose gradients of this step are in their slots, in the order in which they came."""
+        self.sent: set[int] = set()
+        """Parameters whose slots were handed to the lanes in this step, with a gradient or without."""
         self.gradients: list[Gradient] = []
         """The gradients that scripts get, in the order of the parameters."""
         self.watched = 0
@@ -162,13 +164,10 @@ class Reducer:
                 self._deferred = reentrant.in_graph(outputs)
             if self._deferred:
                 for output in outputs:
-                    output.register_hook(self._outermost)
+                    # the graph keeps the schedule alive, also when the model is dropped before its backward
+                    output.register_hook(partial(_outermost, self, schedule))
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
-
-    def _outermost(self, gradient: torch.Tensor) -> None:
-        if self.synchronise and not self.in_hand:
-            self._begin_in_backward()
 
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.schedule.before_gradient(index, parameter)
@@ -186,7 +185,7 @@ class Reducer:
                     "(reentrant checkpointing), and gradwire cannot see where the outer one ends. Nothing was sent. Call "
                     "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
                 )
-            self._begin_in_backward()
+            self.begin_in_backward()
         elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred and not reentrant.inside():
             # inside the backward we know each parameter's gradient is still counted once
             raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
@@ -205,7 +204,8 @@ class Reducer:
             )
         self._fill(index, parameter)
 
-    def _begin_in_backward(self) -> None:
+    def begin_in_backward(self) -> None:
+        """The first gradient of a step came, or the outermost of backwards inside each other begins."""
         self.lanes.check()
         if torch._C._current_graph_task_id() == -1:
             raise StepStateError(
@@ -220,7 +220,7 @@ class Reducer:
     def begin(self, exchange: Exchange) -> None:
         """Begin a step with the buckets of this exchange. Schedules call it, in `on_begin`."""
         self._came: dict[int, None] = {}
-        self.filled = {}
+        self.filled, self.sent = {}, set()
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -256,6 +256,7 @@ class Reducer:
 
     def count(self, index: int) -> None:
         """The slot of a parameter is as it is to be sent."""
+        self.sent.add(index)
         self.running.count(self.slots[index])
 
     def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -270,7 +271,7 @@ class Reducer:
         gradient.take_over(grad)
         self._scale_into(gradient.slot, grad)
         parameter.grad = gradient.hand_out()
-        self.running.count(gradient.slot)
+        self.count(index)
 
     def _scale_into(self, slot: Slot, grad: torch.Tensor) -> None:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
@@ -303,7 +304,7 @@ class Reducer:
             gradient.slot.view.zero_()
         else:
             self._scale_into(gradient.slot, own)
-        self.running.count(gradient.slot)
+        self.count(index)
         return own
 
     def settle_missing(self, missing: Missing) -> None:
@@ -397,3 +398,8 @@ class Reducer:
         self._state = StepState.IDLE
         if next_step is not None:
             self.step, self._used = next_step, 0
+
+
+def _outermost(reducer: Reducer, schedule: ScheduleEvents, gradient: torch.Tensor) -> None:
+    if reducer.synchronise and not reducer.in_hand:
+        reducer.begin_in_backward()

@@ -5,6 +5,7 @@ are copied into the tensor's place in its bucket. A bucket whose tensors are all
 launch order. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ class Exchange:
             lanes.stop()
             raise (problem if problem is not None else error) from None
         self._tensors.update(checked)
-        self._owns_lanes = True
+        self._own_lanes()
 
     @classmethod
     def on(
@@ -184,7 +185,10 @@ class Exchange:
                 return
             raise StepStateError(f"wait({name!r}) was called and no step runs. Call begin() and ready() first.")
         names = [self._known(name)] if name is not None else list(self.slots)
-        buckets = dict.fromkeys(self.slots[each].bucket for each in names)
+        # lanes take buckets in launch order, so those before it must be ready too
+        order = list(dict.fromkeys(bucket for bucket, _ in self.plan.launch))
+        last = max(order.index(self.slots[each].bucket) for each in names)
+        buckets = order if self.lanes.hold else order[: last + 1]
         if missing := [
             slot.name
             for bucket in buckets
@@ -206,6 +210,8 @@ class Exchange:
                 self._put_back(self.slots[each], source)
         if name is None:
             self._left, self._sources = [], {}
+            for slot in self.slots.values() if self._phases != GATHER else ():
+                slot.owed = None
             self.step += 1
             if self.outdated(self.step):
                 self._make_anew()
@@ -216,9 +222,10 @@ class Exchange:
         given = dict(tensors or {})
         for name in given:
             self._known(name)
+        sources = {name: self._fitting(name, given.get(name)) for name in self.slots}
         self.begin()
-        for slot in self.slots.values():
-            self.ready(slot.name, given.get(slot.name))
+        for name, source in sources.items():
+            self.ready(name, source)
         self.wait()
 
     @property
@@ -235,7 +242,7 @@ class Exchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
-        that saved, in one dictionary. Between steps; sends nothing. Raises ValueError naming what does not fit."""
+        that saved, in one dictionary. Between steps, on every rank; sends nothing. Raises ValueError naming what does not fit."""
         self._check_idle("load_state_dict")
         saved = read_state(state, self.group)
         if saved.own and saved.plan != self.plan.state_digest():
@@ -243,17 +250,17 @@ class Exchange:
                 f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan "
                 f"{self.plan.state_digest()[:16]}: residuals lie elsewhere. Use the plan that saved it."
             )
-        self.step = saved.step
-        if self.outdated(self.step):
-            self._make_anew()
+        made = self if not self.outdated(saved.step) else self._with_specs_of(saved.step)
         if saved.own:
-            self.memory.check(saved.memory[0])
-            self.memory.load(saved.memory[0])
-            return
-        carried = added_up(saved.memory)
-        self.memory.check_carried(carried)
-        warn_of_lost(saved.missing, self.memory.names())
-        self.memory.take_over(carried)
+            made.memory.check(saved.memory[0])
+            made.memory.load(saved.memory[0])
+        else:
+            carried = added_up(saved.memory)
+            made.memory.check_carried(carried)
+            warn_of_lost(saved.missing, made.memory.names())
+            made.memory.take_over(carried)
+        self._become(made)
+        self.step = saved.step
 
     def stats(self) -> ExchangeStats:
         """What it did so far, on this rank."""
@@ -271,8 +278,9 @@ class Exchange:
             self.lanes.times = before
 
     def close(self) -> None:
-        """End the lanes' threads. The exchange cannot be used after."""
+        """End the lanes' threads; a step that runs is given up. The exchange cannot be used after."""
         self._closed = True
+        self.executor.give_up()
         if self._owns_lanes:
             self.lanes.stop()
 
@@ -374,12 +382,16 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
         if name in self._sources or not self._left[slot.bucket]:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
+        return self._fitting(name, tensor)
+
+    def _fitting(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        """This tensor, or the one that the exchange was made with. Raises StepStateError where it does not fit."""
         source = tensor if tensor is not None else self._tensors.get(name)
         if not isinstance(source, torch.Tensor):
             raise StepStateError(
                 f"ready({name!r}) needs the tensor: the exchange was made with its shape and dtype alone."
             )
-        check_fits(name, source, slot.view)
+        check_fits(name, source, self.slots[name].view)
         return source
 
     @torch.no_grad()
@@ -390,9 +402,26 @@ class Exchange:
             source.detach().copy_(slot.view)
 
     def _make_anew(self) -> None:
-        """With the specs of the step that begins next. What compressors remember is kept."""
-        carried, tensors, meters = self.memory.carried(), self._tensors, self._meters
-        self._build(self.lanes, tensors, self.plan, self.step, None)
-        self._tensors.update(tensors)
-        self._owns_lanes, self._meters = True, meters
-        self.memory.take_over(self.memory.fitting(carried))
+        """Go on with the specs of the step that begins next. What compressors remember is kept."""
+        made = self._with_specs_of(self.step)
+        made.memory.take_over(made.memory.fitting(self.memory.carried()))
+        self._become(made)
+
+    def _with_specs_of(self, step: int) -> "Exchange":
+        likes = {name: like(tensor) for name, tensor in self._tensors.items()}
+        return Exchange.on(self.lanes, likes, self.plan, step)
+
+    def _become(self, made: "Exchange") -> None:
+        """Go on with the buckets of another exchange of the same tensors."""
+        if made is not self:
+            kept = self._tensors, self._meters
+            vars(self).update(vars(made))
+            self._tensors, self._meters = kept
+            self._own_lanes()
+
+    def _own_lanes(self) -> None:
+        """Stop the lanes with this exchange, and when it is dropped in the middle of a step let them go."""
+        self._owns_lanes = True
+        if (release := vars(self).get("_release")) is not None:
+            release.detach()
+        self._release = weakref.finalize(self, self.executor.give_up)

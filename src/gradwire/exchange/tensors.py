@@ -46,6 +46,10 @@ def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, (torch.Tensor, TensorMeta)):
             raise PlanError(f"tensors[{name!r}] is a {type(tensor).__name__}: pass a torch.Tensor or a gw.TensorMeta.")
+        if isinstance(tensor, torch.Tensor) and overlaps(tensor):
+            raise PlanError(
+                f"tensors[{name!r}] has elements that share memory (an expanded view). Pass a copy: clone()."
+            )
         if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
             raise PlanError(f"tensors[{name!r}] has no dense memory ({tensor.layout}, {tensor.device}).")
     devices = {str(like(tensor).device) for tensor in tensors.values()}
@@ -65,8 +69,14 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
         "names, shapes and dtypes of the tensors": [
             [name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows
         ],
+        "memory formats of the tensors": [[name, list(t.stride())] for name, t in rows],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
     }
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of the tensor share memory, so that a mean cannot be written into it."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def check_fits(name: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
@@ -75,6 +85,10 @@ def check_fits(name: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
         raise StepStateError(
             f"tensor {name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and the exchange was made for "
             f"{tuple(view.shape)} and {view.dtype}, dense. Make another exchange for it."
+        )
+    if overlaps(tensor):
+        raise StepStateError(
+            f"tensor {name!r} has elements that share memory (an expanded view). Pass a copy: clone()."
         )
     if tensor.device != view.device:
         raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {view.device}.")

@@ -132,7 +132,7 @@ class PipelinedSchedule:
         self._gathers.begin()
         for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
             if parameter is not None and gradient.handed is not None and parameter.grad is gradient.handed:
-                use_later(gradient.handed, partial(self._gathers.settle_bucket, gradient.slot.bucket))
+                use_later(gradient.handed, partial(self._settle_bucket, gradient.slot.bucket))
 
     # ---- stepping
 
@@ -153,7 +153,7 @@ class PipelinedSchedule:
             self._later_steps.append(_LaterStep(optimizer, whole, groups, ours))
             for bucket, parameters in ours.items():
                 for parameter in parameters:
-                    use_later(parameter, partial(self._gathers.settle_bucket, bucket))
+                    use_later(parameter, partial(self._settle_bucket, bucket))
             optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers look at it
         return None
 
@@ -219,6 +219,10 @@ class PipelinedSchedule:
         with self._gathers.lock:
             if self._gathers.flush():
                 self._later_steps = []
+
+    def _settle_bucket(self, bucket: int) -> None:
+        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it, also when the model is gone."""
+        self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
         """All tasks of a bucket are done: step its parameters where that was asked for."""

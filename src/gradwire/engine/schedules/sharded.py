@@ -285,7 +285,11 @@ class ShardedSchedule:
     def _use_parameters_later(self) -> None:
         for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
             if parameter is not None:
-                use_later(parameter, partial(self._gathers.settle_bucket, slot.bucket))
+                use_later(parameter, partial(self._settle_bucket, slot.bucket))
+
+    def _settle_bucket(self, bucket: int) -> None:
+        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it, also when the model is gone."""
+        self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
         with outermost(self._reducer.exchange.buckets[bucket].flat.device), torch.no_grad():
