@@ -11,8 +11,6 @@ from gradwire.core.specs import ElementRun, Spec
 from gradwire.errors import PayloadError
 from gradwire.kernels import Segments
 
-__all__ = ["Compressor", "Context", "residual_in", "runs_of"]
-
 
 @dataclass(frozen=True)
 class Context:

@@ -14,8 +14,6 @@ from gradwire.compressors.topk import indices_checked
 from gradwire.core.specs import BlockTopK
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["BlockTopKCompressor"]
-
 
 class BlockTopKCompressor(Compressor):
     """Values of all blocks in the gradient's own dtype, then their places."""

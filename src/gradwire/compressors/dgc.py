@@ -18,8 +18,6 @@ from gradwire.compressors.topk import indices_checked
 from gradwire.core.specs import DGC
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["DGCCompressor"]
-
 
 class DGCCompressor(Compressor):
     """Values in the gradient's own dtype, then their indices. Without state it is the first step's Top-k."""

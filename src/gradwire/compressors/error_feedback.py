@@ -14,8 +14,6 @@ from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import ErrorFeedback
 from gradwire.kernels import Segments
 
-__all__ = ["ErrorFeedbackCompressor"]
-
 
 class ErrorFeedbackCompressor(Compressor):
     """Only declares that a residual is wanted; encode and decode are the inner compressor's."""

@@ -14,8 +14,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import FP8
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["FP8Compressor"]
-
 
 class FP8Compressor(Compressor):
     """Rounds to nearest even, as torch's casts do."""

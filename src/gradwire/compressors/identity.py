@@ -8,8 +8,6 @@ from torch import Tensor
 from gradwire.compressors.base import Compressor, Context
 from gradwire.kernels import Segments
 
-__all__ = ["IdentityCompressor"]
-
 
 class IdentityCompressor(Compressor):
     """Copies bytes."""

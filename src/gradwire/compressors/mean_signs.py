@@ -14,8 +14,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import EFSignSGD, OneBit
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["MeanSignCompressor"]
-
 
 class MeanSignCompressor(Compressor):
     """One mean magnitude a block, or for OneBit two means: of what is at least zero, and of what is below."""

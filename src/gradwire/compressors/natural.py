@@ -13,8 +13,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Natural
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["NaturalCompressor"]
-
 
 class NaturalCompressor(Compressor):
     """Each block counts its powers of two down from its own largest."""

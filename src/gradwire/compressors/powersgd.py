@@ -20,8 +20,6 @@ from gradwire.errors import PlanError
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.random import random_words, stream_key
 
-__all__ = ["PowerSGDCompressor"]
-
 
 class PowerSGDCompressor(Compressor):
     """Has no payload of its own kind: what is summed belongs to a program."""

@@ -15,8 +15,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import QSGD, Spec
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["QSGDCompressor"]
-
 
 class QSGDCompressor(Compressor):
     """Bits come from the segments, so tensors of 2 to 8 bits share one call."""

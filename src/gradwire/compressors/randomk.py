@@ -15,8 +15,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import RandomK
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["CommonRandomKCompressor", "OwnRandomKCompressor", "RandomKProgram"]
-
 
 class OwnRandomKCompressor(Compressor):
     """Each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""

@@ -14,8 +14,6 @@ from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import SignSGD, Signum
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["SignSGDCompressor", "SignumCompressor"]
-
 
 class SignSGDCompressor(Compressor):
     """-1 or 1; zero and -0.0 become 1."""

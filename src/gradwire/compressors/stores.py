@@ -15,8 +15,6 @@ from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.numbers import equal_blocks
 from gradwire.kernels.reference.planes import pack
 
-__all__ = ["BFloat16Store", "Int8Store", "store_for"]
-
 BITS, BLOCK = 8, 128
 TOP = 2 ** (BITS - 1) - 1
 """The code of zero, and the largest distance of a code from it."""

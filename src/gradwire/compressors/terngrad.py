@@ -12,8 +12,6 @@ from gradwire.compressors.qsgd import QSGDCompressor
 from gradwire.core.specs import QSGD, TernGrad
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["TernGradCompressor"]
-
 
 class TernGradCompressor(QSGDCompressor):
     """A block with a NaN or an Inf decodes to NaN throughout; with error feedback it keeps the residual it had."""

@@ -8,8 +8,6 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.topk import TopKCompressor
 from gradwire.core.specs import Threshold
 
-__all__ = ["ThresholdCompressor"]
-
 
 class ThresholdCompressor(TopKCompressor):
     """Top-k of as many elements as there is room for, of which the small ones are sent as zeros."""

@@ -17,8 +17,6 @@ from gradwire.errors import PayloadError
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.indices import DAMAGED
 
-__all__ = ["TopKCompressor", "indices_checked"]
-
 
 class TopKCompressor(Compressor):
     """Values in the gradient's own dtype, then their indices in ascending order."""

@@ -14,8 +14,6 @@ from gradwire.core.specs import Truncate
 from gradwire.errors import SpecError
 from gradwire.kernels import Segments
 
-__all__ = ["TruncateCompressor"]
-
 
 class TruncateCompressor(Compressor):
     """The first 1/ratio of the elements of all segments, in their order. Raises SpecError unless the spec is unsafe."""

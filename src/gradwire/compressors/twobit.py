@@ -14,8 +14,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import TwoBit
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["TwoBitCompressor"]
-
 
 class TwoBitCompressor(Compressor):
     """Plus or minus the threshold, or zero."""

@@ -14,25 +14,6 @@ import msgspec
 
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = [
-    "DTYPE_BYTES",
-    "changed",
-    "each",
-    "freeze",
-    "freeze_pairs",
-    "join",
-    "near",
-    "number",
-    "only_version",
-    "printable",
-    "show",
-    "text",
-    "under",
-    "unique",
-    "whole",
-    "word",
-]
-
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one element, for each dtype a gradient may have."""
 

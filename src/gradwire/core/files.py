@@ -8,8 +8,6 @@ from pathlib import Path
 from gradwire.core.checks import printable
 from gradwire.errors import WriteError
 
-__all__ = ["make_folder", "write_whole"]
-
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write the file in one step, text as UTF-8: to a temporary one beside it, on the disk, then in its place.

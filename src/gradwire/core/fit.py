@@ -9,8 +9,6 @@ from gradwire.errors import PlanError
 if TYPE_CHECKING:
     from gradwire.core.plan import Plan
 
-__all__ = ["check_fit"]
-
 _CURE = (
     "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
 )

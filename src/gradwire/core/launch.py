@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
-__all__ = ["launch_tasks", "tasks_by_lane"]
-
 PieceTask = tuple[int, int, int]
 """Bucket, piece (a chunk of the bucket) and phase (a link task of its option), each by number."""
 

@@ -4,8 +4,6 @@ import msgspec
 
 from gradwire.core.checks import whole
 
-__all__ = ["MemoryRecord"]
-
 
 class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory of one rank that gradwire holds from step to step."""

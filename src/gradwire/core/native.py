@@ -4,8 +4,6 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-__all__ = ["LIBRARY", "library"]
-
 LIBRARY = Path(__file__).parents[1] / "_native.so"
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from gradwire.core.checks import join, printable, show
 from gradwire.errors import FormatError
 
-__all__ = ["TOO_DEEP", "check_plain", "parse"]
-
 TOO_DEEP = "lists and objects nest too deep, deeper than any document of gradwire's does. Remove some."
 
 

@@ -7,8 +7,6 @@ from types import ModuleType
 
 from gradwire.errors import GradwireError
 
-__all__ = ["from_repository"]
-
 ROOT = Path(__file__).resolve().parents[3]
 """The repository's root, where gradwire is installed in editable form or run from a checkout."""
 

@@ -16,8 +16,6 @@ from gradwire.core.reading import TOO_DEEP, check_plain, parse
 from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["Document", "convert", "plain"]
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 _MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>(?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?$", re.DOTALL)

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection
 
-__all__ = ["other_unit", "unit_note"]
-
 _UNITS = {
     "times are microseconds": {"ns", "us", "usec", "ms", "msec", "s", "sec", "seconds", "millis", "micros", "time"},
     "rates are gigabits per second": {

@@ -20,8 +20,6 @@ from gradwire.core import native
 from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.segments import Segments
 
-__all__ = ["available", "bind", "kernels_of", "levels", "use_level"]
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
 
 

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["LocalUpdate"]
-
 
 class LocalUpdate(NamedTuple):
     """out = weight - rate * (own * gradient + momentum * mean) / (sqrt(kept * squares + taken * gradient^2) + eps), the

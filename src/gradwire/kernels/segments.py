@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Segment", "Segments", "tensor_key"]
-
 
 class Segment(NamedTuple):
     """A run of elements of one tensor inside a flat buffer."""

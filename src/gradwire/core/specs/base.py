@@ -12,20 +12,6 @@ from gradwire.core.payload import coded_bytes
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
-__all__ = [
-    "BlockSpec",
-    "ElementRun",
-    "Law",
-    "Spec",
-    "SpecField",
-    "as_spec",
-    "example_specs",
-    "installed_specs",
-    "register_spec",
-    "registered_specs",
-    "spec_from_dict",
-]
-
 _REGISTRY: dict[str, type["Spec"]] = {}
 
 

@@ -8,8 +8,6 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["FP8", "Cast", "Identity", "Natural", "Truncate"]
-
 
 @register_spec
 class Identity(Spec, frozen=True):

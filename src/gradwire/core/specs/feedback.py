@@ -10,8 +10,6 @@ from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
 
-__all__ = ["ErrorFeedback", "innermost"]
-
 
 @register_spec
 class ErrorFeedback(Spec, frozen=True):

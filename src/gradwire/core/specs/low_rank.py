@@ -11,9 +11,6 @@ from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["PowerSGD"]
-
-
 _NEVER = 1e300
 """No matrix is so many times larger than its factors."""
 

@@ -11,8 +11,6 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["QSGD", "Int8", "TernGrad", "TwoBit"]
-
 
 @register_spec
 class QSGD(BlockSpec, frozen=True):

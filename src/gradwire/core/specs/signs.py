@@ -8,8 +8,6 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_
 from gradwire.core.specs.fields import check_block
 from gradwire.errors import SpecError
 
-__all__ = ["EFSignSGD", "OneBit", "SignSGD", "Signum"]
-
 _WHOLE = "the elements of a block, 0 for the tensor"
 
 

@@ -12,8 +12,6 @@ from gradwire.core.specs.fields import check_block, check_ratio, check_seed
 from gradwire.core.specs.signs import check_momentum
 from gradwire.errors import SpecError
 
-__all__ = ["DGC", "BlockTopK", "RandomK", "Threshold", "TopK"]
-
 _WARM_UP = (0.25, 0.0625, 0.0156, 0.004, 0.001)
 """The ratios that DGC begins with, in turn."""
 

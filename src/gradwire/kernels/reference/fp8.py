@@ -15,8 +15,6 @@ from gradwire.kernels.reference.numbers import bf16_up, bits_of
 from gradwire.kernels.reference.scaled import scaled_decode, scaled_encode
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["fp8_decode", "fp8_encode"]
-
 TINY = 2.0**-110
 
 

@@ -6,8 +6,6 @@ from torch import Tensor
 from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.reference.numbers import narrow
 
-__all__ = ["local_update"]
-
 
 def local_update(
     weight: Tensor, gradient: Tensor, squares: Tensor | None, mean: Tensor | None, by: LocalUpdate, out: Tensor

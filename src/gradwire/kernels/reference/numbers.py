@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["HUGE", "TINY", "bf16_towards", "bf16_up", "bits_of", "equal_blocks", "narrow"]
-
 TINY = 2.0**-100  # below this a range of values counts as zero: 2^24 times its reciprocal would overflow
 HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
 LARGEST_BF16 = 0x7F7F

@@ -23,8 +23,6 @@ from gradwire.kernels.reference.qsgd import find_scale
 from gradwire.kernels.reference.scaled import scaled_decode, scaled_encode
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["exponential_decode", "exponential_encode", "natural_decode", "natural_encode"]
-
 
 class _Natural:
     def bits(self, segment: Segment) -> int:

@@ -19,8 +19,6 @@ from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segments
 
-__all__ = ["find_scale", "qsgd_decode", "qsgd_encode"]
-
 SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest code
 
 

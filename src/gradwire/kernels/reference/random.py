@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["random_words", "stream_key"]
-
 _M32 = 0xFFFFFFFF
 _MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
 _ADD = (0, 0x9E3779B9, 0x3C6EF372, 0xDAA66D2B)

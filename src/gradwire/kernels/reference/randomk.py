@@ -14,8 +14,6 @@ from gradwire.kernels.reference.random import mix64, random_words
 from gradwire.kernels.reference.sparse import write_sparse
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["gather_random", "randomk_decode", "randomk_encode", "scatter_random"]
-
 STREAM_BYTES = 8
 _M64 = 0xFFFFFFFFFFFFFFFF
 

@@ -17,8 +17,6 @@ from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["Coder", "random_halves", "scaled_decode", "scaled_encode"]
-
 BAD = 0x7FC0
 
 

@@ -18,8 +18,6 @@ from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
 from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.segments import Segments
 
-__all__ = ["block_sums", "mean_sign_encode", "sign_decode", "sign_encode"]
-
 PIECE = 8192
 """Elements that are summed as float32; the sums of pieces are added up as float64."""
 LANES = 64

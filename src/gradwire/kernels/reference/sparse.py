@@ -13,8 +13,6 @@ from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indi
 from gradwire.kernels.reference.numbers import bits_of, equal_blocks, narrow
 from gradwire.kernels.segments import Segments
 
-__all__ = ["block_topk_decode", "block_topk_encode", "dgc_encode", "topk_decode", "topk_encode"]
-
 NAN_KEY = 0x7F800001
 
 

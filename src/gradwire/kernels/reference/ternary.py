@@ -20,8 +20,6 @@ from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.reference.signs import block_sums
 from gradwire.kernels.segments import Segments
 
-__all__ = ["terngrad_encode", "threshold_decode", "threshold_encode"]
-
 SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
 """A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there."""
 LARGEST_BF16 = 2.0**128 - 2.0**120

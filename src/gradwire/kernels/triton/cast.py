@@ -10,8 +10,6 @@ from torch import Tensor
 from gradwire.kernels.triton.launch import check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
 
-__all__ = ["cast_decode", "cast_encode"]
-
 TILE = 2048
 """Elements of a program."""
 

@@ -36,18 +36,6 @@ from gradwire.kernels.triton.levels import (
 )
 from gradwire.kernels.triton.numbers import random_hash, stream_key
 
-__all__ = [
-    "exponential_decode",
-    "exponential_encode",
-    "fp8_decode",
-    "fp8_encode",
-    "natural_decode",
-    "natural_encode",
-    "qsgd_decode",
-    "qsgd_encode",
-    "terngrad_encode",
-]
-
 _FORMATS = {"e4m3": E4M3.value, "e5m2": E5M2.value}
 _BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8}
 """Of an element, where they are not those of its segment."""

@@ -9,20 +9,6 @@ from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of
 from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, ordered
 from gradwire.kernels.triton.sums import norm_of, sum_of
 
-__all__ = [
-    "CLIPPED",
-    "E4M3",
-    "E5M2",
-    "EXPONENTIAL",
-    "MAX",
-    "MINMAX",
-    "NATURAL",
-    "code_of",
-    "grid_of",
-    "scales_of",
-    "value_of",
-]
-
 MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
 E4M3, E5M2, NATURAL, EXPONENTIAL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 UNIT = tl.constexpr(65536.0 - 2.0**-6)  # uniform codes have 16 fractional bits, and stay just below the largest one

@@ -8,8 +8,6 @@ from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import narrow, widen
 
-__all__ = ["local_update"]
-
 TILE = 1024
 """Elements of a program."""
 

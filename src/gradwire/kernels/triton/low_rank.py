@@ -17,8 +17,6 @@ from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
 
-__all__ = ["back_project", "orthogonalise", "project", "reconstruct"]
-
 HEIGHT, WIDTH = 32, 64
 """Rows and columns of a tile."""
 PROGRAMS = 256

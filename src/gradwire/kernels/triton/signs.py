@@ -28,8 +28,6 @@ from gradwire.kernels.triton.means import negative, store_mean, store_run_means
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
 from gradwire.kernels.triton.sums import LANES, folded
 
-__all__ = ["mean_sign_encode", "sign_decode", "sign_encode"]
-
 UNIT = tl.constexpr(SIGN_UNIT)
 
 

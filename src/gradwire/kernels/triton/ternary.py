@@ -21,8 +21,6 @@ from gradwire.kernels.triton.launch import (
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow_u16
 from gradwire.kernels.triton.sums import LARGEST, sum_of
 
-__all__ = ["threshold_decode", "threshold_encode"]
-
 
 @triton.jit
 def thresholds_of(
