@@ -14,7 +14,7 @@ from gradwire.compressors.identity import IdentityCompressor
 from gradwire.compressors.mean_signs import MeanSignCompressor
 from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
-from gradwire.compressors.qsgd import QSGDCompressor
+from gradwire.compressors.qsgd import Int8Compressor, QSGDCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
 from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
 from gradwire.compressors.terngrad import TernGradCompressor
@@ -61,7 +61,7 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     OneBit: MeanSignCompressor,
     TwoBit: TwoBitCompressor,
     TernGrad: TernGradCompressor,
-    Int8: lambda spec: QSGDCompressor(QSGD(bits=8, block=spec.block, rounding="nearest"), spec),
+    Int8: Int8Compressor,
     FP8: FP8Compressor,
     Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),

@@ -3,13 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.core.specs import ElementRun, Spec
 from gradwire.errors import PayloadError
-from gradwire.kernels import Segments
+from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels.reference.indices import DAMAGED
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,52 @@ class Compressor(ABC):
                 f"{segments.numel} elements in {len(segments.rows)} segments take {expected} bytes of uint8. Ranks run "
                 "different plans or versions, or the bytes were cut."
             )
+
+
+class KernelCompressor(Compressor):
+    """A compressor with one kernel for each direction, called as
+
+    encoder(src, residual, segments, [random stream,] *settings, payload)
+    decoder(payload, segments, [dtype,] *settings, add, dst)
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        encoder: tuple[Any, ...],
+        decoder: tuple[Any, ...],
+        *,
+        random: bool = False,
+        typed: bool = False,
+    ) -> None:
+        """encoder, decoder: the name of a kernel, then its settings. random: the encoder takes the random stream. typed: the
+        payload holds numbers of the gradient's dtype, which the decoder takes."""
+        super().__init__(spec)
+        self.encoder, self.decoder, self.random, self.typed = encoder, decoder, random, typed
+
+    def encode(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> None:
+        name, *settings = self.encoder
+        stream = [context.random] if self.random else []
+        getattr(kernels_for(src.device.type), name)(src, residual_in(state), segments, *stream, *settings, payload)
+
+    def decode(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> None:
+        self.check(payload, segments, dtype)
+        name, *settings = self.decoder
+        try:
+            getattr(kernels_for(dst.device.type), name)(
+                payload, segments, *([dtype] if self.typed else []), *settings, add, dst
+            )
+        except RuntimeError as error:
+            if DAMAGED not in str(error):
+                raise
+            raise PayloadError(
+                f"{DAMAGED}: no encode of {self.spec!r} writes these bytes, and nothing was decoded. Ranks run different plans "
+                "or versions, or the bytes were changed. Run the same plan and version on all ranks."
+            ) from error
 
 
 def runs_of(segments: Segments) -> list[ElementRun]:

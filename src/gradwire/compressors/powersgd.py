@@ -73,7 +73,7 @@ class PowerProgram:
     def _draw(self, step: int) -> None:
         """Factors of random numbers between -1 and 1, the same on all ranks."""
         for _, key, where in self.names:
-            stream = stream_key([self.spec.seed, step, 0, 0], key)
+            stream = stream_key([self.spec.seed, step, 0, 0, key])
             words = random_words(torch.arange(where.stop - where.start), stream)
             self.q_next[where] = ((words.double() + 0.5) * 2.0**-31 - 1).float().to(self.q_next.device)
 

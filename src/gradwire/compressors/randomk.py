@@ -11,30 +11,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.compressors.base import Compressor, Context, KernelCompressor, residual_in
 from gradwire.core.specs import RandomK
 from gradwire.kernels import Segments, kernels_for
 
 
-class OwnRandomKCompressor(Compressor):
+class OwnRandomKCompressor(KernelCompressor):
     """Each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
 
     def __init__(self, spec: RandomK) -> None:
-        super().__init__(spec)
-        self.ratio = spec.ratio
-
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        kernels_for(src.device.type).randomk_encode(
-            src, residual_in(state), segments, context.random, self.ratio, payload
-        )
-
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
-        self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).randomk_decode(payload, segments, dtype, self.ratio, add, dst)
+        super().__init__(spec, ("randomk_encode", spec.ratio), ("randomk_decode", spec.ratio), random=True, typed=True)
 
 
 class CommonRandomKCompressor(Compressor):

@@ -4,14 +4,13 @@ Law: contractive, by nothing if no element reaches the threshold. What is smalle
 stays in the residual until it has grown.
 """
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.topk import TopKCompressor
+from gradwire.compressors.base import KernelCompressor
 from gradwire.core.specs import Threshold
 
 
-class ThresholdCompressor(TopKCompressor):
-    """Top-k of as many elements as there is room for, of which the small ones are sent as zeros."""
+class ThresholdCompressor(KernelCompressor):
+    """Top-k of as many elements as there is room for. Elements below the threshold are sent as zeros."""
 
     def __init__(self, spec: Threshold) -> None:
-        Compressor.__init__(self, spec)
-        self.ratio, self.together, self.threshold = spec.capacity, False, spec.threshold
+        settings = spec.capacity, False
+        super().__init__(spec, ("topk_encode", *settings, spec.threshold), ("topk_decode", *settings), typed=True)

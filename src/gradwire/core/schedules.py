@@ -86,9 +86,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 class Backward(Schedule, frozen=True, tag="backward"):
     """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
 
-    @property
-    def engine(self) -> str:
-        return "gradwire.engine.schedules.backward:BackwardSchedule"
+    engine: ClassVar[str] = "gradwire.engine.schedules.backward:BackwardSchedule"
 
 
 class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True):
@@ -99,6 +97,8 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     """
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("shard_optimizer",)
+    gathers_in_forward: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
 
     shard_optimizer: bool = False
     """Whether each rank steps only its shard of every bucket, keeps the optimizer's state of that shard alone, and the gather
@@ -115,16 +115,8 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
         return "gradwire.engine.schedules.pipelined:PipelinedSchedule"
 
     @property
-    def gathers_in_forward(self) -> bool:
-        return True
-
-    @property
     def shards_optimizer(self) -> bool:
         return self.shard_optimizer
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return True
 
 
 class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
@@ -145,6 +137,9 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     """
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("correction", "flush", "warmup_steps", "local_lr", "local_update")
+    engine: ClassVar[str] = "gradwire.engine.schedules.delayed:DelayedSchedule"
+    needs_optimizer: ClassVar[bool] = True
+    costs_accuracy: ClassVar[bool] = True
 
     k: int | None = 5
     """Every k-th step is a correction. Smaller: closer to plain SGD, more bytes; None: never corrects."""
@@ -183,24 +178,12 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
             )
 
     @property
-    def engine(self) -> str:
-        return "gradwire.engine.schedules.delayed:DelayedSchedule"
-
-    @property
     def hides_exchange(self) -> bool:
         return self.local_update
 
     @property
     def sends_at_end(self) -> bool:
         return not self.local_update
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return True
-
-    @property
-    def costs_accuracy(self) -> bool:
-        return True
 
     @property
     def period(self) -> int:

@@ -16,10 +16,7 @@ class Identity(Spec, frozen=True):
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
     encodes: ClassVar[bool] = False
-
-    @property
-    def law(self) -> Law:
-        return Law("exact")
+    law: ClassVar[Law] = Law("exact")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(run.numel for run in runs) * itemsize
@@ -31,16 +28,13 @@ class Cast(Spec, frozen=True):
 
     id: ClassVar[str] = "cast"
     always_written: ClassVar[tuple[str, ...]] = ("dtype",)
+    law: ClassVar[Law] = Law("contractive")
 
     dtype: str = "float16"
     """float16: less error, overflows beyond 65504; bfloat16: 8 times the error, float32's whole range."""
 
     def __post_init__(self) -> None:
         word("dtype", self.dtype, ("float16", "bfloat16"), error=SpecError)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return 2 * sum(run.numel for run in runs)
@@ -55,6 +49,7 @@ class FP8(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "fp8"
     always_written: ClassVar[tuple[str, ...]] = ("format",)
+    law: ClassVar[Law] = Law("contractive", 0.9)
 
     format: str = "e4m3"
     """e4m3: relative error at most 1/16 over a range of 2^17; e5m2: 1/8 over 2^32."""
@@ -65,10 +60,6 @@ class FP8(BlockSpec, frozen=True):
         word("format", self.format, ("e4m3", "e5m2"), error=SpecError)
         check_block(self.block)
 
-    @property
-    def law(self) -> Law:
-        return Law("contractive", 0.9)
-
 
 @register_spec
 class Natural(BlockSpec, frozen=True):
@@ -78,6 +69,7 @@ class Natural(BlockSpec, frozen=True):
     """
 
     id: ClassVar[str] = "natural"
+    law: ClassVar[Law] = Law("unbiased")
 
     block: int = 1024
     """Elements that share one scale: a power of two from 32 to 8192."""
@@ -88,10 +80,6 @@ class Natural(BlockSpec, frozen=True):
         check_block(self.block)
         check_seed(self.seed)
 
-    @property
-    def law(self) -> Law:
-        return Law("unbiased")
-
 
 @register_spec
 class Truncate(Spec, frozen=True):
@@ -101,6 +89,7 @@ class Truncate(Spec, frozen=True):
 
     id: ClassVar[str] = "truncate"
     example: ClassVar[tuple[float]] = (4.0,)
+    law: ClassVar[Law] = Law("contractive")
 
     ratio: float
     """How many times smaller: 1 or more."""
@@ -110,10 +99,6 @@ class Truncate(Spec, frozen=True):
         number("ratio", self.ratio, "how many times smaller the payload is", positive=True, error=SpecError)
         if self.ratio < 1:
             raise SpecError(f"ratio is {self.ratio}: it must be at least 1, 4 for a quarter of the bytes.")
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def kept(self, numel: int) -> int:
         """Elements sent of so many."""

@@ -28,6 +28,8 @@ class PowerSGD(Spec, frozen=True):
     schemes: ClassVar[tuple[str, ...]] = ("allreduce",)
     rounds: ClassVar[int] = 2
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
+    granularity: ClassVar[int] = 0
 
     rank: int = 4
     """Columns of the factors. Larger: less error, more bytes."""
@@ -55,14 +57,6 @@ class PowerSGD(Spec, frozen=True):
         """
         never = step < self.start_step
         return msgspec.structs.replace(self, start_step=0, min_compression=_NEVER if never else self.min_compression)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
-
-    @property
-    def granularity(self) -> int:
-        return 0
 
     def factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """(rows, columns) of the matrix, or None where the tensor is sent whole.

@@ -77,6 +77,7 @@ class TernGrad(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "terngrad"
     code_bits: ClassVar[int] = 2
+    element_bits: ClassVar[int] = 2
 
     block: int = 1024
     """Elements that share one scale, their largest magnitude: a power of two from 32 to 8192. The paper's is a layer."""
@@ -97,30 +98,20 @@ class TernGrad(BlockSpec, frozen=True):
     def law(self) -> Law:
         return Law("none") if self.clip else Law("unbiased")
 
-    @property
-    def element_bits(self) -> int:
-        return 2
-
 
 @register_spec
 class Int8(BlockSpec, frozen=True):
     """255 levels between minus and plus the block's largest magnitude, rounded to nearest: 1 byte an element."""
 
     id: ClassVar[str] = "int8"
+    law: ClassVar[Law] = Law("contractive", 0.88)
+    element_bits: ClassVar[int] = 8
 
     block: int = 128
     """Elements that share one scale: a power of two from 32 to 8192."""
 
     def __post_init__(self) -> None:
         check_block(self.block)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive", 0.88)
-
-    @property
-    def element_bits(self) -> int:
-        return 8
 
 
 @register_spec
@@ -131,6 +122,7 @@ class TwoBit(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "twobit"
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     threshold: float = 0.0
     """t, for mean gradients: MXNet's 0.5 is for gradients summed over a batch, so divide it by the batch size. 0: t
@@ -145,10 +137,6 @@ class TwoBit(BlockSpec, frozen=True):
         number("threshold", self.threshold, "what a sent element stands for, 0 for adaptive", error=SpecError)
         number("multiple", self.multiple, "thresholds in mean magnitudes", positive=True, error=SpecError)
         check_block(self.block)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         sections = coded_bytes([(run.numel, 2) for run in runs], self.block)

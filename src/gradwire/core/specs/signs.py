@@ -50,6 +50,7 @@ class EFSignSGD(BlockSpec, frozen=True):
     id: ClassVar[str] = "ef_signsgd"
     code_bits: ClassVar[int] = 1
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
@@ -58,10 +59,6 @@ class EFSignSGD(BlockSpec, frozen=True):
     def __post_init__(self) -> None:
         if self.block != 0:
             check_block(self.block, _WHOLE)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
 
 @register_spec
@@ -73,6 +70,7 @@ class OneBit(BlockSpec, frozen=True):
     code_bits: ClassVar[int] = 1
     scales: ClassVar[int] = 2
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
@@ -81,10 +79,6 @@ class OneBit(BlockSpec, frozen=True):
     def __post_init__(self) -> None:
         if self.block != 0:
             check_block(self.block, _WHOLE)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
 
 def check_momentum(momentum: object) -> None:

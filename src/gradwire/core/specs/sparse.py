@@ -20,7 +20,6 @@ class _Selected(Spec, frozen=True):
     """Values of the elements sent, then their indices: of each tensor on its own, or of all as if they were one."""
 
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
-    varies_in_family: ClassVar[tuple[str, ...]] = ()
 
     def _groups(self, runs: Sequence[ElementRun]) -> list[int]:
         numels = [run.numel for run in runs]
@@ -105,6 +104,7 @@ class Threshold(_Selected, frozen=True):
 
     id: ClassVar[str] = "threshold"
     example: ClassVar[tuple[float]] = (1e-3,)
+    law: ClassVar[Law] = Law("contractive")
 
     threshold: float
     """The smallest magnitude that is sent, for mean gradients."""
@@ -114,10 +114,6 @@ class Threshold(_Selected, frozen=True):
     def __post_init__(self) -> None:
         number("threshold", self.threshold, "the smallest magnitude that is sent", positive=True, error=SpecError)
         check_ratio("capacity", self.capacity)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.capacity)
@@ -133,6 +129,7 @@ class RandomK(Spec, frozen=True):
 
     id: ClassVar[str] = "randomk"
     example: ClassVar[tuple[float]] = (0.01,)
+    law: ClassVar[Law] = Law("unbiased")
 
     ratio: float
     """The part that is sent, rounded up, at least one element."""
@@ -145,10 +142,6 @@ class RandomK(Spec, frozen=True):
         check_ratio("ratio", self.ratio)
         word("indices", self.indices, ("common", "own"), error=SpecError)
         check_seed(self.seed)
-
-    @property
-    def law(self) -> Law:
-        return Law("unbiased")
 
     @property
     def schemes(self) -> tuple[str, ...]:  # type: ignore[override]

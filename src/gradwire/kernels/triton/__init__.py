@@ -29,13 +29,14 @@ from gradwire.kernels.triton.coded import (
     qsgd_decode,
     qsgd_encode,
     terngrad_encode,
+    threshold_decode,
+    threshold_encode,
 )
 from gradwire.kernels.triton.local_update import local_update
 from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
 from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_encode
 from gradwire.kernels.triton.sparse import dgc_encode, topk_decode, topk_encode
-from gradwire.kernels.triton.ternary import threshold_decode, threshold_encode
 
 __all__ = [
     "back_project",
