@@ -265,13 +265,13 @@ RELAY = {
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"name": "ring"}, "'ring' has a name that is missing or taken"),
+        ({"name": "ring"}, "'ring' has a name that is empty or taken"),
         ({"tasks": ("comp", "pass", "decomp")}, "task 'pass': it must be comp, decomp, or word:inter"),
         ({"tasks": ("comp", "allgather:intra", "decomp")}, "at least one needs a word that no other collective has"),
         ({"phases": ("reduce", "gather")}, r"phases \['reduce', 'gather'\] for link tasks \['pass:inter'\]"),
-        ({"phases": ("gather",)}, "those of gather come last, behind another"),
+        ({"phases": ("gather",)}, "gather phases come last, after at least one other phase"),
         ({"phases": ("all",)}, "reduce, gather or whole"),
-        ({"steps": ""}, "nobody knows what its own words cost"),
+        ({"steps": ""}, "the costs of new words are unknown"),
     ],
 )
 def test_a_collective_that_is_not_whole_is_refused(changed: dict[str, object], words: str) -> None:

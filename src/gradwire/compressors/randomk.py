@@ -6,7 +6,6 @@ element was drawn, and keeps the residual it had.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -58,19 +57,15 @@ class RandomKProgram:
 
     def __init__(self, flat: Tensor, residual: Tensor | None, segments: Segments, ratio: float, values: Tensor) -> None:
         self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio
-        self.payloads = [values]
+        self.payloads, self.kernels = [values], kernels_for(flat.device.type)
         self.shared: dict[str, Tensor] = {}
-
-    @property
-    def _kernels(self) -> ModuleType:
-        return kernels_for(self.flat.device.type)
 
     def fill(self, round_number: int, context: Context) -> None:
         """Write the values drawn to the payload."""
-        self._kernels.gather_random(
+        self.kernels.gather_random(
             self.flat, self.residual, self.segments, context.random, self.ratio, self.payloads[0]
         )
 
     def finish(self, context: Context) -> None:
         """Write the sum to the flat buffer: zeros where nothing was drawn."""
-        self._kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)
+        self.kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from gradwire.core import fit
 from gradwire.core.checks import (
     DTYPE_BYTES,
     each,
@@ -25,29 +24,20 @@ from gradwire.core.checks import (
     word,
 )
 from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
-from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule, as_schedule
+from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
-from gradwire.errors import FormatError
+from gradwire.errors import FormatError, PlanError
 
-__all__ = [
-    "CODEC_TASKS",
-    "LINK_TASKS",
-    "RESIDUAL_DTYPES",
-    "Backward",
-    "Bucket",
-    "Delayed",
-    "Pipelined",
-    "Plan",
-    "Prediction",
-    "Schedule",
-    "TensorInfo",
-    "fingerprint",
-]
+__all__ = ["CODEC_TASKS", "LINK_TASKS", "RESIDUAL_DTYPES", "Bucket", "Plan", "Prediction"]
 
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
 """How residuals may be stored; the planner gives, and the engine runs, no other."""
+
+_CURE = (
+    "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
+)
 
 if TYPE_CHECKING:
     BucketSpec = Spec | Mapping[str, Spec]
@@ -218,7 +208,46 @@ class Plan(Document, frozen=True, kw_only=True):
 
     def check_against(self, tensors: Sequence[TensorInfo]) -> None:
         """Raise PlanError unless these are exactly the tensors the plan was made for."""
-        fit.check_fit(self, tensors)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) != len(tensors):
+            raise PlanError(f"{len(tensors)} tensors have {len(by_name)} names: each tensor needs a name of its own.")
+        planned = set(self.tensors)
+        if planned != by_name.keys():
+            raise PlanError(_other_names(planned, set(by_name)))
+        for index, bucket in enumerate(self.buckets):
+            members = [by_name[name] for name in bucket.tensors]
+            numel = sum(tensor.numel for tensor in members)
+            if bucket.numel and numel != bucket.numel:
+                raise PlanError(
+                    f"bucket {index} ({_some(bucket.tensors)}) has {numel:_} elements, but the plan was made for "
+                    f"{bucket.numel:_}. The model changed after planning. {_CURE}"
+                )
+            on_cpu = next((tensor.name for tensor in members if tensor.device == "cpu"), None)
+            if on_cpu is not None and any(task.endswith(":gpu") for task in bucket.option):
+                raise PlanError(
+                    f"bucket {index} compresses on the gpu, but tensor {on_cpu!r} is on the cpu. Move the model before "
+                    f"`parallelize`, or plan for this device. {_CURE}"
+                )
+        found = fingerprint(tensors)
+        if found != self.fingerprint:
+            raise PlanError(
+                f"the model's fingerprint is {found[:12]}, but the plan was made for {self.fingerprint[:12]}: the "
+                f"{len(tensors)} names agree, and shapes or dtypes do not. {_CURE}"
+            )
+
+
+def _other_names(planned: set[str], names: set[str]) -> str:
+    parts = [f"the model has {len(names)} trainable tensors, but the plan was made for {len(planned)}."]
+    if names - planned:
+        parts.append(f"Only the model has {_some(sorted(names - planned))}.")
+    if planned - names:
+        parts.append(f"Only the plan has {_some(sorted(planned - names))}.")
+    return " ".join([*parts, "The model changed after planning, or parameters were frozen.", _CURE])
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _digest(plan: dict[str, Any]) -> str:

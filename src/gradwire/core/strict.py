@@ -95,15 +95,14 @@ def _check_version(data: Mapping[str, object], cls: type[Document]) -> None:
         raise FormatError(f'version is missing: every {cls.what} says which version it is. Write "version": 1.')
     version = data["version"]
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise FormatError(
-            f"version is {show(version)}, and this release of gradwire reads version 1, a whole number; no release wrote "
-            f"another before it. {cls.remedy}"
-        )
-    if version > 1:
-        raise FormatError(
-            f"version is {show(version)}, and this release of gradwire reads version 1: a later one wrote it. Update "
-            f"gradwire, or write the file for this release. {cls.remedy}"
-        )
+        why = "no release wrote another version before 1."
+    elif version > 1:
+        why = "a later release wrote the file. Update gradwire, or write the file for this release."
+    else:
+        return
+    raise FormatError(
+        f"version is {show(version)}, and this release of gradwire reads version 1, a whole number: {why} {cls.remedy}"
+    )
 
 
 def plain(value: object) -> object:

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from gradwire.kernels import cpu, reference
-from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 __all__ = ["LocalUpdate", "Segment", "Segments", "kernels_for", "tensor_key"]

@@ -84,7 +84,7 @@ def test_without_the_repository_the_error_says_what_to_do(tmp_path: Path) -> Non
     *said, planned, found = ask(tmp_path, package, *refused.values(), ["plan", *FILES, "--json"], swept)
     for wanted, (code, error, _) in zip(refused, said, strict=True):
         assert code == 1 and error.startswith(f"{wanted.strip()} is not installed"), (wanted, error)
-        assert "a wheel of gradwire has only what users run" in error and "Clone the repository" in error
+        assert "a wheel of gradwire leaves out benchmarks" in error and "Clone the repository" in error
     assert planned[:2] == (0, "") and json.loads(planned[2])["buckets"]
     assert found[0] == 0 and "Left out, because only gradwire's repository has them: layerwise, hipress." in found[2]
     header = next(line for line in found[2].splitlines() if "inter Gb/s" in line)

@@ -145,7 +145,7 @@ def is_named(names: set[str], what: str) -> bool:
         ("true", ["version is True", "reads version 1, a whole number"]),
         ("null", ["version is None", "reads version 1, a whole number"]),
         ("[1]", ["version is [1]", "reads version 1, a whole number"]),
-        ("2", ["version is 2", "reads version 1", "a later one wrote it", "Update gradwire"]),
+        ("2", ["version is 2", "reads version 1", "a later release wrote the file", "Update gradwire"]),
     ],
 )
 def test_other_versions_are_refused_with_the_cure(
