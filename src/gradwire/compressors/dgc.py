@@ -1,10 +1,9 @@
-"""Deep gradient compression (Lin et al. 2018, algorithm 1): momentum before selection, and momentum factor
-masking.
+"""Deep gradient compression (Lin et al. 2018, algorithm 1): momentum before selection, momentum factor masking.
 
     u = momentum * u + gradient;  v = v + u;  the largest of v are sent, and u and v are cleared there
 
-Law: none of its own; over the steps everything is sent, with momentum. Warm-up is the spec's `at_step`. NaN and Inf travel,
-and u and v stay what they were there.
+Law: none. Over the steps everything is sent, with momentum. Warm-up is the spec's `at_step`. NaN and Inf are sent, and u and v
+keep their old values there.
 """
 
 import math
@@ -34,7 +33,7 @@ class DGCCompressor(KernelCompressor):
 
     @property
     def bound(self) -> float:
-        """The largest norm of a tensor's gradient, which was divided by the ranks: `clip` over the root of the ranks, too."""
+        """The largest norm of a tensor's gradient after the division by the ranks: `clip` over ranks and their root."""
         return self.clip / (math.sqrt(self.ranks) * self.ranks)
 
     def encode(

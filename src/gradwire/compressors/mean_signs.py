@@ -1,8 +1,8 @@
 """Signs with their mean magnitudes: EF-SignSGD (Karimireddy et al. 2019) and OneBit (Seide et al. 2014).
 
-Law: contractive. Every element comes back as the mean of the elements it shares it with, so the error never is larger than
-what was to be sent; the bfloat16 of the mean does not change that. What is lost stays in the residual. A block with a NaN
-or an Inf decodes to NaN throughout, and keeps the residual it had.
+Law: contractive. Every element becomes a mean of elements, so the error is never larger than the input, even with the mean in
+bfloat16. The residual keeps the error. A block with a NaN or an Inf decodes to NaN throughout, and its residual stays as it
+was.
 """
 
 from gradwire.compressors.base import KernelCompressor

@@ -1,8 +1,8 @@
-"""Random-k: one element out of each of k stretches of a tensor. No index travels: they are drawn again.
+"""Random-k: one element out of each of k stretches of a tensor. Indices are not sent: the decoder draws the same ones.
 
-Law: unbiased without a residual, since what is sent is multiplied by the length of its stretch; with error feedback it is
-not multiplied, and what was not sent stays in the residual. A stretch that holds a NaN or an Inf is sent as NaN, whichever
-element was drawn, and keeps the residual it had.
+Law: unbiased without a residual: a sent value is multiplied by the length of its stretch. With error feedback values are not
+multiplied, and the residual keeps the unsent elements. A stretch with a NaN or an Inf is sent as NaN, whichever element was
+drawn, and its residual stays as it was.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class CommonRandomKCompressor(Compressor):
         self.ratio = spec.ratio
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> "RandomKProgram":
-        """What one piece does in its round: flat holds the gradient before, the sum after."""
+        """The work on one piece: flat holds the gradient before, and the sum after."""
         values = torch.zeros(self.payload_bytes(segments, flat.dtype) // 4, dtype=torch.float32, device=flat.device)
         return RandomKProgram(flat, residual_in(state), segments, self.ratio, values)
 
@@ -46,14 +46,14 @@ class CommonRandomKCompressor(Compressor):
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
-        """`context` has the seed and step of the encode: they say which elements these are."""
+        """`context` has the seed and step of the encode, which give the same elements."""
         self.check(payload, segments, dtype)
         values = payload.clone().view(torch.float32)
         kernels_for(dst.device.type).scatter_random(values, segments, context.random, self.ratio, add, dst)
 
 
 class RandomKProgram:
-    """One piece's work in a step: draw, be summed with the other ranks', write where it was drawn."""
+    """The work on one piece in a step: draw values, and write their sum over ranks to the same places."""
 
     def __init__(self, flat: Tensor, residual: Tensor | None, segments: Segments, ratio: float, values: Tensor) -> None:
         self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio

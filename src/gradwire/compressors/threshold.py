@@ -1,7 +1,7 @@
-"""Threshold: the elements of at least a fixed magnitude, the largest first where there are more than there is room for.
+"""Threshold: the elements of at least a fixed magnitude; if they do not all fit, the largest.
 
-Law: contractive, by nothing if no element reaches the threshold. What is smaller travels as zero and, with error feedback,
-stays in the residual until it has grown.
+Law: contractive, with delta 0. Smaller elements are sent as zero. With error feedback the residual keeps them until they have
+grown.
 """
 
 from gradwire.compressors.base import KernelCompressor
@@ -9,7 +9,7 @@ from gradwire.core.specs import Threshold
 
 
 class ThresholdCompressor(KernelCompressor):
-    """Top-k of as many elements as there is room for. Elements below the threshold are sent as zeros."""
+    """Top-k of `capacity`. Elements below the threshold are sent as zeros."""
 
     def __init__(self, spec: Threshold) -> None:
         settings = spec.capacity, False

@@ -1,8 +1,8 @@
 """Top-k: the elements of largest magnitude, of each tensor or of all that is encoded at once (Aji and Heafield 2017).
 
-Law: contractive, of a group at least the part `ratio` of its squared norm is kept. Both selections give the same elements
-here: a bound found on a sample is used where enough elements reach it, and these hold the largest; else all are searched.
-NaN and Inf count as the largest, so they travel; with error feedback the residual there stays what it was.
+Law: contractive: at least the part `ratio` of a group's squared norm is kept. Both selections give the same elements: if too few
+elements reach the bound of the sample, all are searched. NaN and Inf count as the largest, so they are sent; with error feedback
+their residual stays as it was.
 """
 
 from gradwire.compressors.base import KernelCompressor

@@ -1,8 +1,7 @@
 """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's; docs/papers/cd-sgd.md).
 
-Law: contractive. What is sent of an element is at most its magnitude, so the error never is larger than what was to be
-sent, whatever the threshold. What is not finite decodes to NaN, with its whole block where the threshold follows the
-blocks, and keeps the residual it had.
+Law: contractive. A sent value is at most as large as the element, so the error is never larger than the input. NaN and Inf decode
+to NaN and keep their residual; if blocks have their own thresholds, so does the whole block.
 """
 
 from gradwire.compressors.base import KernelCompressor

@@ -1,9 +1,9 @@
 """The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
 
-Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
-RuntimeError for tensors that it cannot work with, and ctypes.ArgumentError for what is no tensor on the CPU. All functions run on
-one thread; `local_update` alone takes torch's threads. The library knows neither Python nor torch, so one build serves every
-version of both.
+Each function has the name, the results and the arguments (by position) of the function in `gradwire.kernels.reference`. A
+function raises RuntimeError for unsuitable tensors, and ctypes.ArgumentError for arguments that are no CPU tensors. All functions
+run on one thread, except `local_update`, which uses torch's threads. The library depends on neither Python nor torch, so one
+build serves all versions.
 """
 
 import ctypes
@@ -129,7 +129,7 @@ def __getattr__(name: str) -> Callable[..., None]:
 
 
 def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
-    """A function of a library, which raises RuntimeError if it refuses what it is given."""
+    """A function of a library. The function raises RuntimeError if it refuses its arguments."""
     function = library[f"gw_{name}"]
     function.argtypes, function.restype = arguments, ctypes.c_char_p
     function.errcheck = _refused  # type: ignore[assignment]  # typeshed wants a C type back

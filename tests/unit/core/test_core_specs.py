@@ -151,7 +151,7 @@ WRONG_VALUES = [
     (lambda: QSGD(rounding="nearst"), ["rounding is 'nearst'", "did you mean 'nearest'"]),
     (lambda: QSGD(seed=-1), ["seed is -1"]),
     (lambda: Cast(dtype="float32"), ["dtype is 'float32'", "float16, bfloat16"]),
-    (lambda: ErrorFeedback(Identity()), ["inner is Identity()", "loses nothing", "alone"]),
+    (lambda: ErrorFeedback(Identity()), ["inner is Identity()", "lossless", "alone"]),
     (lambda: ErrorFeedback(ErrorFeedback(QSGD())), ["inner is ErrorFeedback", "already carries"]),
     (lambda: ErrorFeedback(EFSignSGD()), ["inner is EFSignSGD()", "already carries"]),
     (lambda: ErrorFeedback(SignSGD()), ["inner is SignSGD()", "no magnitude", "EFSignSGD"]),

@@ -108,7 +108,7 @@ def test_broken_bytes_are_refused_by_name(cls: type[Document], file: Path, data:
     told = (
         " stands twice",
         " is not a field",
-        ": lists and objects nest too deep",
+        ": lists and objects are nested deeper",
         ": half of a",
     )  # of any name
     assert what.startswith(TEXT_PROBLEMS) or any(words in what for words in told) or is_named(FIELDS, what), message

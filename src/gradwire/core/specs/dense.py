@@ -1,4 +1,4 @@
-"""Specs that keep every element, or none: plain bytes, narrower floats, and a fake that only drops."""
+"""Specs without selection or levels: plain bytes, narrower floats, and fake compression."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -63,9 +63,9 @@ class FP8(BlockSpec, frozen=True):
 
 @register_spec
 class Natural(BlockSpec, frozen=True):
-    """Natural compression: sign and a power of two, rounded to one of the two neighbours at random so that the mean is
-    right (Horvath et al. 2019). 1 byte an element: the powers of two are counted down from the block's largest, and what
-    lies below the 127th is rounded to it or to zero.
+    """Natural compression: sign and a power of two, rounded at random to one of the two neighbours so that the mean is right
+    (Horvath et al. 2019). 1 byte an element: 127 powers of two, down from the block's largest. Smaller values are rounded to
+    the last power or to zero.
     """
 
     id: ClassVar[str] = "natural"
@@ -74,7 +74,7 @@ class Natural(BlockSpec, frozen=True):
     block: int = 1024
     """Elements that share one scale: a power of two from 32 to 8192."""
     seed: int = 0
-    """Of the rounding."""
+    """Seed of the rounding."""
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -83,8 +83,8 @@ class Natural(BlockSpec, frozen=True):
 
 @register_spec
 class Truncate(Spec, frozen=True):
-    """Fake compression for measurements: of everything encoded together only the first 1/ratio is sent, and the rest
-    arrives as zeros (CGX, Fig. 1). A model cannot be trained with it: `unsafe=True` says that you know.
+    """Fake compression for measurements: the first 1/ratio of the elements is sent, and the rest arrives as zeros (CGX, Fig.
+    1). Training does not work with Truncate: confirm with `unsafe=True`.
     """
 
     id: ClassVar[str] = "truncate"

@@ -13,8 +13,8 @@ _WHOLE = "the elements of a block, 0 for the tensor"
 
 @register_spec
 class SignSGD(Spec, frozen=True):
-    """Signs, and what the majority of ranks voted comes back: each element of the gradient becomes -1 or 1 (Bernstein et
-    al. 2018; a tie, and zero, count as 1). Choose the learning rate for steps of that size.
+    """Signs with a majority vote of the ranks: each element of the gradient becomes -1 or 1 (Bernstein et al. 2018; a tie and
+    zero count as 1). Choose the learning rate for steps of size 1.
     """
 
     id: ClassVar[str] = "signsgd"
@@ -44,7 +44,7 @@ class Signum(Spec, frozen=True):
 
 @register_spec
 class EFSignSGD(BlockSpec, frozen=True):
-    """The sign of gradient plus residual, times their mean magnitude in the block; what is lost stays in the residual
+    """The sign of gradient plus residual, times the mean magnitude of the block; the residual keeps the error
     (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"
@@ -63,8 +63,8 @@ class EFSignSGD(BlockSpec, frozen=True):
 
 @register_spec
 class OneBit(BlockSpec, frozen=True):
-    """One bit an element: the mean of the block's elements of at least zero, or the mean of those below, of gradient plus
-    residual; what is lost stays in the residual (Seide et al. 2014)."""
+    """One bit an element of gradient plus residual: the mean of the block's elements from zero on, or the mean of those below
+    zero. The residual keeps the error (Seide et al. 2014)."""
 
     id: ClassVar[str] = "onebit"
     code_bits: ClassVar[int] = 1
@@ -86,4 +86,4 @@ def check_momentum(momentum: object) -> None:
     number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
     assert isinstance(momentum, (int, float))
     if momentum >= 1:
-        raise SpecError(f"momentum is {momentum}: from 1 on nothing old is ever forgotten. Use 0.9.")
+        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")
