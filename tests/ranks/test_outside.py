@@ -243,7 +243,7 @@ def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken:
     )
     lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
     entry_points._group.cache_clear()
-    with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* has the name 'ring'"):
+    with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* the collective's name is 'ring'"):
         collective("round")
 
 
