@@ -29,12 +29,12 @@ def qsgd_encode(
 ) -> None:
     """As `scaled_encode`; scale is 'max', 'minmax' or 'l2', rounding 'stochastic' or 'nearest'."""
     drawn = stream if rounding == "stochastic" else None
-    scaled_encode(Uniform(scale), src, residual, segments, drawn, block, payload)
+    scaled_encode(UniformLevels(scale), src, residual, segments, drawn, block, payload)
 
 
 def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
     """As `scaled_decode`."""
-    scaled_decode(Uniform(scale), payload, segments, block, add, dst)
+    scaled_decode(UniformLevels(scale), payload, segments, block, add, dst)
 
 
 def find_scale(v: Tensor, scale: str) -> Tensor:
@@ -49,7 +49,7 @@ def find_scale(v: Tensor, scale: str) -> Tensor:
     return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0).unsqueeze(1)
 
 
-class Uniform(Coder):
+class UniformLevels(Coder):
     """Equal steps."""
 
     def __init__(self, scale: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_up, bf16_value, bits_of, float_of, narrow
-from gradwire.kernels.reference.qsgd import Uniform
+from gradwire.kernels.reference.qsgd import UniformLevels
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
 from gradwire.kernels.reference.signs import block_sums
 from gradwire.kernels.segments import Segment, Segments
@@ -52,7 +52,7 @@ class _Threshold(Coder):
         return fixed if self.threshold else bf16_value(raw)
 
 
-class _Clipped(Uniform):
+class _Clipped(UniformLevels):
     def __init__(self, clip: float) -> None:
         super().__init__("max")
         self.clip = clip
