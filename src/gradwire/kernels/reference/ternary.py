@@ -21,7 +21,7 @@ SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
 LARGEST_BF16 = 2.0**128 - 2.0**120
 
 
-class _Threshold(Coder):
+class _ThresholdCoder(Coder):
     def __init__(self, threshold: float, multiple: float) -> None:
         self.threshold, self.multiple = threshold, multiple
         self.per_block, self.missing = (0, 3) if threshold else (1, 0)
@@ -85,12 +85,12 @@ def threshold_encode(
     payload: Tensor,
 ) -> None:
     """As `scaled_encode`. t is `threshold`, or where that is 0 `multiple` times the block's mean magnitude."""
-    scaled_encode(_Threshold(threshold, multiple), src, residual, segments, None, block, payload)
+    scaled_encode(_ThresholdCoder(threshold, multiple), src, residual, segments, None, block, payload)
 
 
 def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
     """As `scaled_decode`."""
-    scaled_decode(_Threshold(threshold, 1.0), payload, segments, block, add, dst)
+    scaled_decode(_ThresholdCoder(threshold, 1.0), payload, segments, block, add, dst)
 
 
 def terngrad_encode(
