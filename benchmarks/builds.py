@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.levels import kernels_of, set_level
 from gradwire.core.payload import index_bytes, kept_of, qsgd_bytes
 from gradwire.kernels import LocalUpdate, Segment, Segments, cpu
 
@@ -138,14 +139,14 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     libraries = [ctypes.CDLL(path) for path in (options.old, options.new)]
-    old, new = (cpu.kernels_of(library) for library in libraries)
+    old, new = (kernels_of(library) for library in libraries)
     rows = []
     table = Table(title=f"{cpu_name()}: old time / new time, below 0.97 in bold", title_justify="left")
     for column in ("kernel", "level", "old, us", "new, us", "ratio"):
         table.add_column(column, justify="right" if column not in ("kernel", "level") else "left")
     for level in options.levels:
         for library in libraries:
-            cpu.bind(library, "set_level", ctypes.c_int64)(cpu.levels().index(level))
+            set_level(library, cpu.levels().index(level))
         for name, call in cases():
             if options.only not in name:
                 continue

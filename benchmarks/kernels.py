@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.levels import use_level
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import LocalUpdate, Segment, Segments, cpu, reference
 
@@ -86,7 +87,7 @@ def measure(megabytes: int, implementation: str, pairs: int) -> list[Row]:
     module = reference if implementation == "reference" else cpu
     source, target = torch.randn(numel), torch.zeros(numel)
     rows = []
-    with nullcontext() if module is reference else cpu.use_level(implementation):
+    with nullcontext() if module is reference else use_level(implementation):
         for kernel, call in kernels_of(module, numel).items():
             copy = lambda: target.copy_(source)  # noqa: E731
             for warm_up in (copy, call, copy, call)[: 4 if module is cpu else 2]:

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks.levels import kernels_of, set_level, use_level
 from gradwire.core import native
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segment, Segments, cpu, kernels_for, reference, tensor_key
@@ -39,7 +40,7 @@ class Way:
     kernels: ModuleType
 
     def chosen(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.kernels is reference else cpu.use_level(self.name)
+        return nullcontext() if self.kernels is reference else use_level(self.name)
 
 
 REFERENCE = Way("reference", reference)
@@ -557,7 +558,7 @@ def test_segments_can_be_copied_and_pickled_after_kernels_used_them() -> None:
 
 @built
 def test_every_kernel_takes_as_many_arguments_as_the_reference() -> None:
-    for name, kernel in cpu.kernels_of(native.library()).items():
+    for name, kernel in kernels_of(native.library()).items():
         assert len(kernel.argtypes) == len(inspect.signature(getattr(reference, name)).parameters), name
 
 
@@ -576,10 +577,10 @@ def test_levels_are_named_and_the_last_is_the_default() -> None:
     assert len(set(LEVELS)) == len(LEVELS)
     assert set(LEVELS) <= {"baseline", "avx2", "avx512"}
     with pytest.raises(ValueError):
-        with cpu.use_level("avx9"):
+        with use_level("avx9"):
             pass
     with pytest.raises(RuntimeError, match="does not run here"):
-        cpu._set_level(len(LEVELS))
+        set_level(native.library(), len(LEVELS))
 
 
 @pytest.fixture

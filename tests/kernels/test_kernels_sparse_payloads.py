@@ -18,6 +18,7 @@ from test_kernels_sparse import (
     selecting,
 )
 
+from benchmarks.levels import use_level
 from gradwire.core.payload import index_bytes, index_low_bits, kept_of
 from gradwire.core.specs import DGC, BlockTopK, RandomK, Spec, TopK
 from gradwire.kernels import Segment, Segments, cpu
@@ -189,7 +190,7 @@ def test_random_bytes_never_reach_outside(level: str) -> None:
     for _ in range(400):
         payload = torch.randint(0, 256, (8 + 4 * (1 + 3 + 20),), generator=generator).to(torch.uint8)
         guarded = torch.full((1130 + 128,), 5.0)
-        with cpu.use_level(level):
+        with use_level(level):
             cpu.randomk_decode(payload, inside, torch.float32, 0.02, False, guarded)
         assert bool((guarded[:64] == 5.0).all()) and bool((guarded[-64:] == 5.0).all())
 

@@ -131,32 +131,34 @@ SIZES = {"ROWS": 4, "BLOCK": 32, "ALIGNED": True}  # fewer than in earnest compi
 COMPILED = {
     "FP8, sm_80": Compile(
         "coded_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
-        {"CODE": 3, "NORM": False, "CLIP": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
+        {"CODE": 3, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
     ),
     "Natural, sm_90": Compile(
         "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
-        {"CODE": 5, "NORM": False, "CLIP": 0.0, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
+        {"CODE": 5, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
     ),
     "exponential levels, sm_80": Compile(
         "coded_encode_kernel", {"src": "*fp16", "stream": "*i64", **CODES},
-        {"CODE": 6, "NORM": True, "CLIP": 0.0, "STOCHASTIC": True, "RESIDUAL": False, **SIZES}, 80,
+        {"CODE": 6, "NORM": True, "FACTOR": 0.0, "STOCHASTIC": True, "RESIDUAL": False, **SIZES}, 80,
     ),
-    "FP8 back, sm_90": Compile("coded_decode_kernel", DECODE, {"CODE": 4, "ADD": True, **SIZES}, 90),
-    "exponential levels back, sm_80": Compile("coded_decode_kernel", DECODE, {"CODE": 6, "ADD": False, **SIZES}, 80),
+    "FP8 back, sm_90": Compile("coded_decode_kernel", DECODE, {"CODE": 4, "FACTOR": 0.0, "ADD": True, **SIZES}, 90),
+    "exponential levels back, sm_80": Compile(
+        "coded_decode_kernel", DECODE, {"CODE": 6, "FACTOR": 0.0, "ADD": False, **SIZES}, 80
+    ),
     "thresholds, sm_90": Compile(
-        "threshold_encode_kernel", {"src": "*fp32", "threshold": "fp32", **CODES},
-        {"MULTIPLE": 0.7, "FIXED": False, "RESIDUAL": True, **SIZES}, 90,
+        "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
+        {"CODE": 7, "NORM": False, "FACTOR": 0.7, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 90,
     ),
     "a fixed threshold, sm_80": Compile(
-        "threshold_encode_kernel", {"src": "*fp32", "threshold": "fp32", **CODES},
-        {"MULTIPLE": 1.0, "FIXED": True, "RESIDUAL": True, **SIZES}, 80,
+        "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
+        {"CODE": 8, "NORM": False, "FACTOR": 0.3, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
     ),
     "thresholds back, sm_80": Compile(
-        "threshold_decode_kernel", {"threshold": "fp32", **DECODE}, {"FIXED": False, "ADD": True, **SIZES}, 80
+        "coded_decode_kernel", DECODE, {"CODE": 7, "FACTOR": 0.0, "ADD": True, **SIZES}, 80
     ),
     "terngrad, sm_90": Compile(
         "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
-        {"CODE": 2, "NORM": False, "CLIP": 2.5, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
+        {"CODE": 2, "NORM": False, "FACTOR": 2.5, "STOCHASTIC": True, "RESIDUAL": True, **SIZES}, 90,
     ),
 }  # fmt: skip
 

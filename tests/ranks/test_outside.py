@@ -225,7 +225,7 @@ def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
     )
     entry_points._group.cache_clear()
     try:
-        with pytest.raises(SpecError, match=r"law = 'gradwire_mulaw:MuLaw' .* has another id"):
+        with pytest.raises(SpecError, match=r"law = 'gradwire_mulaw:MuLaw' .* differs"):
             spec_from_dict({"id": "law"})
     finally:
         base._REGISTRY.pop("mulaw", None)
@@ -243,7 +243,7 @@ def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken:
     )
     lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
     entry_points._group.cache_clear()
-    with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* has the name 'ring'"):
+    with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* the collective's name is 'ring'"):
         collective("round")
 
 
@@ -265,13 +265,13 @@ RELAY = {
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"name": "ring"}, "'ring' has a name that is missing or taken"),
+        ({"name": "ring"}, "'ring' has a name that is empty or taken"),
         ({"tasks": ("comp", "pass", "decomp")}, "task 'pass': it must be comp, decomp, or word:inter"),
         ({"tasks": ("comp", "allgather:intra", "decomp")}, "at least one needs a word that no other collective has"),
         ({"phases": ("reduce", "gather")}, r"phases \['reduce', 'gather'\] for link tasks \['pass:inter'\]"),
-        ({"phases": ("gather",)}, "those of gather come last, behind another"),
+        ({"phases": ("gather",)}, "gather phases come last, after at least one other phase"),
         ({"phases": ("all",)}, "reduce, gather or whole"),
-        ({"steps": ""}, "nobody knows what its own words cost"),
+        ({"steps": ""}, "the costs of new words are unknown"),
     ],
 )
 def test_a_collective_that_is_not_whole_is_refused(changed: dict[str, object], words: str) -> None:
@@ -340,7 +340,7 @@ def test_a_plan_for_a_collective_that_cannot_run_says_why() -> None:
         scheme_of(0, bucket, "gpu")
     with pytest.raises(PlanError, match="'nowhere:steps' cannot be loaded"):
         steps_of(bucket.option, 2, 1)
-    with pytest.raises(FormatError, match="a task of a collective that has other tasks beside it"):
+    with pytest.raises(FormatError, match=r"the collective of \w+ has other tasks too"):
         gw.Bucket(tensors=("w",), spec=gw.QSGD(), option=("comp:cpu", "pass:inter", "pass:inter", "decomp:cpu"))
 
 

@@ -62,9 +62,11 @@ def fuzz(library: Path, payloads: int, seed: int) -> int:
     if problem := cpu.available():
         print(problem, file=sys.stderr)
         return 1
+    sys.path.append(str(ROOT))
     import torch
     from test_laws import FEEDBACK, SPECS, codec_of
 
+    from benchmarks.levels import use_level
     from gradwire.core import PowerSGD
     from gradwire.errors import PayloadError
 
@@ -81,7 +83,7 @@ def fuzz(library: Path, payloads: int, seed: int) -> int:
             continue
         codec = codec_of(spec, numels, dtype)
         level = chance.choice(cpu.levels())
-        with cpu.use_level(level):
+        with use_level(level):
             good = codec.encode(torch.randn(sum(numels), generator=generator).to(dtype)).clone()
             for _ in range(100):
                 payload, add = damaged(good, chance, generator), chance.random() < 0.5

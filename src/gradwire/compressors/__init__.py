@@ -14,7 +14,7 @@ from gradwire.compressors.identity import IdentityCompressor
 from gradwire.compressors.mean_signs import MeanSignCompressor
 from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
-from gradwire.compressors.qsgd import QSGDCompressor
+from gradwire.compressors.qsgd import Int8Compressor, QSGDCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
 from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
 from gradwire.compressors.terngrad import TernGradCompressor
@@ -61,7 +61,7 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
     OneBit: MeanSignCompressor,
     TwoBit: TwoBitCompressor,
     TernGrad: TernGradCompressor,
-    Int8: lambda spec: QSGDCompressor(QSGD(bits=8, block=spec.block, rounding="nearest"), spec),
+    Int8: Int8Compressor,
     FP8: FP8Compressor,
     Natural: NaturalCompressor,
     ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
@@ -75,7 +75,7 @@ _BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
 
 
 def register_compressor(spec_class: type[Spec], make: Callable[[Any], Compressor]) -> None:
-    """Say what runs a spec of your own. `make` takes the spec and returns its compressor."""
+    """Register the compressor of a spec class. `make` takes the spec and returns the compressor."""
     _BY_SPEC[spec_class] = make
 
 
@@ -91,8 +91,8 @@ def compressor_for(spec: Spec) -> Compressor:
     make = _BY_SPEC.get(type(spec))
     if make is None:
         raise SpecError(
-            f"{spec!r} has no compressor: its class {type(spec).__name__} is registered as a spec only. Call "
-            "gradwire.compressors.register_compressor with what runs it, or name it in the entry points of "
+            f"{spec!r} has no compressor: its class {type(spec).__name__} is registered as a spec only. "
+            "Register a compressor with gradwire.compressors.register_compressor, or in the entry points of "
             f"{entry_points.COMPRESSORS}."
         )
     return make(spec)

@@ -9,8 +9,6 @@ from gradwire.compressors.base import Compressor, Context, residual_in
 from gradwire.core.specs import Cast
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["CastCompressor"]
-
 
 class CastCompressor(Compressor):
     """Rounds to nearest even. Beyond float16's 65504 a value becomes Inf, as in torch's own fp16 hook."""

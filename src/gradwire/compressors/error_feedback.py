@@ -1,6 +1,6 @@
-"""Error feedback around any compressor: what an encode loses is added to the next.
+"""Error feedback around any compressor: the error of an encode is added to the next gradient.
 
-Law: telescoping. The sum over steps of what was sent equals the sum of what was given, less the last residual.
+Law: telescoping. The sum of the sent values over steps equals the sum of the gradients, less the last residual.
 The residual belongs to the caller, one for each encode of the option; the inner compressor's kernel updates it.
 """
 
@@ -14,18 +14,16 @@ from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import ErrorFeedback
 from gradwire.kernels import Segments
 
-__all__ = ["ErrorFeedbackCompressor"]
-
 
 class ErrorFeedbackCompressor(Compressor):
-    """Only declares that a residual is wanted; encode and decode are the inner compressor's."""
+    """Declares a residual; the inner compressor encodes and decodes."""
 
     def __init__(self, spec: ErrorFeedback, inner: Compressor) -> None:
         super().__init__(spec)
         self.inner = inner
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Any:
-        """What a codec does whose payloads are summed on the wire."""
+        """The program of an inner compressor with sums on the wire."""
         return self.inner.program(flat, state, segments)  # type: ignore[attr-defined]  # its spec has rounds
 
     def encode(

@@ -5,32 +5,12 @@ others by half of its smallest number. A block with a NaN or an Inf decodes to N
 keeps the residual it had.
 """
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.compressors.base import KernelCompressor
 from gradwire.core.specs import FP8
-from gradwire.kernels import Segments, kernels_for
-
-__all__ = ["FP8Compressor"]
 
 
-class FP8Compressor(Compressor):
+class FP8Compressor(KernelCompressor):
     """Rounds to nearest even, as torch's casts do."""
 
     def __init__(self, spec: FP8) -> None:
-        super().__init__(spec)
-        self.format, self.block = spec.format, spec.block
-
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        kernels_for(src.device.type).fp8_encode(src, residual_in(state), segments, self.block, self.format, payload)
-
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
-        self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).fp8_decode(payload, segments, self.block, self.format, add, dst)
+        super().__init__(spec, ("fp8_encode", spec.block, spec.format), ("fp8_decode", spec.block, spec.format))

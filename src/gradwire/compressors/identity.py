@@ -8,8 +8,6 @@ from torch import Tensor
 from gradwire.compressors.base import Compressor, Context
 from gradwire.kernels import Segments
 
-__all__ = ["IdentityCompressor"]
-
 
 class IdentityCompressor(Compressor):
     """Copies bytes."""
@@ -23,14 +21,9 @@ class IdentityCompressor(Compressor):
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
-        value = _as_dtype(payload, dtype)
+        aligned = payload.storage_offset() % dtype.itemsize == 0  # else the bytes are copied before they are numbers
+        value = (payload if aligned else payload.clone()).view(dtype)
         if add:
             dst.add_(value)
         else:
             dst.copy_(value)
-
-
-def _as_dtype(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes as numbers; a payload that does not begin at a multiple of the item size is copied first."""
-    aligned = payload.storage_offset() % dtype.itemsize == 0
-    return (payload if aligned else payload.clone()).view(dtype)

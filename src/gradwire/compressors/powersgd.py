@@ -1,6 +1,6 @@
 """PowerSGD: matrices as two factors of rank r, summed on the wire in two rounds (Vogels et al. 2019, algorithms 1 and 2).
 
-Round 1 sums P = M Q', and what is sent whole; its columns are made orthonormal. Round 2 sums Q = P' M; P Q is the sum of
+Round 1 sums P = M Q' and the uncompressed tensors; P's columns are made orthonormal. Round 2 sums Q = P' M. P Q is the sum of
 gradients, and Q begins the next step. Law: each rank keeps M - P P' M, which is no longer than M (P's columns are orthonormal),
 and the sum over ranks of what was kept and what was sent is the sum of what was given.
 
@@ -20,11 +20,9 @@ from gradwire.errors import PlanError
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.random import random_words, stream_key
 
-__all__ = ["PowerSGDCompressor"]
-
 
 class PowerSGDCompressor(Compressor):
-    """Has no payload of its own kind: what is summed belongs to a program."""
+    """Has no payload: a program sums the factors."""
 
     def __init__(self, spec: PowerSGD) -> None:
         super().__init__(spec)
@@ -51,7 +49,7 @@ class PowerProgram:
         runs, rank, device = runs_of(segments), spec.rank, flat.device
         rows: list[tuple[int, int, int, int, int]] = []
         self.whole: list[tuple[slice, slice]] = []
-        """Of each tensor that is sent whole, its place in the flat buffer and in the first round."""
+        """For each uncompressed tensor, its places in the flat buffer and in the first round."""
         self.names: list[tuple[str, int, slice]] = []
         p_at = q_at = 0
         for index, (row, run) in enumerate(zip(segments.rows, runs, strict=True)):
@@ -75,7 +73,7 @@ class PowerProgram:
     def _draw(self, step: int) -> None:
         """Factors of random numbers between -1 and 1, the same on all ranks."""
         for _, key, where in self.names:
-            stream = stream_key([self.spec.seed, step, 0, 0], key)
+            stream = stream_key([self.spec.seed, step, 0, 0, key])
             words = random_words(torch.arange(where.stop - where.start), stream)
             self.q_next[where] = ((words.double() + 0.5) * 2.0**-31 - 1).float().to(self.q_next.device)
 
@@ -107,7 +105,7 @@ class PowerProgram:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """The sums begin the next step, brought to length one; a row that says nothing leaves the old one."""
+        """Begin the next step with the sums, scaled to length one. A row of zeros, or with a NaN, leaves the old row."""
         for _, _, where in self.names:
             rows, old = (q[where].view(self.spec.rank, -1) for q in (self.q_sum, self.q_next))
             norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)

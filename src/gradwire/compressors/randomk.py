@@ -1,42 +1,25 @@
-"""Random-k: one element out of each of k stretches of a tensor. No index travels: they are drawn again.
+"""Random-k: one element out of each of k stretches of a tensor. Indices are not sent: the decoder draws the same ones.
 
-Law: unbiased without a residual, since what is sent is multiplied by the length of its stretch; with error feedback it is
-not multiplied, and what was not sent stays in the residual. A stretch that holds a NaN or an Inf is sent as NaN, whichever
-element was drawn, and keeps the residual it had.
+Law: unbiased without a residual: a sent value is multiplied by the length of its stretch. With error feedback values are not
+multiplied, and the residual keeps the unsent elements. A stretch with a NaN or an Inf is sent as NaN, whichever element was
+drawn, and its residual stays as it was.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, residual_in
+from gradwire.compressors.base import Compressor, Context, KernelCompressor, residual_in
 from gradwire.core.specs import RandomK
 from gradwire.kernels import Segments, kernels_for
 
-__all__ = ["CommonRandomKCompressor", "OwnRandomKCompressor", "RandomKProgram"]
 
-
-class OwnRandomKCompressor(Compressor):
+class OwnRandomKCompressor(KernelCompressor):
     """Each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
 
     def __init__(self, spec: RandomK) -> None:
-        super().__init__(spec)
-        self.ratio = spec.ratio
-
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        kernels_for(src.device.type).randomk_encode(
-            src, residual_in(state), segments, context.random, self.ratio, payload
-        )
-
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
-        self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).randomk_decode(payload, segments, dtype, self.ratio, add, dst)
+        super().__init__(spec, ("randomk_encode", spec.ratio), ("randomk_decode", spec.ratio), random=True, typed=True)
 
 
 class CommonRandomKCompressor(Compressor):
@@ -47,7 +30,7 @@ class CommonRandomKCompressor(Compressor):
         self.ratio = spec.ratio
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> "RandomKProgram":
-        """What one piece does in its round: flat holds the gradient before, the sum after."""
+        """The work on one piece: flat holds the gradient before, and the sum after."""
         values = torch.zeros(self.payload_bytes(segments, flat.dtype) // 4, dtype=torch.float32, device=flat.device)
         return RandomKProgram(flat, residual_in(state), segments, self.ratio, values)
 
@@ -63,30 +46,26 @@ class CommonRandomKCompressor(Compressor):
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
-        """`context` has the seed and step of the encode: they say which elements these are."""
+        """`context` has the seed and step of the encode, which give the same elements."""
         self.check(payload, segments, dtype)
         values = payload.clone().view(torch.float32)
         kernels_for(dst.device.type).scatter_random(values, segments, context.random, self.ratio, add, dst)
 
 
 class RandomKProgram:
-    """One piece's work in a step: draw, be summed with the other ranks', write where it was drawn."""
+    """The work on one piece in a step: draw values, and write their sum over ranks to the same places."""
 
     def __init__(self, flat: Tensor, residual: Tensor | None, segments: Segments, ratio: float, values: Tensor) -> None:
         self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio
-        self.payloads = [values]
+        self.payloads, self.kernels = [values], kernels_for(flat.device.type)
         self.shared: dict[str, Tensor] = {}
-
-    @property
-    def _kernels(self) -> ModuleType:
-        return kernels_for(self.flat.device.type)
 
     def fill(self, round_number: int, context: Context) -> None:
         """Write the values drawn to the payload."""
-        self._kernels.gather_random(
+        self.kernels.gather_random(
             self.flat, self.residual, self.segments, context.random, self.ratio, self.payloads[0]
         )
 
     def finish(self, context: Context) -> None:
         """Write the sum to the flat buffer: zeros where nothing was drawn."""
-        self._kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)
+        self.kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)

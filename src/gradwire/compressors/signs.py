@@ -1,8 +1,7 @@
 """Signs and nothing else: SignSGD, and Signum on a running mean (Bernstein et al. 2018).
 
-Law: none. What comes back is the vote of the ranks: who adds up sums the decoded -1 and 1 of all, the own ones too, and
-encodes the signs of that sum, in which a tie counts as 1. There is no scale that could say that something is not finite:
-such an element counts by its sign bit.
+Law: none. The result is the vote of the ranks: the owner sums the decoded -1 and 1 of all ranks, with its own, and encodes the
+signs of the sum. A tie counts as 1. Without a scale, NaN and Inf cannot be marked: they count by their sign bit.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,6 @@ from torch import Tensor
 from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import SignSGD, Signum
 from gradwire.kernels import Segments, kernels_for
-
-__all__ = ["SignSGDCompressor", "SignumCompressor"]
 
 
 class SignSGDCompressor(Compressor):
@@ -40,8 +37,8 @@ class SignSGDCompressor(Compressor):
 
 
 class SignumCompressor(SignSGDCompressor):
-    """The signs of m = momentum * m + (1 - momentum) * gradient. Without a place for m: those of the gradient, since m
-    was zero. An element of m that would not be finite stays what it was."""
+    """The signs of m = momentum * m + (1 - momentum) * gradient. Without state, the signs of the gradient, since m is zero. An
+    element of m that would not be finite keeps its old value."""
 
     def __init__(self, spec: Signum) -> None:
         super().__init__(spec)

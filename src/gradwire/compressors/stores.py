@@ -1,10 +1,10 @@
 """Residuals of error feedback in fewer bytes than float32.
 
 int8 is the payload of QSGD at 8 bits with blocks of 128 and their largest magnitude as scale: 1.016 bytes an element.
-Rounding is stochastic, so what one store loses has mean zero; it is at most one step of the block's grid, which is 1/126 of
-the block's largest residual. bfloat16 is rounded to nearest: 2^-8 of each element at most.
+Rounding is stochastic, so the error of a store has mean zero. The error is at most one step of the block's grid, 1/126 of the
+block's largest residual. bfloat16 is rounded to nearest: the error is at most 2^-8 of each element.
 
-Blocks are those of what is encoded at once: each begins anew with a tensor, and where a tensor is cut.
+A new block begins with each tensor, and where a tensor is cut.
 """
 
 import torch
@@ -14,8 +14,6 @@ from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.numbers import equal_blocks
 from gradwire.kernels.reference.planes import pack
-
-__all__ = ["BFloat16Store", "Int8Store", "store_for"]
 
 BITS, BLOCK = 8, 128
 TOP = 2 ** (BITS - 1) - 1
@@ -30,15 +28,15 @@ class BFloat16Store:
         self._kernels = kernels_for(segments.device.type)
 
     def widen(self, residual: Tensor) -> None:
-        """Write what is held to `residual` (float32)."""
+        """Write the stored values to `residual` (float32)."""
         self._kernels.cast_decode(self.held, torch.bfloat16, False, residual)
 
     def narrow(self, residual: Tensor, random: Tensor) -> None:
-        """Hold `residual`, whose magnitudes are below 2^126."""
+        """Store `residual`, with magnitudes below 2^126."""
         self._kernels.cast_encode(residual, None, torch.bfloat16, self.held)
 
     def narrow_changed(self, residual: Tensor, random: Tensor) -> None:
-        """The same; what is not finite, or becomes so by rounding, is held as zero."""
+        """Store `residual`. NaN, Inf, and values that overflow are stored as zero."""
         self.narrow(residual, random)
         self.held.view(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -57,19 +55,19 @@ class Int8Store:
         self._codes.fill_(TOP)
 
     def widen(self, residual: Tensor) -> None:
-        """Write what is held to `residual` (float32)."""
+        """Write the stored values to `residual` (float32)."""
         self._kernels.qsgd_decode(self.held, self._segments, BLOCK, "max", False, residual)
 
     def narrow(self, residual: Tensor, random: Tensor) -> None:
-        """Hold `residual`; of a block with a magnitude of 2^126 or more, zeros."""
+        """Store `residual`. A block with a magnitude of 2^126 or more is stored as zeros."""
         self._kernels.qsgd_encode(residual, None, self._segments, random, BLOCK, "max", "stochastic", self.held)
         self._scales.nan_to_num_(nan=0.0)
 
     def narrow_changed(self, residual: Tensor, random: Tensor) -> None:
-        """The same, but a block that `widen` gave is held as it was: its values are whole steps of a grid.
+        """Store `residual`, without rounding blocks that came from `widen`: their values are whole steps of a grid.
 
-        Of that grid the largest code is TOP or TOP - 1 steps from zero, since a scale is at most a part in 128 above the
-        block's largest magnitude. So there are two scales that it may have.
+        The largest code of such a grid is TOP or TOP - 1 steps from zero, since a scale is at most a part in 128 above the
+        block's largest magnitude. So two scales are possible.
         """
         self.narrow(residual, random)
         scale_at = code_at = 0

@@ -1,19 +1,16 @@
-"""Threshold: the elements of at least a fixed magnitude, the largest first where there are more than there is room for.
+"""Threshold: the elements of at least a fixed magnitude; if they do not all fit, the largest.
 
-Law: contractive, by nothing if no element reaches the threshold. What is smaller travels as zero and, with error feedback,
-stays in the residual until it has grown.
+Law: contractive, with delta 0. Smaller elements are sent as zero. With error feedback the residual keeps them until they have
+grown.
 """
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.topk import TopKCompressor
+from gradwire.compressors.base import KernelCompressor
 from gradwire.core.specs import Threshold
 
-__all__ = ["ThresholdCompressor"]
 
-
-class ThresholdCompressor(TopKCompressor):
-    """Top-k of as many elements as there is room for, of which the small ones are sent as zeros."""
+class ThresholdCompressor(KernelCompressor):
+    """Top-k of `capacity`. Elements below the threshold are sent as zeros."""
 
     def __init__(self, spec: Threshold) -> None:
-        Compressor.__init__(self, spec)
-        self.ratio, self.together, self.threshold = spec.capacity, False, spec.threshold
+        settings = spec.capacity, False
+        super().__init__(spec, ("topk_encode", *settings, spec.threshold), ("topk_decode", *settings), typed=True)

@@ -1,7 +1,7 @@
-"""Fake compression: the first part of everything travels as it is, and nothing is computed (CGX, Fig. 1).
+"""Fake compression: the first part of the elements is sent uncompressed, the rest is dropped (CGX, Fig. 1).
 
-Law: contractive, by nothing. For measurements of what a ratio would be worth: a model cannot be trained with it, so it must
-be asked for with `unsafe=True`. A NaN or an Inf in what is not sent is lost.
+Law: contractive, with delta 0. For measurements of a ratio's gain. Training does not work with Truncate, so `unsafe=True` is
+required. A NaN or an Inf among the dropped elements is lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,6 @@ from gradwire.core.specs import Truncate
 from gradwire.errors import SpecError
 from gradwire.kernels import Segments
 
-__all__ = ["TruncateCompressor"]
-
 
 class TruncateCompressor(Compressor):
     """The first 1/ratio of the elements of all segments, in their order. Raises SpecError unless the spec is unsafe."""
@@ -24,8 +22,8 @@ class TruncateCompressor(Compressor):
         super().__init__(spec)
         if not spec.unsafe:
             raise SpecError(
-                f"{spec!r} sends the first elements and drops all others, always the same: a model cannot be trained with it. "
-                f"To measure with it, write Truncate({spec.ratio}, unsafe=True); to train, use TopK or QSGD."
+                f"{spec!r} sends the first elements and always drops the others: a model cannot be trained with Truncate. "
+                f"To measure, write Truncate({spec.ratio}, unsafe=True); to train, use TopK or QSGD."
             )
         self.kept = spec.kept
 
@@ -54,7 +52,7 @@ class TruncateCompressor(Compressor):
                 to[sent:].zero_()
 
     def _runs(self, segments: Segments, itemsize: int) -> Iterator[tuple[slice, int, slice]]:
-        """Of each segment: its place in the flat buffer, how many of its elements are sent, and their place in the payload."""
+        """For each segment: its place in the flat buffer, the number of sent elements, and their place in the payload."""
         left, at = self.kept(segments.numel), 0
         for row in segments.rows:
             sent = min(left, row.numel)

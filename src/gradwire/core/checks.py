@@ -1,7 +1,7 @@
-"""Checks of single values, in the words every format uses.
+"""Checks of single values, with the same messages in every format.
 
-Each check raises an error whose message begins with the field's name, so that the reader of a document
-(`gradwire.core.strict`) can put the path of the enclosing object before it.
+The message of an error begins with the name of the field. The reader of a document (`gradwire.core.strict`) puts the path of
+the enclosing object before the name.
 """
 
 import sys
@@ -13,25 +13,6 @@ from typing import Any
 import msgspec
 
 from gradwire.errors import FormatError, GradwireError
-
-__all__ = [
-    "DTYPE_BYTES",
-    "changed",
-    "each",
-    "freeze",
-    "freeze_pairs",
-    "join",
-    "near",
-    "number",
-    "only_version",
-    "printable",
-    "show",
-    "text",
-    "under",
-    "unique",
-    "whole",
-    "word",
-]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one element, for each dtype a gradient may have."""
@@ -47,13 +28,13 @@ def show(value: object) -> str:
 
 
 def printable(name: str, longest: int = 80) -> str:
-    """A name as it is, if it is one line of text and not too long; else as code, cut."""
+    """The name, if it is one short line of text; else the name as code, cut."""
     return name if name.isprintable() and 0 < len(name) <= longest else show(name)
 
 
 def near(wrong: object, known: Collection[str]) -> str:
-    """` (did you mean 'x'?)` if a known name is close to the wrong one, else nothing."""
-    if not isinstance(wrong, str) or len(wrong) > 80:  # the search for it would take long and find nothing
+    """` (did you mean 'x'?)` if a known name is close to the wrong name, else ''."""
+    if not isinstance(wrong, str) or len(wrong) > 80:  # a search would take long and find nothing
         return ""
     close = get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -88,7 +69,7 @@ def whole(
 
 
 def only_version(value: object) -> None:
-    """Refuse everything but the version that this release writes."""
+    """Refuse all versions but 1, which this release writes."""
     if isinstance(value, bool) or not isinstance(value, int) or value != 1:
         raise FormatError(f"version is {show(value)}: this release writes version 1, a whole number.")
 
@@ -106,15 +87,15 @@ def word(field: str, value: object, words: Collection[str], *, error: type[Gradw
 
 
 def unique(field: str, names: Collection[str], part: str, *, error: type[GradwireError] = FormatError) -> None:
-    """Refuse a name that stands twice; `part` follows the index in the message, as in `tensors[3].name`."""
+    """Refuse duplicate names; `part` follows the index in the message, as in `tensors[3].name`."""
     if len(set(names)) == len(names):
         return
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in first:
             raise error(
-                f"{field}[{index}]{part} is {show(name)}, and so is {field}[{first[name]}]{part}: names are what tells "
-                "tensors apart. Give each tensor once."
+                f"{field}[{index}]{part} is {show(name)}, and so is {field}[{first[name]}]{part}: each tensor needs a "
+                "name of its own. Give each tensor once."
             )
         first[name] = index
 
@@ -129,7 +110,7 @@ def freeze(owner: msgspec.Struct, *fields: str) -> None:
 
 
 def freeze_pairs(owner: msgspec.Struct, field: str, what: str) -> None:
-    """Turn a list of pairs into a tuple of tuples; `what` says what a pair is."""
+    """Turn a list of pairs into a tuple of tuples; `what` describes a pair in messages."""
     freeze(owner, field)
     pairs = []
     for index, pair in enumerate(getattr(owner, field)):
@@ -149,13 +130,13 @@ def each(field: str, values: Iterable[object], kind: type) -> None:
 
 
 def changed(owner: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a struct that have no default or differ from it, in order."""
+    """The fields of a struct without a default, and those that differ from their default, in order."""
     values = ((info, getattr(owner, info.name)) for info in msgspec.structs.fields(owner))
     return {info.name: value for info, value in values if info.required or value != info.default}
 
 
 def join(*parts: str) -> str:
-    """Join parts of a path with dots; `[...]` takes no dot, and what follows a colon a space.
+    """Join parts of a path with dots. No dot comes before `[...]`, and a space follows a colon.
 
     >>> join("", "buckets[0]", "spec"), join("points", "[3]"), join("tensor 'a':", "dtype")
     ('buckets[0].spec', 'points[3]', "tensor 'a': dtype")
@@ -169,7 +150,7 @@ def join(*parts: str) -> str:
 
 @contextmanager
 def under(path: str) -> Iterator[None]:
-    """Put a path before the field that an error raised inside names."""
+    """Put a path before the field name in errors that are raised inside."""
     try:
         yield
     except GradwireError as error:

@@ -43,10 +43,10 @@ class Cluster(Document, frozen=True, kw_only=True):
     intra: Link
     inter: Link
     allreduce: Link | None = None
-    """What all-reduce reaches between nodes, or inside the only one: the backend performs it by itself, and may be faster or
-    slower at it than the link is for exchanges. None: the same."""
+    """The link as all-reduce sees it, between nodes or inside a single node. The backend's own all-reduce may be faster or
+    slower than other exchanges on the link. None: as fast."""
     launch_us: float | None = None
-    """Microseconds of the processor that a rank with lanes spends on each exchange beside its codecs: threads that wake up,
+    """Processor time in microseconds that a rank with lanes spends on each exchange beside its codecs: wake-ups of threads,
     calls of the backend, copies. None counts as 0."""
     made: Made | None = None
 

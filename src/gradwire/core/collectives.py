@@ -1,8 +1,8 @@
-"""Collectives: the routines that exchanges are made of, and every way through them that has a name. Data, and no torch.
+"""Collectives as data: the routines of an exchange, and the named sequences of routines. No torch.
 
 Plans, policies, the grammar of options, costs, the simulator, the engine, the command line and the docs read these tables.
-A collective of another package is a `Collective` in the entry points of `gradwire.collectives`. At least one of its link tasks
-has a word of its own, so that no plan means two things.
+Another package adds a `Collective` in the entry points of `gradwire.collectives`. At least one of its link tasks needs a new
+word, so that every plan has one meaning.
 
 >>> collective("ring").on("cpu")
 ('comp:cpu', 'reducescatter:inter', 'allgather:inter', 'decomp:cpu')
@@ -46,20 +46,20 @@ LINKS = ("intra", "inter")
 
 @dataclass(frozen=True)
 class Routine:
-    """What one link task does among the ranks that it joins."""
+    """What one link task does among its ranks."""
 
     word: str
     gets: str
-    """Who gets what a rank holds: everybody all of it, the root all of it, or the owners each their shard."""
+    """Who receives the data of a rank: `everybody` or the `root` receive all, the `owners` receive one shard each."""
     _: KW_ONLY
     gradients: tuple[str, ...] = ()
-    """Which step of an exchange it can be where gradients travel as they are: whole, first or second."""
+    """The steps that the routine can be in an exchange of uncompressed gradients: whole, first or second."""
     payloads: tuple[str, ...] = ()
-    """The same where payloads travel."""
+    """The same in an exchange of payloads."""
     adds: bool = False
-    """Whether what several ranks hold is added; else it is put side by side."""
+    """Whether the data of several ranks are added. If not, they are concatenated."""
     second: str = ""
-    """Of a first step: the second step that belongs to it."""
+    """For a first step: the word of the second step."""
 
 
 ROUTINES = {
@@ -86,36 +86,36 @@ _PLAIN_FIRST = {
     for plain in ROUTINES.values()
     if "first" in coded.payloads and "first" in plain.gradients and coded.gets == plain.gets
 }
-"""First steps of payloads, and those that do the same with gradients."""
+"""For each first step of payloads, the first step of gradients with the same effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A way in which one bucket is synchronised, with a name. Immutable; `register_collective` checks it."""
+    """A named way to synchronise one bucket. Immutable; `register_collective` checks the fields."""
 
     name: str
-    """What a policy's `scheme` and the command line call it."""
+    """The name in a policy's `scheme` and on the command line."""
     about: str
-    """What it does, in one sentence without its full stop."""
+    """What the collective does, in one sentence without its full stop."""
     tasks: tuple[str, ...]
-    """As in a bucket's `option`, with comp and decomp without the device."""
+    """The tasks of a bucket's `option`; comp and decomp stand without the device."""
     phases: tuple[str, ...]
-    """Of each link task the phase it belongs to: reduce, gather, or whole where one task does both."""
+    """The phase of each link task: reduce, gather, or whole for a task that does both."""
     runs: str | Callable[..., Any]
-    """What the engine makes for each piece of a bucket, as "module:name" or itself: a `gradwire.collectives.Scheme` with one
-    phase for each link task, called with the compressor, the `Piece`, the `Group` and the rank that rooted exchanges use."""
+    """The class that runs one piece of a bucket, or its "module:name": a `gradwire.collectives.Scheme` with one phase for each
+    link task. The engine calls the class with the compressor, the `Piece`, the `Group` and the root's rank."""
     steps: str | Callable[..., Any] = ""
-    """What it costs, as "module:name" or itself: called with the option, the nodes, the ranks a node and the routing it
-    returns one `gradwire.costs.steps.Step` for each task. "" follows the routines, which only gradwire's own words allow."""
+    """The function of the costs, or its "module:name". The function takes the option, the nodes, the ranks of a node and the
+    routing, and returns one `gradwire.costs.steps.Step` for each task. "" derives the costs from gradwire's own routines."""
     plain: bool = False
-    """Whether `runs` also sends gradients that are not encoded, by the same link tasks. If not they take the same links by
-    other routines, and all-reduce where a word is no routine."""
+    """Whether `runs` also sends uncompressed gradients, by the same link tasks. If not, other routines of gradwire send them
+    over the same links, or all-reduce does if one of the words is no routine."""
     needs: tuple[str, ...] = ("allgather",)
-    """What a spec must name among its `schemes`, if it does not name this collective."""
+    """The schemes that a spec must name in `schemes`, unless the spec names this collective."""
     encodes_sums: bool = False
-    """Whether no encode is of a rank's own gradient alone: then a spec may remember nothing but residuals."""
+    """Whether every encode includes gradients of other ranks. Then a spec may remember nothing but residuals."""
     in_rounds: bool = False
-    """Whether all tasks but the last are repeated, once for each of the spec's `rounds`."""
+    """Whether all tasks but the last are repeated in each of the spec's `rounds`."""
 
     @property
     def link_tasks(self) -> tuple[str, ...]:
@@ -124,17 +124,17 @@ class Collective:
 
     @property
     def own_words(self) -> tuple[str, ...]:
-        """Words of link tasks that are no routine of gradwire's."""
+        """The words of link tasks that are not in `ROUTINES`."""
         words = (task.partition(":")[0] for task in self.link_tasks)
         return tuple(word for word in dict.fromkeys(words) if word not in ROUTINES)
 
     @property
     def divisible(self) -> bool:
-        """Whether its gather phase can run apart from its reduce phase."""
+        """Whether the gather phase can run apart from the reduce phase."""
         return "gather" in self.phases
 
     def on(self, device: str, rounds: int = 1) -> tuple[str, ...]:
-        """Its option, with codecs on 'gpu' or 'cpu'."""
+        """The option with codecs on 'gpu' or 'cpu'."""
         tasks = tuple(f"{task}:{device}" if task in CODEC_TASKS else task for task in self.tasks)
         return tasks[:-1] * rounds + tasks[-1:] if self.in_rounds else tasks
 
@@ -150,20 +150,20 @@ class Collective:
         return ALL_REDUCE if self.own_words else uncompressed(self.tasks)
 
     def carries(self, spec: Spec) -> bool:
-        """Whether what the spec encodes can travel like this."""
+        """Whether this collective can send payloads of the spec."""
         named = self.name in spec.schemes or set(self.needs) <= set(spec.schemes)
         return named and not (self.encodes_sums and set(spec.state) - {"residual"})
 
 
 def uncompressed(option: tuple[str, ...]) -> tuple[str, ...]:
-    """The same exchanges of gradients as they are: what gathered payloads then adds on the way.
+    """The tasks that exchange uncompressed gradients over the same links.
 
     >>> uncompressed(("comp:cpu", "alltoall:inter", "allgather:inter", "decomp:cpu"))
     ('reducescatter:inter', 'allgather:inter')
     """
     exchanges = [task.partition(":") for task in option if task.partition(":")[2] in LINKS]
     words = [_PLAIN_FIRST.get(word, word) for word, _, _ in exchanges]
-    if len(words) % 2:  # an odd one is the whole exchange in the middle
+    if len(words) % 2:  # of an odd number of tasks the one in the middle is the whole exchange
         words[len(words) // 2] = "allreduce"
     return tuple(f"{word}:{link}" for word, (_, _, link) in zip(words, exchanges, strict=True))
 
@@ -224,18 +224,20 @@ COLLECTIVES = {
 
 _REGISTRY = dict(COLLECTIVES)
 _BY_WORD: dict[str, Collective] = {}
-"""Collectives of other packages, by the words that they bring."""
+"""Collectives of other packages, by each of their new words."""
 
 
 def register_collective(added: Collective) -> Collective:
-    """Make a collective known by its name and by its words. Raises PlanError for one that is not whole, or not new."""
+    """Register a collective by its name and by its new words. Raises PlanError if a field is wrong or the name is taken."""
     if not isinstance(added, Collective):
         raise PlanError(
             f"{show(added)} is a {type(added).__name__}: it must be a gradwire.core.collectives.Collective."
         )
     has = f"collective {added.name!r}"
     if _REGISTRY.get(added.name, added) != added or not added.name:
-        raise PlanError(f"{has} has a name that is missing or taken. Choose another.")
+        raise PlanError(
+            f"{has} has a name that is empty or taken: a name stands for one collective. Choose another name."
+        )
     for task in added.tasks:
         word, _, link = task.partition(":")
         if not (task in CODEC_TASKS or (word and word not in CODEC_TASKS and link in LINKS)):
@@ -243,7 +245,7 @@ def register_collective(added: Collective) -> Collective:
     if not added.own_words or any(_BY_WORD.get(word, added) != added for word in added.own_words):
         raise PlanError(
             f"{has} has link tasks {', '.join(added.link_tasks)}: at least one needs a word that no other collective has, "
-            "or a plan with these tasks would mean two things. Choose another word."
+            "or a plan with these tasks would have two meanings. Choose another word."
         )
     gathers = added.phases.count("gather")
     if (
@@ -253,11 +255,13 @@ def register_collective(added: Collective) -> Collective:
         or gathers == len(added.phases)
     ):
         raise PlanError(
-            f"{has} has phases {list(added.phases)} for link tasks {list(added.link_tasks)}: each has one, reduce, gather or "
-            "whole, and those of gather come last, behind another."
+            f"{has} has phases {list(added.phases)} for link tasks {list(added.link_tasks)}: each task needs one phase, reduce, "
+            "gather or whole. The gather phases come last, after at least one other phase."
         )
     if not added.steps:
-        raise PlanError(f"{has} has no steps: without them nobody knows what its own words cost. Give a function.")
+        raise PlanError(
+            f"{has} has no `steps`: the costs of new words are unknown. Give a function that returns the costs."
+        )
     _REGISTRY[added.name] = added
     _BY_WORD.update(dict.fromkeys(added.own_words, added))
     collective_of.cache_clear()
@@ -272,7 +276,7 @@ def installed_collectives() -> dict[str, Collective]:
 
 
 def collective(name: str) -> Collective | None:
-    """The collective of this name, if there is one. Raises PlanError if the package that has it cannot be loaded."""
+    """The collective of this name, or None. Raises PlanError if the collective's package cannot be loaded."""
     if name not in _REGISTRY and name in entry_points.names(entry_points.COLLECTIVES):
         _installed(name)
     return _REGISTRY.get(name)
@@ -281,7 +285,7 @@ def collective(name: str) -> Collective | None:
 def _installed(name: str) -> None:
     def use(added: Collective) -> None:
         if getattr(added, "name", name) != name:
-            raise PlanError(f"its collective has the name {added.name!r}. Name the entry point as the collective.")
+            raise PlanError(f"the collective's name is {added.name!r}. The entry point must have the same name.")
         register_collective(added)
 
     if name not in _REGISTRY:
@@ -303,7 +307,7 @@ def link_words() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def collective_of(option: tuple[str, ...]) -> Collective | None:
-    """The collective whose tasks these are, encoded on one device or not at all; None where an option has no name."""
+    """The collective with these tasks, encoded on one device or not at all. None if no collective has these tasks."""
     words = [task.partition(":")[0] for task in option]
     brought = next((word for word in words if word not in ROUTINES and word not in CODEC_TASKS), None)
     candidates = list(_REGISTRY.values())

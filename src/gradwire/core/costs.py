@@ -13,12 +13,12 @@ from gradwire.errors import FormatError
 __all__ = ["CodecCosts", "Costs", "Points"]
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
-"""(input bytes, microseconds), bytes strictly increasing: the corners of a piecewise-linear time."""
+"""(input bytes, microseconds), bytes strictly increasing: points of a piecewise-linear function."""
 
 
 class CodecCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of one spec's codec on one device, against the bytes of the uncompressed input in float32: of 16-bit gradients two
-    bytes count as four."""
+    """Times of one spec's codec on one device, by the bytes of the uncompressed input in float32. A 16-bit gradient counts as
+    four bytes an element."""
 
     spec: SpecField
     device: str
@@ -69,7 +69,7 @@ class Costs(Document, frozen=True, kw_only=True):
             key = (codec.spec, codec.device)
             if key in first:
                 raise FormatError(
-                    f"codecs[{index}] is {show(codec.spec)} on {codec.device}, and so is codecs[{first[key]}]: only one "
-                    "could count. Remove one."
+                    f"codecs[{index}] is {show(codec.spec)} on {codec.device}, and so is codecs[{first[key]}]: a spec has "
+                    "one time on a device. Remove one."
                 )
             first[key] = index

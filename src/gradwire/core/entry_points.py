@@ -1,6 +1,6 @@
-"""Entry points: what other packages add to gradwire. A group is read when something of it is first needed, and once.
+"""Entry points, by which other packages extend gradwire. Each group is read once, when it is first needed.
 
-A package names in its pyproject.toml what it adds, group by group:
+The pyproject.toml of a package names its additions, group by group:
 
     [project.entry-points."gradwire.collectives"]
     relay = "gradwire_relay:RELAY"
@@ -16,14 +16,13 @@ from gradwire.errors import GradwireError, PlanError
 __all__ = ["COLLECTIVES", "COMPRESSORS", "SCHEDULES", "SPECS", "load", "named", "names", "origin"]
 
 SPECS = "gradwire.specs"
-"""By a spec's id, its class."""
+"""Spec classes by id."""
 COMPRESSORS = "gradwire.compressors"
-"""By a spec's id, the class that runs it; called with the spec."""
+"""Compressor classes by the id of the spec; called with the spec."""
 COLLECTIVES = "gradwire.collectives"
-"""By a collective's name, its `Collective`."""
-
+"""`Collective`s by name."""
 SCHEDULES = "gradwire.schedules"
-"""By a schedule's kind, its class, a `gradwire.core.schedules.Schedule`."""
+"""Subclasses of `gradwire.core.schedules.Schedule` by kind."""
 
 T = TypeVar("T")
 
@@ -42,15 +41,15 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def load(group: str, name: str, use: Callable[[Any], T], error: type[GradwireError]) -> T:
-    """What `use` makes of the object that a name of a group stands for.
+    """Load the object of a name in a group, and return `use(object)`.
 
     Raises `error`, which names the package and the entry point, if the object cannot be loaded or `use` refuses it.
     """
     points = _group(group)[name]
     if len(points) > 1:
         raise error(
-            f"{name!r} of {group} is in packages {' and '.join(map(_package, points))}: one name stands for one thing. "
-            "Uninstall all but one."
+            f"{name!r} of {group} is in packages {' and '.join(map(_package, points))}: a name stands for one object. "
+            "Uninstall all packages but one."
         )
     try:
         return use(points[0].load())
@@ -62,7 +61,7 @@ def load(group: str, name: str, use: Callable[[Any], T], error: type[GradwireErr
 
 
 def origin(group: str, name: str, module: str) -> str:
-    """Which package brings what has this name: gradwire itself, an installed package, or else the module that registered it.
+    """The package of a name: gradwire itself, an installed package, or else the module that registered the name.
 
     >>> origin("gradwire.specs", "qsgd", "gradwire.core.specs.quantisers")
     'gradwire'
@@ -74,7 +73,7 @@ def origin(group: str, name: str, module: str) -> str:
 
 
 def named(reference: Any) -> Any:
-    """The object that "module:name" stands for, imported now; any other object is itself. Raises PlanError if it cannot be."""
+    """Import the object of "module:name"; any other object is returned. Raises PlanError if the import fails."""
     if not isinstance(reference, str):
         return reference
     try:

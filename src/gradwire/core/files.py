@@ -1,4 +1,4 @@
-"""Writing files: a reader sees the old file or the whole new one, never a part."""
+"""Writing files: a reader sees the old file or the whole new file, never a part."""
 
 import contextlib
 import os
@@ -8,14 +8,12 @@ from pathlib import Path
 from gradwire.core.checks import printable
 from gradwire.errors import WriteError
 
-__all__ = ["make_folder", "write_whole"]
-
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write the file in one step, text as UTF-8: to a temporary one beside it, on the disk, then in its place.
+    """Write a temporary file beside the target, flush it to disk, and rename it to the target. Text is UTF-8.
 
-    A symbolic link keeps pointing to the file; what is no regular file, such as `/dev/stdout`, is written directly.
-    Raises WriteError, an OSError, that names the file; an old file is as it was then, and no temporary one is left.
+    A symbolic link still points to the target. A target that is no regular file, such as `/dev/stdout`, is written directly.
+    Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
     """
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -32,13 +30,13 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     except OSError as error:
         name = printable(os.fspath(path), longest=1024)
         raise WriteError(
-            f"{name}: cannot be written: {error.strerror or error}. What it held before is as it was. Make room, or choose "
+            f"{name}: cannot be written: {error.strerror or error}. The old file is unchanged. Make room, or choose "
             "another folder."
         ) from error
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, made with those above it where there is none. Raises WriteError, an OSError, that names it."""
+    """Make the folder and its parents if they are missing. Raises WriteError, an OSError, that names the folder."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,8 @@
-"""The tasks of a launch order: which piece of which bucket does which phase, in which order, on which lane."""
+"""The tasks of a launch order: bucket, piece and phase of each, in the order of each lane."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
-
-__all__ = ["launch_tasks", "tasks_by_lane"]
 
 PieceTask = tuple[int, int, int]
 """Bucket, piece (a chunk of the bucket) and phase (a link task of its option), each by number."""
@@ -16,8 +14,8 @@ def launch_tasks(
     """All link tasks of a step, piece by piece, in the order in which ranks run them.
 
     launch: the plan's launch order. pieces: the number of pieces of each bucket. gate: a position in the launch order.
-    Launches of one bucket that follow each other on the same side of the gate run piece by piece. With skew a later phase of a
-    piece comes after the first phase of the bucket's next piece, so that the codec of one runs while the other is on the wire.
+    Consecutive launches of one bucket on the same side of the gate run piece by piece. With skew, a later phase of a piece comes
+    after the first phase of the bucket's next piece. Then one piece is encoded while the other is on the wire.
 
     >>> launch_tasks([(0, "alltoall"), (0, "allgather")], pieces=[2], skew=False)
     [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]

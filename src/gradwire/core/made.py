@@ -8,11 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Made"]
-
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Host, date and command of a measurement, so that anybody can measure again."""
+    """Host, date and command of a measurement, so that the measurement can be repeated."""
 
     host: str
     date: str
@@ -20,7 +18,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def now() -> "Made":
-        """Here, now, by the command that runs this process, with absolute paths cut to their last part."""
+        """This host, this time and the command of this process. Absolute paths are cut to their last part."""
         words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
         words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,19 +1,17 @@
-"""The memory that gradwire holds beside the training itself."""
+"""The memory that gradwire uses beside the training itself."""
 
 import msgspec
 
 from gradwire.core.checks import whole
-
-__all__ = ["MemoryRecord"]
 
 
 class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory of one rank that gradwire holds from step to step."""
 
     gradient_bytes: int
-    """Flat buffers, in which the gradients lie: what training takes anyway."""
+    """Flat buffers of gradients, which training without gradwire needs too."""
     residual_bytes: int
-    """What compressors remember: residuals, momentum, factors."""
+    """State of compressors: residuals, momentum, factors."""
     payload_bytes: int
     """Payloads and partial sums."""
 

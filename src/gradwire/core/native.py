@@ -4,14 +4,12 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-__all__ = ["LIBRARY", "library"]
-
 LIBRARY = Path(__file__).parents[1] / "_native.so"
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, loaded once. Raises OSError with the reason where it was not built or does not load."""
+    """The library, loaded once. Raises OSError with the reason if the library was not built or does not load."""
     if not LIBRARY.exists():
         raise OSError(
             f"{LIBRARY.name} was not built: GRADWIRE_REFERENCE_ONLY=1 was set, or this checkout was never installed"

@@ -15,9 +15,9 @@ __all__ = [
 ]
 
 SCALE_ALIGN = 16
-"""The codes of a payload begin at a multiple of so many bytes after its scales."""
+"""The codes of a payload begin after the scales, at a multiple of this number of bytes."""
 SIGN_UNIT = 512
-"""Elements of which the signs are packed together."""
+"""Elements in a unit of packed signs."""
 
 
 class Sections(NamedTuple):
@@ -49,7 +49,7 @@ def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str) -> Secti
 
 
 def kept_of(numel: int, ratio: float) -> int:
-    """How many of so many elements a sparsifier sends: at least one of each run that has any.
+    """The number of elements that a sparsifier sends of a run: at least one, if the run has any.
 
     >>> kept_of(1000, 0.01), kept_of(5, 0.01), kept_of(0, 0.01)
     (10, 1, 0)
@@ -58,10 +58,10 @@ def kept_of(numel: int, ratio: float) -> int:
 
 
 def index_low_bits(kept: int, numel: int) -> int:
-    """Low bits of an index that are sent as they are; -1 where a bitmap of all elements is smaller.
+    """The number of low bits of an index that are sent as plain bits; -1 if a bitmap of all elements is smaller.
 
     Ascending indices are sent in Elias and Fano's form: the low bits of each, packed, and the rest in unary, as a row
-    of bits in which the i-th one stands at (index >> low) + i. Its size depends on nothing but the two numbers.
+    of bits in which the i-th one stands at (index >> low) + i. The size depends only on `kept` and `numel`.
     """
     low = max(0, (numel // kept).bit_length() - 1) if kept else 0
     return low if _elias_fano(kept, numel, low) < (numel + 7) // 8 else -1

@@ -1,4 +1,4 @@
-"""The plan: the one artefact that is executed, simulated, saved and reported."""
+"""The plan: gradwire executes, simulates, saves and reports plans."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from gradwire.core import fit
 from gradwire.core.checks import (
     DTYPE_BYTES,
     each,
@@ -25,29 +24,20 @@ from gradwire.core.checks import (
     word,
 )
 from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
-from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule, as_schedule
+from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
-from gradwire.errors import FormatError
+from gradwire.errors import FormatError, PlanError
 
-__all__ = [
-    "CODEC_TASKS",
-    "LINK_TASKS",
-    "RESIDUAL_DTYPES",
-    "Backward",
-    "Bucket",
-    "Delayed",
-    "Pipelined",
-    "Plan",
-    "Prediction",
-    "Schedule",
-    "TensorInfo",
-    "fingerprint",
-]
+__all__ = ["CODEC_TASKS", "LINK_TASKS", "RESIDUAL_DTYPES", "Bucket", "Plan", "Prediction"]
 
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
-"""How residuals may be stored; the planner gives, and the engine runs, no other."""
+"""The dtypes that residuals may be stored in."""
+
+_CURE = (
+    "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
+)
 
 if TYPE_CHECKING:
     BucketSpec = Spec | Mapping[str, Spec]
@@ -57,24 +47,24 @@ else:
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensors that are encoded and exchanged as one."""
+    """Tensors that are encoded and exchanged together."""
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("chunk_bytes", "numel")
 
     tensors: tuple[str, ...]
-    """Names, in gradient-ready order: the order in which they lie in the flat buffer."""
+    """Names in gradient-ready order, which is their order in the flat buffer."""
     spec: BucketSpec
     """One spec, or one for each tensor by name, all of one family."""
     reduce_dtype: str = "float32"
-    """dtype in which the sum over ranks is taken. Narrower: fewer bytes and more error where the sum is on the wire."""
+    """dtype of the sum over ranks. Narrower: fewer bytes and more error where the sum is on the wire."""
     residual_dtype: str = "float32"
-    """How the residuals of error feedback are stored: float32, bfloat16 (half of it) or int8 (a quarter: a byte an element and
-    a bfloat16 scale for each 128). Narrower: less memory, more error. Encodes use float32 all the same; int8 is rounded at
-    random so that the mean is right. Only of specs with feedback, and never of momentum or of PowerSGD's factors."""
+    """How the residuals of error feedback are stored: float32, bfloat16 or int8 (a byte an element, a bfloat16 scale for each
+    128). Narrower: less memory, more error. Encodes still use float32. int8 is rounded at random so that the mean is right.
+    Momentum and PowerSGD's factors stay float32."""
     option: tuple[str, ...]
     """Tasks in order, as `task:where`: comp and decomp on gpu or cpu, the collectives on intra or inter."""
     chunk_bytes: int = 0
-    """Bytes of raw gradient per chunk of the exchange; 0 is not cut. Smaller: more overlap, more launches."""
+    """Bytes of raw gradient in each chunk of the exchange; 0: one chunk. Smaller: more overlap, more launches."""
     numel: int = 0
     """Elements of the bucket, for messages and checks; 0 is not recorded."""
 
@@ -105,7 +95,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def gathers(self) -> int:
-        """How many of the link tasks, the last ones, are the gather phase. 0: the option is indivisible."""
+        """The number of link tasks of the gather phase, which are the last ones. 0: the option is indivisible."""
         if (named := collective_of(self.option)) is not None:
             return named.phases.count("gather")
         gathering = list(takewhile(lambda task: "second" in ROUTINES[task].gradients, reversed(self.link_tasks)))
@@ -122,7 +112,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the planner expects of one step, beside plain all-reduce and a bound that no plan can beat."""
+    """The predicted step time, the step time of plain all-reduce, and a lower bound for all plans."""
 
     step_us: float
     baseline_step_us: float
@@ -156,7 +146,7 @@ class Plan(Document, frozen=True, kw_only=True):
     schedule: ScheduleField = Backward()
     buckets: tuple[Bucket, ...]
     launch: tuple[tuple[int, str], ...]
-    """All link tasks of a step as (bucket index, word), in the one order that every rank uses."""
+    """All link tasks of a step as (bucket index, word). Every rank launches them in this order."""
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -178,8 +168,8 @@ class Plan(Document, frozen=True, kw_only=True):
 
     @property
     def gate(self) -> int:
-        """The position in `launch` from which on tasks run beside the next forward: the longest end of gather phases alone, where
-        the schedule gathers in forward, and else nothing."""
+        """The position in `launch` of the first task that runs beside the next forward. All tasks from there on are gather
+        phases. Schedules that do not gather in forward have the gate at the end."""
         position = len(self.launch)
         if not self.schedule.gathers_in_forward:
             return position
@@ -191,18 +181,18 @@ class Plan(Document, frozen=True, kw_only=True):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each rank steps only its shard of every bucket, and parameters are gathered in place of gradients."""
+        """Whether each rank updates only its shard of every bucket, and gather phases send parameters."""
         return self.schedule.shards_optimizer
 
     def digest(self) -> str:
-        """64 hex digits, equal for plans that do the same: SHA-256 of the canonical JSON without `prediction`.
+        """64 hex digits, equal for plans that run alike: SHA-256 of the canonical JSON without `prediction`.
 
         Canonical: keys sorted, no spaces, non-ASCII characters escaped.
         """
         return _digest(self.to_dict())
 
     def state_digest(self) -> str:
-        """`digest` of this plan with float32 residuals: a state saved under one of the two fits the other.
+        """`digest` of this plan with float32 residuals. Two plans with the same state digest can load each other's states.
 
         >>> from gradwire.core import EFSignSGD
         >>> from gradwire.planner import Uniform
@@ -218,7 +208,46 @@ class Plan(Document, frozen=True, kw_only=True):
 
     def check_against(self, tensors: Sequence[TensorInfo]) -> None:
         """Raise PlanError unless these are exactly the tensors the plan was made for."""
-        fit.check_fit(self, tensors)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) != len(tensors):
+            raise PlanError(f"{len(tensors)} tensors have {len(by_name)} names: each tensor needs a name of its own.")
+        planned = set(self.tensors)
+        if planned != by_name.keys():
+            raise PlanError(_other_names(planned, set(by_name)))
+        for index, bucket in enumerate(self.buckets):
+            members = [by_name[name] for name in bucket.tensors]
+            numel = sum(tensor.numel for tensor in members)
+            if bucket.numel and numel != bucket.numel:
+                raise PlanError(
+                    f"bucket {index} ({_some(bucket.tensors)}) has {numel:_} elements, but the plan was made for "
+                    f"{bucket.numel:_}. The model changed after planning. {_CURE}"
+                )
+            on_cpu = next((tensor.name for tensor in members if tensor.device == "cpu"), None)
+            if on_cpu is not None and any(task.endswith(":gpu") for task in bucket.option):
+                raise PlanError(
+                    f"bucket {index} compresses on the gpu, but tensor {on_cpu!r} is on the cpu. Move the model before "
+                    f"`parallelize`, or plan for this device. {_CURE}"
+                )
+        found = fingerprint(tensors)
+        if found != self.fingerprint:
+            raise PlanError(
+                f"the model's fingerprint is {found[:12]}, but the plan was made for {self.fingerprint[:12]}: the "
+                f"{len(tensors)} names agree, and shapes or dtypes do not. {_CURE}"
+            )
+
+
+def _other_names(planned: set[str], names: set[str]) -> str:
+    parts = [f"the model has {len(names)} trainable tensors, but the plan was made for {len(planned)}."]
+    if names - planned:
+        parts.append(f"Only the model has {_some(sorted(names - planned))}.")
+    if planned - names:
+        parts.append(f"Only the plan has {_some(sorted(planned - names))}.")
+    return " ".join([*parts, "The model changed after planning, or parameters were frozen.", _CURE])
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _digest(plan: dict[str, Any]) -> str:
@@ -234,7 +263,7 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
     for name in tensors:
         if name not in specs:
             raise FormatError(
-                f"spec has no entry for tensor {show(name)} of this bucket. A map names every tensor: add it."
+                f"spec has no entry for tensor {show(name)} of this bucket. A map needs every tensor: add an entry."
             )
     for name, spec in specs.items():
         if name not in tensors:
@@ -246,7 +275,7 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
         if specs[name].family != first.family:
             raise FormatError(
                 f"spec[{show(name)}] is {show(specs[name])} and spec[{show(tensors[0])}] is {show(first)}: two "
-                "families cannot share one exchange. Put the tensors in buckets of their own."
+                "families cannot share one exchange. Put the tensors in two buckets."
             )
     return {name: specs[name] for name in tensors}
 
@@ -269,12 +298,12 @@ def _check_task(field: str, task: object) -> None:
 
 
 def _check_words(bucket: Bucket) -> None:
-    """Words of another package's collective mean something in its own option only."""
+    """Words of another package's collective are valid in the collective's own option only."""
     brought = next((task for task in bucket.link_tasks if task not in ROUTINES), None)
     if brought is not None and collective_of(bucket.option) is None:
         raise FormatError(
-            f"option is {show(list(bucket.option))}: {brought} is a task of a collective that has other tasks beside it. Write "
-            "the collective's whole option, which `gradwire options --collectives` shows."
+            f"option is {show(list(bucket.option))}: the collective of {brought} has other tasks too. Write the whole option of "
+            "the collective, which `gradwire options --collectives` shows."
         )
 
 

@@ -25,9 +25,9 @@ class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backward_us: float
     """Microseconds from the previous gradient-ready event to this one."""
     forward_us: float | None = None
-    """Microseconds of the forward that uses it; without it the pipelined schedule cannot be planned."""
+    """Microseconds of the forward that uses the tensor. The planner needs them for the pipelined schedule."""
     backward_iqr_us: float | None = None
-    """Interquartile range of backward_us over the steps measured; None where nobody kept it."""
+    """Interquartile range of backward_us over the measured steps; None if unknown."""
     forward_iqr_us: float | None = None
     """The same of forward_us."""
 
@@ -71,15 +71,15 @@ class Profile(Document, frozen=True, kw_only=True):
     batch: int
     """Samples per rank and step."""
     device: str
-    """What computed, such as V100."""
+    """The name of the processor, such as V100."""
     steps: int | None = None
-    """How many steps the times are medians of; None where nobody kept it."""
+    """The number of steps of which the times are medians; None if unknown."""
     optimizer_us: float | None = None
-    """Microseconds from the end of a step's exchange to the next forward: the optimizer, and what else the loop does there.
-    None counts as 0."""
+    """Microseconds from the end of a step's exchange to the next forward: the optimizer and the rest of the loop. None counts
+    as 0."""
     loaded_backward_us: float | None = None
-    """Microseconds of the whole backward with exchanges under way, where backward_us is without any: the difference is what
-    codecs and messages take from computation. Kept to be seen; no prediction uses it."""
+    """Microseconds of the whole backward beside exchanges, while backward_us is without exchanges. The difference is the time
+    that codecs and messages take from computation. For display; no prediction uses this field."""
     made: Made | None = None
     tensors: tuple[TensorProfile, ...]
 

@@ -1,4 +1,4 @@
-"""JSON text to plain data that a document can be made of."""
+"""JSON text to plain data."""
 
 import json
 import math
@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from gradwire.core.checks import join, printable, show
 from gradwire.errors import FormatError
 
-__all__ = ["TOO_DEEP", "check_plain", "parse"]
-
-TOO_DEEP = "lists and objects nest too deep, deeper than any document of gradwire's does. Remove some."
+TOO_DEEP = "lists and objects are nested deeper than in any document of gradwire. Remove some levels."
 
 
 def parse(text: str | bytes, source: str) -> object:
@@ -32,11 +30,13 @@ def parse(text: str | bytes, source: str) -> object:
 def check_plain(data: object, *path: str) -> None:
     """Raise FormatError, with the path, for numbers that are not finite and for text that is not Unicode."""
     if isinstance(data, float) and not math.isfinite(data):
-        raise FormatError(f"{join(*path) or 'the document'} is {data}, which is no finite number. Correct it.")
+        raise FormatError(
+            f"{join(*path) or 'the document'} is {data}, which is not a finite number. Correct the value."
+        )
     if isinstance(data, str) and not data.isascii() and any("\ud800" <= char <= "\udfff" for char in data):
         raise FormatError(
-            f"{join(*path) or 'the document'} is {show(data)}: half of a surrogate pair is no character, and no file can hold "
-            "it. Correct the escape."
+            f"{join(*path) or 'the document'} is {show(data)}: half of a surrogate pair is no character, and a file cannot "
+            "store it. Correct the escape."
         )
     if isinstance(data, Mapping):
         for key, value in data.items():
@@ -51,6 +51,6 @@ def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data: dict[str, object] = {}
     for key, value in pairs:
         if key in data:
-            raise FormatError(f"{printable(key)} stands twice in one object, and only one could count. Remove one.")
+            raise FormatError(f"{printable(key)} stands twice in one object: a key has one value. Remove one.")
         data[key] = value
     return data

@@ -7,16 +7,14 @@ from types import ModuleType
 
 from gradwire.errors import GradwireError
 
-__all__ = ["from_repository"]
-
 ROOT = Path(__file__).resolve().parents[3]
 """The repository's root, where gradwire is installed in editable form or run from a checkout."""
 
 
 def from_repository(module: str, wanted: str) -> ModuleType:
-    """A module of `benchmarks`, such as "papers.methods". wanted: what the user asked for, in words.
+    """A module of `benchmarks`, such as "papers.methods". wanted: the feature that the user asked for, for messages.
 
-    The repository is found around this file or, as any package, by Python's path. Raises GradwireError where it is not there.
+    The repository is found around this file or on Python's path. Raises GradwireError if there is no repository.
     """
     if (ROOT / "benchmarks" / "campaigns").is_dir() and str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # before another package of this name in the current folder
@@ -26,6 +24,6 @@ def from_repository(module: str, wanted: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != "benchmarks":
             raise
     raise GradwireError(
-        f"{wanted} is not installed: a wheel of gradwire has only what users run, and this is in its repository, in "
-        f"benchmarks/{module.replace('.', '/')}.py. Clone the repository, and run `python -m gradwire` in its root."
+        f"{wanted} is not installed: a wheel of gradwire leaves out benchmarks/{module.replace('.', '/')}.py, which is in "
+        "gradwire's repository. Clone the repository, and run `python -m gradwire` in its root."
     )

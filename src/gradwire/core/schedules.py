@@ -1,7 +1,7 @@
-"""Schedules: when the phases of a bucket run. Frozen data, which planner, simulator and engine read; the engine executes them.
+"""Schedules: when the phases of a bucket run. Frozen data for planner, simulator and engine.
 
-Another package adds a schedule with one class: a frozen subclass of `Schedule` with a `kind` of its own, registered as entry
-point of the group `gradwire.schedules`, whose `engine` names the class that runs it.
+Another package adds a schedule with one class: a frozen subclass of `Schedule` with a `kind` of its own. The class is an entry
+point of the group `gradwire.schedules`, and its `engine` names the class that runs the schedule.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ else:
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """What planner and simulator need to know of a schedule. The properties are those of wait-free backpropagation."""
+    """The properties of a schedule that planner and simulator read. The defaults are those of wait-free backpropagation."""
 
     @property
     def engine(self) -> str:
-        """The class that runs it, as "module:Class". See `gradwire.engine.schedules.base`."""
-        raise NotImplementedError(f"{type(self).__name__} must say which class runs it: define `engine`.")
+        """The class that runs the schedule, as "module:Class". See `gradwire.engine.schedules.base`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which class runs the schedule: define `engine`.")
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -39,7 +39,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each rank steps only its shard of every bucket, and gather phases bring parameters."""
+        """Whether each rank updates only its shard of every bucket, and gather phases send parameters."""
         return False
 
     @property
@@ -49,22 +49,22 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def sends_at_end(self) -> bool:
-        """Whether nothing is sent before the backward's end."""
+        """Whether all sending begins at the end of the backward."""
         return False
 
     @property
     def needs_optimizer(self) -> bool:
-        """Whether it decides when parameters are stepped."""
+        """Whether the schedule decides when the optimizer updates parameters."""
         return False
 
     @property
     def costs_accuracy(self) -> bool:
-        """Whether it trains another model than plain DDP, whatever the specs are."""
+        """Whether the trained model differs from plain DDP's even without compression."""
         return False
 
     @property
     def period(self) -> int:
-        """After so many steps the schedule does the same again."""
+        """The number of steps after which the schedule repeats."""
         return 1
 
     @property
@@ -79,16 +79,14 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def word(self) -> str:
-        """Its bare word, such as "pipelined"."""
+        """The name of the schedule, such as "pipelined"."""
         return str(self.__struct_config__.tag)
 
 
 class Backward(Schedule, frozen=True, tag="backward"):
     """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
 
-    @property
-    def engine(self) -> str:
-        return "gradwire.engine.schedules.backward:BackwardSchedule"
+    engine: ClassVar[str] = "gradwire.engine.schedules.backward:BackwardSchedule"
 
 
 class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True):
@@ -99,11 +97,13 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     """
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("shard_optimizer",)
+    gathers_in_forward: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
 
     shard_optimizer: bool = False
-    """Whether each rank steps only its shard of every bucket, keeps the optimizer's state of that shard alone, and the gather
-    phase brings parameters in place of gradients (ZeRO stage 1; Rajbhandari et al. 2020, section 5). True: 1/ranks of the
-    optimizer's state, as many bytes on the wire, no rank holds the whole mean gradient."""
+    """Whether each rank updates only its shard of every bucket and keeps only that shard of the optimizer's state. The gather
+    phase then sends parameters in place of gradients (ZeRO stage 1; Rajbhandari et al. 2020, section 5). True: 1/ranks of the
+    optimizer's state, the same bytes on the wire, no rank holds the whole mean gradient."""
 
     def __post_init__(self) -> None:
         _true_or_false(self, "shard_optimizer")
@@ -115,29 +115,20 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
         return "gradwire.engine.schedules.pipelined:PipelinedSchedule"
 
     @property
-    def gathers_in_forward(self) -> bool:
-        return True
-
-    @property
     def shards_optimizer(self) -> bool:
         return self.shard_optimizer
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return True
 
 
 class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     """A local update now, the global update one step later (OD-SGD, CD-SGD; Yu et al., sections 2.2 and 3.2).
 
-    With W(i) the global weights, which hold the updates through step i-1, and L(i) a rank's own, on which step i computes its
-    gradient g(i):
+    W(i) are the global weights after step i-1. L(i) are a rank's own weights, on which step i computes its gradient g(i):
 
         L(i+1) = W(i) - local_lr * g(i)
         W(i+1) = W(i) - update(mean over ranks of g(i) as it was sent)
 
-    The exchange of step i runs while step i+1 computes. Steps are counted from 0 after the warm-up, and those whose count is
-    a multiple of k are corrections: they send the gradient as it is, or with the `correction` spec. `k=1` is OD-SGD;
+    The exchange of step i runs while step i+1 computes. Steps are counted from 0 after the warm-up. Every k-th step is a
+    correction: it sends the gradient uncompressed, or with the `correction` spec. `k=1` is OD-SGD;
     `Delayed(k=None, local_update=False)` is BIT-SGD.
 
     >>> Delayed(k=2, correction={"id": "qsgd", "bits": 8})
@@ -145,22 +136,24 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     """
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("correction", "flush", "warmup_steps", "local_lr", "local_update")
+    engine: ClassVar[str] = "gradwire.engine.schedules.delayed:DelayedSchedule"
+    needs_optimizer: ClassVar[bool] = True
+    costs_accuracy: ClassVar[bool] = True
 
     k: int | None = 5
     """Every k-th step is a correction. Smaller: closer to plain SGD, more bytes; None: never corrects."""
     correction: OptionalSpec = None
-    """What travels in a correction step; None is the uncompressed gradient. Fewer bits: fewer bytes, more error."""
+    """The spec of a correction step; None sends the uncompressed gradient. Fewer bits: fewer bytes, more error."""
     flush: bool = False
-    """Whether a correction also sends what error feedback has kept back so far. True: less lag, a larger jump at corrections;
-    False: it waits for the next compressed step, as in the paper."""
+    """Whether a correction also sends the residual. True: less lag, a larger jump at corrections. False: the residual waits
+    for the next compressed step, as in the paper."""
     warmup_steps: int = 0
-    """Steps at the start that are synchronous and uncompressed, whatever corrections are. More: closer to plain SGD, no
-    overlap."""
+    """Synchronous, uncompressed steps at the start. More: closer to plain SGD, no overlap."""
     local_lr: float | None = None
-    """Learning rate of the local update, the optimizer's next step along the rank's own gradient; None is the param_group's
-    current one. 0: the next step computes on the global weights as they are, one update behind."""
+    """Learning rate of the local update; None is the current rate of the param_group. 0: the next step computes on the global
+    weights, one update behind."""
     local_update: bool = True
-    """Whether there is a local update at all. False: the next step waits for the exchange, and nothing is hidden behind it."""
+    """Whether there is a local update. False: the next step waits for the exchange, and no communication is hidden."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
@@ -174,17 +167,13 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
             number("local_lr", self.local_lr, "the learning rate of the local update, or null")
         if self.flush and self.k is None:
             raise FormatError(
-                "flush is true and k is null: residuals are sent in corrections, and there are none. Give k."
+                "flush is true and k is null: corrections send the residuals, and without k there are none. Give k."
             )
         if self.local_lr is not None and not self.local_update:
             raise FormatError(
-                f"local_lr is {show(self.local_lr)} and local_update is false: without the update its rate does nothing. Leave "
-                "local_lr out."
+                f"local_lr is {show(self.local_lr)} and local_update is false: without a local update the rate has no effect. "
+                "Leave local_lr out."
             )
-
-    @property
-    def engine(self) -> str:
-        return "gradwire.engine.schedules.delayed:DelayedSchedule"
 
     @property
     def hides_exchange(self) -> bool:
@@ -193,14 +182,6 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     @property
     def sends_at_end(self) -> bool:
         return not self.local_update
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return True
-
-    @property
-    def costs_accuracy(self) -> bool:
-        return True
 
     @property
     def period(self) -> int:
@@ -220,12 +201,12 @@ _BY_WORD: dict[str, type[Schedule]] = {"backward": Backward, "pipelined": Pipeli
 
 
 def schedule_kinds() -> tuple[str, ...]:
-    """The bare words of all schedules, those of other packages too."""
+    """The names of all schedules, with those of other packages."""
     return (*_BY_WORD, *(name for name in entry_points.names(SCHEDULES) if name not in _BY_WORD))
 
 
 def schedule_class(kind: str) -> type[Schedule]:
-    """The class of a bare word. Raises FormatError, which names the package, where it cannot be loaded."""
+    """The class of a schedule by its name. Raises FormatError with the package if the class cannot be loaded."""
     if kind not in _BY_WORD:
         _BY_WORD[kind] = entry_points.load(SCHEDULES, kind, lambda made: _usable(made, kind), FormatError)
     return _BY_WORD[kind]
@@ -238,7 +219,7 @@ def _usable(made: Any, kind: str) -> type[Schedule]:
 
 
 def as_schedule(value: object) -> Schedule:
-    """A schedule, or the one that its bare word or its JSON object names. Raises FormatError for any other value.
+    """The schedule of a `Schedule`, of a name or of a JSON object. Raises FormatError for any other value.
 
     >>> as_schedule("backward"), as_schedule({"kind": "delayed", "k": 2})
     (Backward(), Delayed(k=2))

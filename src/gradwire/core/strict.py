@@ -16,8 +16,6 @@ from gradwire.core.reading import TOO_DEEP, check_plain, parse
 from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["Document", "convert", "plain"]
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 _MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>(?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?$", re.DOTALL)
@@ -43,17 +41,17 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     remedy: ClassVar[str] = "Write the file again."
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, in the order of the format; optional fields at default left out."""
+        """Plain dicts, lists, numbers and strings, in the order of the format, without optional fields at their default."""
         return typing.cast(dict[str, Any], plain(self))
 
     def to_json(self, indent: int | None = 2) -> str:
-        """JSON text that ends in a newline; `indent=None` puts it on one line."""
+        """JSON text that ends in a newline; with `indent=None` on one line."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one step: a reader sees the old file or the whole new one, never a part.
+        """Write the file in one step: a reader sees the old file or the whole new file, never a part.
 
-        Raises WriteError if it cannot be written.
+        Raises WriteError if the file cannot be written.
         """
         write_whole(path, self.to_json())
 
@@ -84,7 +82,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if isinstance(data, Mapping) and "version" in cls.__struct_fields__:
                 _check_version(data, cls)
             document = convert(data, cls)
-            check_plain(data)  # what no field has refused in words of its own
+            check_plain(data)  # values that no field has refused
             return document
         except RecursionError as error:
             raise FormatError(f"{source}: {TOO_DEEP}") from error
@@ -94,22 +92,21 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def _check_version(data: Mapping[str, object], cls: type[Document]) -> None:
     if "version" not in data:
-        raise FormatError(f'version is missing: every {cls.what} says which version it is. Write "version": 1.')
+        raise FormatError(f'version is missing: every {cls.what} needs a version. Write "version": 1.')
     version = data["version"]
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise FormatError(
-            f"version is {show(version)}, and this release of gradwire reads version 1, a whole number; no release wrote "
-            f"another before it. {cls.remedy}"
-        )
-    if version > 1:
-        raise FormatError(
-            f"version is {show(version)}, and this release of gradwire reads version 1: a later one wrote it. Update "
-            f"gradwire, or write the file for this release. {cls.remedy}"
-        )
+        why = "no release wrote another version before 1."
+    elif version > 1:
+        why = "a later release wrote the file. Update gradwire, or write the file for this release."
+    else:
+        return
+    raise FormatError(
+        f"version is {show(version)}, and this release of gradwire reads version 1, a whole number: {why} {cls.remedy}"
+    )
 
 
 def plain(value: object) -> object:
-    """Structs to dicts, tuples to lists. A struct's own `to_dict` decides, if it has one.
+    """Structs to dicts, tuples to lists. A struct with a `to_dict` of its own uses it.
 
     Fields that a class lists in `omit_at_default` are left out when they have their default.
     """
@@ -150,7 +147,7 @@ def convert(data: object, cls: type[T]) -> T:
 def _explain(text: str, path: str, data: object, cls: type) -> str:
     value, kind = _walk(path, data, cls)
     if "unknown field" in text:
-        # a name such as "x - at `$.y" reads like a path of its own: then the field is the document's
+        # a name such as "x - at `$.y" looks like a path: then the field belongs to the document
         told = _unknown(path, value, kind) or _unknown("", data, cls)
         if told:
             return told
@@ -166,7 +163,7 @@ def _explain(text: str, path: str, data: object, cls: type) -> str:
 
 
 def _unknown(path: str, value: object, struct: Any) -> str:
-    """The sentence about the first name in `value` that is no field of the struct, '' if there is none."""
+    """A sentence about the first name in `value` that is no field of the struct; '' for none."""
     if struct is None or not isinstance(value, Mapping):
         return ""
     known, tag = struct.__struct_fields__, struct.__struct_config__.tag_field
@@ -178,7 +175,7 @@ def _unknown(path: str, value: object, struct: Any) -> str:
 
 
 def _walk(path: str, data: Any, kind: Any) -> tuple[Any, Any]:
-    """The value at a path and the type declared for it (None where it cannot be told, as behind a map's key)."""
+    """The value at a path and its declared type, or None if the type is unknown, as behind a map's key."""
     if "[...]" in path:
         return None, None
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
@@ -199,7 +196,7 @@ def _inner(kind: Any, name: str) -> Any:
 
 
 def _struct_of(kind: Any, data: Any) -> Any:
-    """The struct class meant by an annotation; of a tagged union, the member whose tag the data has."""
+    """The struct class in an annotation; in a tagged union, the class with the tag of the data."""
     structs = [k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and issubclass(k, msgspec.Struct)]
     for struct in structs:
         config = struct.__struct_config__

@@ -1,4 +1,4 @@
-"""What a plan needs to know of one trainable tensor, and the fingerprint of a model."""
+"""The name, shape, dtype and device of a trainable tensor, and the fingerprint of a model."""
 
 import hashlib
 import json
@@ -48,11 +48,11 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fingerprint(tensors: Sequence[TensorInfo]) -> str:
-    """64 hex digits that tell whether a plan was made for these tensors; their order and device are left out.
+    """64 hex digits that tell whether a plan was made for these tensors, by name, shape and dtype.
 
-    The order is, since one model becomes ready in another order under another torch, and the plan still fits. Hashed
-    with SHA-256 is the concatenation, by name, of one line per tensor: the compact JSON array of name, shape
-    and dtype, non-ASCII characters escaped, then a line feed; for example `["fc.bias",[1000],"float32"]` and 0x0A.
+    Order and device do not count: another torch may give another gradient-ready order, and the plan still fits. The hash is
+    SHA-256 of one line for each tensor, sorted by name: the compact JSON array of name, shape and dtype, non-ASCII characters
+    escaped, then a line feed; for example `["fc.bias",[1000],"float32"]` and 0x0A.
 
     >>> fingerprint([TensorInfo("fc.bias", (1000,), "float32")])[:12]
     '31e07f14637c'

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection
 
-__all__ = ["other_unit", "unit_note"]
-
 _UNITS = {
     "times are microseconds": {"ns", "us", "usec", "ms", "msec", "s", "sec", "seconds", "millis", "micros", "time"},
     "rates are gigabits per second": {
@@ -14,7 +12,7 @@ _UNITS = {
 
 
 def _split(field: str) -> tuple[frozenset[str], str]:
-    """The words of a field that are no unit, and the kind of its unit ('' if it has none)."""
+    """The words of a field without its unit, and the kind of the unit ('' for none)."""
     rest, unit = set(), ""
     for token in field.lower().split("_"):
         kind = next((kind for kind, words in _UNITS.items() if token in words), None)
@@ -26,7 +24,7 @@ def _split(field: str) -> tuple[frozenset[str], str]:
 
 
 def other_unit(field: str, known: Collection[str]) -> str:
-    """A sentence that names the right field if `field` is a known one in another unit or without one, else ''.
+    """A sentence with the right field, if `field` is a known field with another unit or without a unit; else ''.
 
     >>> other_unit("backward_ms", ["name", "backward_us"])
     'Times are microseconds: backward_us.'

@@ -1,4 +1,4 @@
-"""Kernels: reference (plain torch, the meaning) and faster ones with the same bytes. The choice is made here, once."""
+"""Kernels: the reference in plain torch, and faster kernels with the same bytes. This module chooses, once."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from gradwire.kernels import cpu, reference
-from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 __all__ = ["LocalUpdate", "Segment", "Segments", "kernels_for", "tensor_key"]
@@ -16,9 +16,9 @@ __all__ = ["LocalUpdate", "Segment", "Segments", "kernels_for", "tensor_key"]
 
 @functools.cache
 def kernels_for(device_type: str) -> ModuleType:
-    """The module of kernels for tensors of a device type: the fastest that runs here, else the reference.
+    """The fastest module of kernels for a device type that runs here, else the reference.
 
-    Warns once, with how slow it is, when only the reference is left. Loads Triton only when asked for CUDA.
+    Warns once if only the reference runs. Loads Triton only for CUDA.
     """
     cure = "Install a wheel of gradwire, or g++ and run `pip install --force-reinstall --no-deps` from its source"
     if device_type == "cpu":

@@ -1,26 +1,23 @@
 """The C++ kernels of csrc/, through ctypes, which releases the GIL. The same bytes at every SIMD level.
 
-Each function has the name, the meaning and the arguments (by position) of the one in `gradwire.kernels.reference`. It raises
-RuntimeError for tensors that it cannot work with, and ctypes.ArgumentError for what is no tensor on the CPU. All functions run on
-one thread; `local_update` alone takes torch's threads. The library knows neither Python nor torch, so one build serves every
-version of both.
+Each function has the name, the results and the arguments (by position) of the function in `gradwire.kernels.reference`. A
+function raises RuntimeError for unsuitable tensors, and ctypes.ArgumentError for arguments that are no CPU tensors. All functions
+run on one thread, except `local_update`, which uses torch's threads. The library depends on neither Python nor torch, so one
+build serves all versions.
 """
 
 import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 
 from gradwire.core import native
-from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.segments import Segments
-
-__all__ = ["available", "bind", "kernels_of", "levels", "use_level"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
 
@@ -89,7 +86,7 @@ Scale = _one_of(max=0, minmax=1, l2=2)
 Rounding = _one_of(stochastic=0, nearest=1)
 Format = _one_of(e4m3=0, e5m2=1)
 
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "back_project": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor),
     "block_topk_decode": (Tensor, Table, Dtype, c_double, c_int64, c_bool, Tensor),
     "block_topk_encode": (Tensor, Maybe, Table, c_double, c_int64, Tensor),
@@ -125,19 +122,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def __getattr__(name: str) -> Callable[..., None]:
     """A kernel, when it is first asked for."""
-    if name not in _ARGUMENTS:
+    if name not in ARGUMENTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kernel = globals()[name] = bind(native.library(), name, *_ARGUMENTS[name])
+    kernel = globals()[name] = bind(native.library(), name, *ARGUMENTS[name])
     return kernel
 
 
-def kernels_of(library: ctypes.CDLL) -> dict[str, Callable[..., None]]:
-    """All kernels of some build of csrc/, by name."""
-    return {name: bind(library, name, *arguments) for name, arguments in _ARGUMENTS.items()}
-
-
 def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
-    """A function of a library, which raises RuntimeError if it refuses what it is given."""
+    """A function of a library. The function raises RuntimeError if it refuses its arguments."""
     function = library[f"gw_{name}"]
     function.argtypes, function.restype = arguments, ctypes.c_char_p
     function.errcheck = _refused  # type: ignore[assignment]  # typeshed wants a C type back
@@ -168,19 +160,3 @@ def levels() -> tuple[str, ...]:
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [c_int64]
     names: Iterator[bytes] = itertools.takewhile(bool, map(name_of, itertools.count()))
     return tuple(name.decode() for name in names)
-
-
-@contextmanager
-def use_level(level: str) -> Iterator[None]:
-    """Run everything inside at one SIMD level (the whole process: for tests and benchmarks)."""
-    if level not in levels():
-        raise ValueError(f"SIMD level {level!r} does not run here: use one of {', '.join(levels())}.")
-    _set_level(levels().index(level))
-    try:
-        yield
-    finally:
-        _set_level(len(levels()) - 1)
-
-
-def _set_level(index: int) -> None:
-    bind(native.library(), "set_level", c_int64)(index)

@@ -1,4 +1,4 @@
-"""Segments: which elements of which tensors a flat buffer holds, as kernels need to know it."""
+"""Segments: which elements of which tensors a flat buffer holds."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,8 +7,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-
-__all__ = ["Segment", "Segments", "tensor_key"]
 
 
 class Segment(NamedTuple):
@@ -20,9 +18,9 @@ class Segment(NamedTuple):
     key: int
     """63 bits that name the tensor: `tensor_key(name)`."""
     first: int
-    """The run's first element within its tensor, a multiple of the block: blocks and random numbers are the tensor's."""
+    """The run's first element within its tensor, a multiple of the block. Random numbers are counted from the tensor's start."""
     bits: int
-    """Bits an element, for compressors whose bits differ by tensor; else 0."""
+    """Bits an element, for compressors with different bits by tensor; else 0."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,12 @@ class Segments:
 
     @cached_property
     def launches(self) -> dict[Any, Any]:
-        """What kernels of the device make of the segments, once."""
+        """Tables of the device's kernels for these segments, made once."""
         return {}
 
     @cached_property
     def payload_bytes(self) -> dict[Any, int]:
-        """What compressors found of payloads of these segments, by spec and dtype."""
+        """Sizes of payloads of these segments, by spec and dtype."""
         return {}
 
     @property

@@ -348,7 +348,7 @@ def test_twins_are_refused() -> None:
     ("text", "words"),
     [
         ("{", ["is not JSON", "line 1"]),
-        ("[" * 100_000, ["nest too deep"]),
+        ("[" * 100_000, ["nested deeper"]),
         (b"\xff\xfe\x00", ["is not UTF-8", "byte 0 is 0xff"]),
         ("[1]", ["the document is [1]", "an object"]),
         ('{"version": 1, "version": 1}', ["version stands twice"]),

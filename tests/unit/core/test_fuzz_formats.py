@@ -108,7 +108,7 @@ def test_broken_bytes_are_refused_by_name(cls: type[Document], file: Path, data:
     told = (
         " stands twice",
         " is not a field",
-        ": lists and objects nest too deep",
+        ": lists and objects are nested deeper",
         ": half of a",
     )  # of any name
     assert what.startswith(TEXT_PROBLEMS) or any(words in what for words in told) or is_named(FIELDS, what), message
@@ -145,7 +145,7 @@ def is_named(names: set[str], what: str) -> bool:
         ("true", ["version is True", "reads version 1, a whole number"]),
         ("null", ["version is None", "reads version 1, a whole number"]),
         ("[1]", ["version is [1]", "reads version 1, a whole number"]),
-        ("2", ["version is 2", "reads version 1", "a later one wrote it", "Update gradwire"]),
+        ("2", ["version is 2", "reads version 1", "a later release wrote the file", "Update gradwire"]),
     ],
 )
 def test_other_versions_are_refused_with_the_cure(

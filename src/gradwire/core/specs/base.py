@@ -1,4 +1,4 @@
-"""What a spec is, and the registry by which JSON names it."""
+"""The base class of specs, and the registry of specs by id."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,83 +12,68 @@ from gradwire.core.payload import coded_bytes
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
-__all__ = [
-    "BlockSpec",
-    "ElementRun",
-    "Law",
-    "Spec",
-    "SpecField",
-    "as_spec",
-    "example_specs",
-    "installed_specs",
-    "register_spec",
-    "registered_specs",
-    "spec_from_dict",
-]
-
 _REGISTRY: dict[str, type["Spec"]] = {}
 
 
 class ElementRun(NamedTuple):
-    """Elements of one tensor that are encoded together with others: what sizes follow from."""
+    """Elements of one tensor that are encoded together with others. Payload sizes depend on these."""
 
     numel: int
     bits: int = 0
-    """Bits an element, where they differ by tensor; else 0."""
+    """Bits an element, if they differ by tensor; else 0."""
     shape: tuple[int, ...] = ()
-    """The whole tensor's shape, where the compressor wants whole tensors; else empty."""
+    """The tensor's shape, if the compressor needs whole tensors; else empty."""
 
 
 class Law(NamedTuple):
-    """What one encode and decode of a gradient does to it, as tests measure it.
+    """The effect of one encode and decode on a gradient. Tests measure it.
 
     kind: exact; unbiased (the mean over the random stream is the gradient); contractive (the squared error is at most
-    1 - delta of the squared norm, over the random stream in the mean); none (only error feedback makes it right).
+    1 - delta of the squared norm, in the mean over the random stream); none (needs error feedback).
     """
 
     kind: str
     delta: float = 0.0
-    """For contractive: how much is kept at least of a run's squared norm, whatever the run."""
+    """For contractive: the least part of the squared norm that is kept, of every run."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every spec. A subclass sets `id`, declares its fields, checks them in `__post_init__` and registers.
 
-    What planner, engine and tests need to know of a method without running it is declared here: how large payloads are,
-    how they combine, what is remembered, and which law holds.
+    The class declares everything that planner, engine and tests need without running the method: the size of payloads, how
+    payloads are summed, the state, and the law.
     """
 
     id: ClassVar[str] = ""
-    """The word that stands for the class in JSON."""
+    """The name of the class in JSON."""
     always_written: ClassVar[tuple[str, ...]] = ()
-    """Fields that JSON and repr show even at their default."""
+    """Fields that JSON and repr always show, even at their default."""
     varies_in_family: ClassVar[tuple[str, ...]] = ()
-    """Fields in which specs that share one exchange may differ."""
+    """Fields that may differ between specs of one exchange."""
     schemes: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
-    """The schemes that carry it, the default first."""
+    """The schemes that can send the payloads, the default first."""
     rounds: ClassVar[int] = 0
-    """How many times payloads are summed on the wire, as float32; 0 where they are gathered and decoded instead."""
+    """The number of sums of payloads on the wire, as float32; 0: payloads are gathered and decoded instead."""
     state: ClassVar[tuple[str, ...]] = ()
-    """What it remembers between steps of every element, float32 each. 'residual': what was not sent yet."""
+    """The state of every element between steps, float32 each. 'residual': the part that was not sent yet."""
     example: ClassVar[tuple[Any, ...]] = ()
-    """Usual values of the fields that have no default, for lists that show one spec of every class."""
+    """Usual values of the fields without default, for lists with one spec of every class."""
     encodes: ClassVar[bool] = True
-    """Whether gradients are encoded. Identity's are not: they travel as they are."""
+    """Whether gradients are encoded. Only Identity sends them uncompressed."""
 
     @property
     def owns_momentum(self) -> bool:
-        """Whether it applies momentum itself, so that an optimizer beside it must not."""
+        """Whether the compressor applies momentum. Then the optimizer must not."""
         return False
 
     @property
     def law(self) -> Law:
-        """What one encode does, without memory of other steps."""
+        """The law of one encode without state."""
         return Law("none")
 
     @property
     def granularity(self) -> int:
-        """What is encoded at once may begin and end only where a tensor does, or at multiples of so many elements from a
-        tensor's start. 0: only where a tensor does."""
+        """A tensor may be cut at multiples of this number of elements from its start. 0: a tensor is never cut."""
         return 1
 
     @property
@@ -98,19 +83,19 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def feedback(self) -> bool:
-        """Whether what one step loses is sent in a later one."""
+        """Whether a later step sends the error of a step."""
         return "residual" in self.state
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        """Bytes of the payload of these runs, of a gradient of so many bytes an element. Never depends on values."""
+        """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
 
     def at_step(self, step: int) -> "Spec":
-        """What runs in this step, for specs that begin otherwise."""
+        """The spec of this step, for specs that change during the first steps."""
         return self
 
     def under_feedback(self) -> "Spec":
-        """What runs inside ErrorFeedback, for specs that are better made another way there."""
+        """The spec inside ErrorFeedback, for specs with other best settings there."""
         return self
 
     def _shown(self) -> dict[str, Any]:
@@ -142,10 +127,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BlockSpec(Spec, frozen=True):
-    """Base of specs whose elements share scales in blocks of `block`, a field of theirs; 0 is as much as is encoded at once."""
+    """Base of specs with scales for blocks of `block` elements. `block` 0: one block is the whole run."""
 
     code_bits: ClassVar[int] = 8
-    """Of an element in the payload, where tensors have none of their own."""
+    """Bits of an element in the payload, if all tensors have the same."""
     scales: ClassVar[int] = 1
     """bfloat16 numbers of each block in the payload."""
     if TYPE_CHECKING:
@@ -172,27 +157,27 @@ def register_spec(cls: type[S]) -> type[S]:
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise SpecError(
             f"id {cls.id!r} of {cls.__module__}.{cls.__qualname__} belongs to {taken.__module__}.{taken.__qualname__} "
-            "already, and JSON could not tell them apart. Choose another id."
+            "already: in JSON an id stands for one class. Choose another id."
         )
     _REGISTRY[cls.id] = cls
     return cls
 
 
 def registered_specs() -> dict[str, type[Spec]]:
-    """The registered classes by id, a copy. Those of installed packages that were not needed yet are not among them."""
+    """A copy of the registered classes by id. Classes of installed packages are registered when they are first needed."""
     return dict(_REGISTRY)
 
 
 def installed_specs() -> dict[str, type[Spec]]:
-    """The registered classes by id and those of all installed packages."""
+    """All classes by id, including those of installed packages."""
     for name in entry_points.names(entry_points.SPECS):
         _installed(name)
     return registered_specs()
 
 
 def example_specs() -> tuple[Spec, ...]:
-    """One spec of every installed class, with the usual settings, by id. A class without `example` whose fields have no
-    defaults is left out.
+    """One spec of every installed class, with the usual settings, by id. Classes with neither defaults nor `example` are left
+    out.
 
     >>> [spec for spec in example_specs() if spec.id.startswith("t")]
     [TernGrad(), TopK(0.01), Truncate(4.0), TwoBit()]
@@ -205,7 +190,7 @@ def _has_example(cls: type[Spec]) -> bool:
 
 
 def _installed(name: object) -> type[Spec] | None:
-    """The registered class of this id, or that of an installed package."""
+    """The class of this id, registered or in an installed package."""
     if not isinstance(name, str):
         return None
     if name not in _REGISTRY and name in entry_points.names(entry_points.SPECS):
@@ -215,7 +200,7 @@ def _installed(name: object) -> type[Spec] | None:
 
 def _registered_as(name: str, cls: type[Spec]) -> None:
     if getattr(cls, "id", None) != name:
-        raise SpecError(f"its class {cls!r} has another id. Name the entry point as the class's `id`.")
+        raise SpecError(f"the id of its class {cls!r} differs. The entry point must have the class's `id` as its name.")
     register_spec(cls)
 
 
@@ -231,13 +216,13 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
         raise SpecError(f'{show(data)} is not a spec: it must be an object such as {{"id": "qsgd", "bits": 4}}.')
     known = sorted(_REGISTRY)
     if "id" not in data:
-        raise SpecError(f"id is missing in {show(dict(data))}: it says which compressor. Known: {', '.join(known)}.")
+        raise SpecError(f"id is missing in {show(dict(data))}: the id names the compressor. Known: {', '.join(known)}.")
     name = data["id"]
     cls = _installed(name)
     if cls is None:
         raise SpecError(
             f"id is {show(name)}, which is no registered compressor: it must be one of {', '.join(known)}"
-            f"{near(name, known)}. A compressor of your own is registered with `register_spec`, or by its package's entry point."
+            f"{near(name, known)}. Register your own with `register_spec`, or by an entry point of its package."
         )
     try:
         return convert({key: value for key, value in data.items() if key != "id"}, cls)
@@ -260,4 +245,4 @@ def as_spec(field: str, value: object) -> Spec:
 if TYPE_CHECKING:
     SpecField = Spec
 else:
-    SpecField = Any  # msgspec leaves it as it is; __post_init__ reads it through the registry, which is open
+    SpecField = Any  # msgspec accepts any value; __post_init__ converts it by the registry

@@ -1,4 +1,4 @@
-"""Specs that keep every element, or none: plain bytes, narrower floats, and a fake that only drops."""
+"""Specs without selection or levels: plain bytes, narrower floats, and fake compression."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,8 +8,6 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["FP8", "Cast", "Identity", "Natural", "Truncate"]
-
 
 @register_spec
 class Identity(Spec, frozen=True):
@@ -18,10 +16,7 @@ class Identity(Spec, frozen=True):
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
     encodes: ClassVar[bool] = False
-
-    @property
-    def law(self) -> Law:
-        return Law("exact")
+    law: ClassVar[Law] = Law("exact")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(run.numel for run in runs) * itemsize
@@ -33,16 +28,13 @@ class Cast(Spec, frozen=True):
 
     id: ClassVar[str] = "cast"
     always_written: ClassVar[tuple[str, ...]] = ("dtype",)
+    law: ClassVar[Law] = Law("contractive")
 
     dtype: str = "float16"
     """float16: less error, overflows beyond 65504; bfloat16: 8 times the error, float32's whole range."""
 
     def __post_init__(self) -> None:
         word("dtype", self.dtype, ("float16", "bfloat16"), error=SpecError)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return 2 * sum(run.numel for run in runs)
@@ -57,6 +49,7 @@ class FP8(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "fp8"
     always_written: ClassVar[tuple[str, ...]] = ("format",)
+    law: ClassVar[Law] = Law("contractive", 0.9)
 
     format: str = "e4m3"
     """e4m3: relative error at most 1/16 over a range of 2^17; e5m2: 1/8 over 2^32."""
@@ -67,42 +60,36 @@ class FP8(BlockSpec, frozen=True):
         word("format", self.format, ("e4m3", "e5m2"), error=SpecError)
         check_block(self.block)
 
-    @property
-    def law(self) -> Law:
-        return Law("contractive", 0.9)
-
 
 @register_spec
 class Natural(BlockSpec, frozen=True):
-    """Natural compression: sign and a power of two, rounded to one of the two neighbours at random so that the mean is
-    right (Horvath et al. 2019). 1 byte an element: the powers of two are counted down from the block's largest, and what
-    lies below the 127th is rounded to it or to zero.
+    """Natural compression: sign and a power of two, rounded at random to one of the two neighbours so that the mean is right
+    (Horvath et al. 2019). 1 byte an element: 127 powers of two, down from the block's largest. Smaller values are rounded to
+    the last power or to zero.
     """
 
     id: ClassVar[str] = "natural"
+    law: ClassVar[Law] = Law("unbiased")
 
     block: int = 1024
     """Elements that share one scale: a power of two from 32 to 8192."""
     seed: int = 0
-    """Of the rounding."""
+    """Seed of the rounding."""
 
     def __post_init__(self) -> None:
         check_block(self.block)
         check_seed(self.seed)
 
-    @property
-    def law(self) -> Law:
-        return Law("unbiased")
-
 
 @register_spec
 class Truncate(Spec, frozen=True):
-    """Fake compression for measurements: of everything encoded together only the first 1/ratio is sent, and the rest
-    arrives as zeros (CGX, Fig. 1). A model cannot be trained with it: `unsafe=True` says that you know.
+    """Fake compression for measurements: the first 1/ratio of the elements is sent, and the rest arrives as zeros (CGX, Fig.
+    1). Training does not work with Truncate: confirm with `unsafe=True`.
     """
 
     id: ClassVar[str] = "truncate"
     example: ClassVar[tuple[float]] = (4.0,)
+    law: ClassVar[Law] = Law("contractive")
 
     ratio: float
     """How many times smaller: 1 or more."""
@@ -112,10 +99,6 @@ class Truncate(Spec, frozen=True):
         number("ratio", self.ratio, "how many times smaller the payload is", positive=True, error=SpecError)
         if self.ratio < 1:
             raise SpecError(f"ratio is {self.ratio}: it must be at least 1, 4 for a quarter of the bytes.")
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def kept(self, numel: int) -> int:
         """Elements sent of so many."""

@@ -10,16 +10,14 @@ from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
 
-__all__ = ["ErrorFeedback", "innermost"]
-
 
 @register_spec
 class ErrorFeedback(Spec, frozen=True):
-    """Carries what `inner` lost to the next step, one residual per encode.
+    """Adds the error of `inner` to the next step's gradient, with one residual per encode.
 
-    With it: sums of steps lose nothing in the long run; the price is memory for the residual and delayed updates. `inner` is
-    taken as it is best here (`under_feedback`): QSGD rounds to nearest unless told otherwise.
-    Raises SpecError around what loses nothing, what remembers something itself, and what sends no magnitudes.
+    Over many steps nothing is lost. The price: memory for the residual, and delayed updates. `inner` gets its best settings for
+    feedback (`under_feedback`): QSGD rounds to nearest unless told otherwise.
+    Raises SpecError if `inner` is lossless, has state of its own, or sends no magnitudes.
     """
 
     id: ClassVar[str] = "error_feedback"
@@ -32,12 +30,14 @@ class ErrorFeedback(Spec, frozen=True):
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
         inner = self.inner
         if not inner.encodes:
-            raise SpecError(f"inner is {inner!r}, which loses nothing, so there is nothing to carry. Use it alone.")
+            raise SpecError(f"inner is {inner!r}, which is lossless: there is no error to feed back. Use it alone.")
         if inner.feedback:
-            raise SpecError(f"inner is {inner!r}: one residual already carries all of the error. Use it alone.")
+            raise SpecError(
+                f"inner is {inner!r}: it has a residual of its own, which keeps all of the error. Use it alone."
+            )
         if inner.state or isinstance(inner, SignSGD):
             raise SpecError(
-                f"inner is {inner!r}: its signs have no magnitude, so what they lose cannot be told. Use EFSignSGD()."
+                f"inner is {inner!r}: its signs have no magnitude, so their error is unknown. Use EFSignSGD()."
             )
 
     @property
@@ -68,7 +68,7 @@ class ErrorFeedback(Spec, frozen=True):
 
 
 def innermost(spec: Spec) -> Spec:
-    """What a spec wraps, or itself.
+    """The inner spec of ErrorFeedback; any other spec itself.
 
     >>> from gradwire.core.specs import QSGD
     >>> innermost(ErrorFeedback(QSGD()))

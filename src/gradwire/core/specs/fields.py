@@ -3,8 +3,6 @@
 from gradwire.core.checks import number, whole
 from gradwire.errors import SpecError
 
-__all__ = ["check_block", "check_ratio", "check_seed"]
-
 
 def check_block(block: object, what: str = "the elements of a block", low: int = 32, high: int = 8192) -> None:
     """A power of two from `low` to `high`."""

@@ -11,11 +11,8 @@ from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
 from gradwire.core.specs.fields import check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["PowerSGD"]
-
-
 _NEVER = 1e300
-"""No matrix is so many times larger than its factors."""
+"""A compression that no matrix reaches."""
 
 
 @register_spec
@@ -23,7 +20,7 @@ class PowerSGD(Spec, frozen=True):
     """Each tensor as a matrix of its first dimension against the rest, sent as two factors of rank r, with its residual
     (Vogels et al. 2019). Factors are summed on the wire, in two rounds; the second factor of a step begins the next one.
 
-    What would shrink too little (vectors, small matrices) is summed whole, in the first round.
+    Vectors and small matrices, which would shrink too little, are summed uncompressed in the first round.
     """
 
     id: ClassVar[str] = "powersgd"
@@ -31,17 +28,19 @@ class PowerSGD(Spec, frozen=True):
     schemes: ClassVar[tuple[str, ...]] = ("allreduce",)
     rounds: ClassVar[int] = 2
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
+    granularity: ClassVar[int] = 0
 
     rank: int = 4
     """Columns of the factors. Larger: less error, more bytes."""
     min_compression: float = 2.0
-    """A matrix is sent whole where its factors would not be so many times smaller."""
+    """A matrix is sent uncompressed unless its factors are this many times smaller."""
     warm_start: bool = True
-    """Begin with the last step's factor; without it with a random one in every step: more error."""
+    """Begin with the last step's factor. False: a random factor in every step, more error."""
     seed: int = 0
-    """Of the first factors."""
+    """Seed of the first factors."""
     start_step: int = 10
-    """Steps before this one are summed whole: gradients change fast there, and factors that begin with noise follow badly."""
+    """Earlier steps are uncompressed: gradients change fast there, and factors that begin as noise follow too slowly."""
 
     def __post_init__(self) -> None:
         whole("rank", self.rank, "the columns of a factor", low=1, high=1024, error=SpecError)
@@ -58,14 +57,6 @@ class PowerSGD(Spec, frozen=True):
         """
         never = step < self.start_step
         return msgspec.structs.replace(self, start_step=0, min_compression=_NEVER if never else self.min_compression)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
-
-    @property
-    def granularity(self) -> int:
-        return 0
 
     def factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """(rows, columns) of the matrix, or None where the tensor is sent whole.

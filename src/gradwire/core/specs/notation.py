@@ -9,8 +9,6 @@ from gradwire.core.checks import near, show
 from gradwire.core.specs.base import Spec, installed_specs, registered_specs
 from gradwire.errors import SpecError
 
-__all__ = ["spec_from_text"]
-
 
 def spec_from_text(text: str) -> Spec:
     """The spec whose repr this is, or an abbreviation of it with fields left out. Nothing is evaluated but literals.

@@ -11,8 +11,6 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, register_spec
 from gradwire.core.specs.fields import check_block, check_seed
 from gradwire.errors import SpecError
 
-__all__ = ["QSGD", "Int8", "TernGrad", "TwoBit"]
-
 
 @register_spec
 class QSGD(BlockSpec, frozen=True):
@@ -33,14 +31,14 @@ class QSGD(BlockSpec, frozen=True):
     """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
     scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison)."""
     rounding: str = "auto"
-    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback). auto: stochastic, and nearest
-    inside ErrorFeedback (but with minmax below 4 bits), which removes a bias and adds up noise: at 2 bits that is the
-    difference between learning as DDP does and a loss 5 % above."""
+    """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback). auto: nearest inside ErrorFeedback,
+    which removes the bias (but not for minmax below 4 bits); else stochastic. At 2 bits nearest learns as DDP does, and
+    stochastic ends with a loss 5 % higher."""
     seed: int = 0
-    """Of the stochastic rounding. Another seed: other noise, the same size of error."""
+    """Seed of the stochastic rounding. Another seed: other noise, the same size of error."""
     levels: str = "uniform"
-    """uniform: equal steps from zero to the scale; exponential: halves of it (NUQSGD), finer near zero, coarser far from
-    it: less error where most elements of a block are much smaller than its largest."""
+    """uniform: equal steps from zero to the scale; exponential: each level is half of the next (NUQSGD), with less error if
+    most elements of a block are much smaller than the largest."""
 
     def __post_init__(self) -> None:
         whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
@@ -51,8 +49,8 @@ class QSGD(BlockSpec, frozen=True):
         word("levels", self.levels, ("uniform", "exponential"), error=SpecError)
         if self.levels == "exponential" and self.scale == "minmax":
             raise SpecError(
-                "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax ones need not. Use "
-                "scale='max'."
+                "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax levels may not. "
+                "Use scale='max'."
             )
 
     @property
@@ -79,12 +77,13 @@ class TernGrad(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "terngrad"
     code_bits: ClassVar[int] = 2
+    element_bits: ClassVar[int] = 2
 
     block: int = 1024
     """Elements that share one scale, their largest magnitude: a power of two from 32 to 8192. The paper's is a layer."""
     clip: float = 0.0
-    """Values beyond so many standard deviations of their block (its root mean square) count as those; the paper uses 2.5.
-    Smaller scale, less noise, but no longer unbiased. 0: none are."""
+    """The largest magnitude, in standard deviations of the block (its root mean square); the paper uses 2.5. Smaller: less
+    noise, but biased. 0: no clipping."""
     seed: int = 0
     """Of the rounding."""
 
@@ -99,16 +98,14 @@ class TernGrad(BlockSpec, frozen=True):
     def law(self) -> Law:
         return Law("none") if self.clip else Law("unbiased")
 
-    @property
-    def element_bits(self) -> int:
-        return 2
-
 
 @register_spec
 class Int8(BlockSpec, frozen=True):
     """255 levels between minus and plus the block's largest magnitude, rounded to nearest: 1 byte an element."""
 
     id: ClassVar[str] = "int8"
+    law: ClassVar[Law] = Law("contractive", 0.88)
+    element_bits: ClassVar[int] = 8
 
     block: int = 128
     """Elements that share one scale: a power of two from 32 to 8192."""
@@ -116,30 +113,23 @@ class Int8(BlockSpec, frozen=True):
     def __post_init__(self) -> None:
         check_block(self.block)
 
-    @property
-    def law(self) -> Law:
-        return Law("contractive", 0.88)
-
-    @property
-    def element_bits(self) -> int:
-        return 8
-
 
 @register_spec
 class TwoBit(BlockSpec, frozen=True):
-    """2-bit threshold quantisation with its residual (MXNet's, CD-SGD's): elements of gradient plus residual of
-    at least t travel as t, of at most -t as -t, all others as zero, and what was not sent stays.
+    """2-bit threshold quantisation with a residual (MXNet, CD-SGD). Elements of gradient plus residual from t on are sent as t,
+    elements up to -t as -t, and all others as zero. The residual keeps the rest.
     """
 
     id: ClassVar[str] = "twobit"
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     threshold: float = 0.0
-    """t, for mean gradients: MXNet's 0.5 is for gradients summed over a batch, so divide it by the batch size. 0: t
-    follows each block, and travels with it."""
+    """t, for mean gradients. MXNet's 0.5 is for gradients summed over a batch: divide by the batch size. 0: each block has its
+    own t, which is sent."""
     multiple: float = 1.0
-    """t of a block is so many times the mean magnitude of its gradient plus residual. Of normal elements 1 keeps the most,
-    nearly; larger: fewer are sent. Without effect where `threshold` is given."""
+    """t of a block over the mean magnitude of its gradient plus residual. Larger: fewer elements are sent; for normal elements 1
+    is nearly best. No effect if `threshold` is given."""
     block: int = 1024
     """Elements that share one t: a power of two from 32 to 8192."""
 
@@ -147,10 +137,6 @@ class TwoBit(BlockSpec, frozen=True):
         number("threshold", self.threshold, "what a sent element stands for, 0 for adaptive", error=SpecError)
         number("multiple", self.multiple, "thresholds in mean magnitudes", positive=True, error=SpecError)
         check_block(self.block)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         sections = coded_bytes([(run.numel, 2) for run in runs], self.block)

@@ -8,15 +8,13 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_
 from gradwire.core.specs.fields import check_block
 from gradwire.errors import SpecError
 
-__all__ = ["EFSignSGD", "OneBit", "SignSGD", "Signum"]
-
 _WHOLE = "the elements of a block, 0 for the tensor"
 
 
 @register_spec
 class SignSGD(Spec, frozen=True):
-    """Signs, and what the majority of ranks voted comes back: each element of the gradient becomes -1 or 1 (Bernstein et
-    al. 2018; a tie, and zero, count as 1). Choose the learning rate for steps of that size.
+    """Signs with a majority vote of the ranks: each element of the gradient becomes -1 or 1 (Bernstein et al. 2018; a tie and
+    zero count as 1). Choose the learning rate for steps of size 1.
     """
 
     id: ClassVar[str] = "signsgd"
@@ -46,12 +44,13 @@ class Signum(Spec, frozen=True):
 
 @register_spec
 class EFSignSGD(BlockSpec, frozen=True):
-    """The sign of gradient plus residual, times their mean magnitude in the block; what is lost stays in the residual
+    """The sign of gradient plus residual, times the mean magnitude of the block; the residual keeps the error
     (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"
     code_bits: ClassVar[int] = 1
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
@@ -61,20 +60,17 @@ class EFSignSGD(BlockSpec, frozen=True):
         if self.block != 0:
             check_block(self.block, _WHOLE)
 
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
-
 
 @register_spec
 class OneBit(BlockSpec, frozen=True):
-    """One bit an element: the mean of the block's elements of at least zero, or the mean of those below, of gradient plus
-    residual; what is lost stays in the residual (Seide et al. 2014)."""
+    """One bit an element of gradient plus residual: the mean of the block's elements from zero on, or the mean of those below
+    zero. The residual keeps the error (Seide et al. 2014)."""
 
     id: ClassVar[str] = "onebit"
     code_bits: ClassVar[int] = 1
     scales: ClassVar[int] = 2
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
@@ -84,14 +80,10 @@ class OneBit(BlockSpec, frozen=True):
         if self.block != 0:
             check_block(self.block, _WHOLE)
 
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
-
 
 def check_momentum(momentum: object) -> None:
     """From 0 up to, not including, 1."""
     number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
     assert isinstance(momentum, (int, float))
     if momentum >= 1:
-        raise SpecError(f"momentum is {momentum}: from 1 on nothing old is ever forgotten. Use 0.9.")
+        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")

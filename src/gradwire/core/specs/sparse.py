@@ -12,17 +12,14 @@ from gradwire.core.specs.fields import check_block, check_ratio, check_seed
 from gradwire.core.specs.signs import check_momentum
 from gradwire.errors import SpecError
 
-__all__ = ["DGC", "BlockTopK", "RandomK", "Threshold", "TopK"]
-
 _WARM_UP = (0.25, 0.0625, 0.0156, 0.004, 0.001)
-"""The ratios that DGC begins with, in turn."""
+"""The ratios of DGC's warm-up, in order."""
 
 
 class _Selected(Spec, frozen=True):
-    """Values of the elements sent, then their indices: of each tensor on its own, or of all as if they were one."""
+    """Values of the selected elements, then their indices, for each tensor or for the whole bucket."""
 
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
-    varies_in_family: ClassVar[tuple[str, ...]] = ()
 
     def _groups(self, runs: Sequence[ElementRun]) -> list[int]:
         numels = [run.numel for run in runs]
@@ -44,13 +41,13 @@ class TopK(_Selected, frozen=True):
     example: ClassVar[tuple[float]] = (0.01,)
 
     ratio: float
-    """The part that is sent, rounded up, at least one element."""
+    """The part of the elements that is sent, rounded up, at least one element."""
     selection: str = "exact"
-    """exact: by a search through all elements; sampled: with a bound found on a sample, and through all where it was too high.
+    """exact: search all elements; sampled: take a bound from a sample, and search all elements if the bound was too high.
     Both find the same elements, of equal ones the first; on CPU both are the same kernel."""
     per: str = "tensor"
-    """tensor: the largest of each tensor; bucket: of all that is encoded at once (Cupcake's fused encoding), so that a
-    tensor of small gradients may send nothing for long."""
+    """tensor: the largest of each tensor; bucket: the largest of the bucket (Cupcake's fused encoding). With bucket, a tensor
+    of small gradients may send nothing for many steps."""
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
@@ -101,25 +98,22 @@ class BlockTopK(Spec, frozen=True):
 
 @register_spec
 class Threshold(_Selected, frozen=True):
-    """The elements of at least a fixed magnitude, up to `capacity` of them, the largest first; room that is not needed
-    travels as zeros, since payload sizes never depend on values. Biased: give it ErrorFeedback.
+    """The elements of at least a fixed magnitude, up to `capacity` of them, the largest first. Unused places are sent as zeros,
+    since payload sizes never depend on values. Biased: give it ErrorFeedback.
     """
 
     id: ClassVar[str] = "threshold"
     example: ClassVar[tuple[float]] = (1e-3,)
+    law: ClassVar[Law] = Law("contractive")
 
     threshold: float
     """The smallest magnitude that is sent, for mean gradients."""
     capacity: float = 0.02
-    """The part of each tensor that there is room for."""
+    """The part of each tensor that fits into a payload."""
 
     def __post_init__(self) -> None:
         number("threshold", self.threshold, "the smallest magnitude that is sent", positive=True, error=SpecError)
         check_ratio("capacity", self.capacity)
-
-    @property
-    def law(self) -> Law:
-        return Law("contractive")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self._bytes(runs, itemsize, self.capacity)
@@ -127,30 +121,26 @@ class Threshold(_Selected, frozen=True):
 
 @register_spec
 class RandomK(Spec, frozen=True):
-    """Elements chosen at random, one out of each of k equal runs of a tensor, so `ratio` of them. No index
-    travels: both sides draw the same ones.
+    """Random elements, one out of each of k equal runs of a tensor. Indices are not sent: both sides draw the same indices.
 
-    Without error feedback what is sent is multiplied by the length of its run, which makes the mean right.
+    Without error feedback a sent value is multiplied by the length of its run, which makes the mean right.
     """
 
     id: ClassVar[str] = "randomk"
     example: ClassVar[tuple[float]] = (0.01,)
+    law: ClassVar[Law] = Law("unbiased")
 
     ratio: float
-    """The part that is sent, rounded up, at least one element."""
+    """The part of the elements that is sent, rounded up, at least one element."""
     indices: str = "common"
     """common: the same on all ranks, so that values are summed on the wire; own: each rank its own, gathered."""
     seed: int = 0
-    """Of the choice."""
+    """Seed of the choice."""
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         word("indices", self.indices, ("common", "own"), error=SpecError)
         check_seed(self.seed)
-
-    @property
-    def law(self) -> Law:
-        return Law("unbiased")
 
     @property
     def schemes(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -170,10 +160,10 @@ class RandomK(Spec, frozen=True):
 
 @register_spec
 class DGC(_Selected, frozen=True):
-    """Deep gradient compression (Lin et al. 2018): Top-k of what momentum and residual gathered, both cleared
-    where an element is sent.
+    """Deep gradient compression (Lin et al. 2018): Top-k of the sum of momenta. Both momentum u and sum v are cleared where an
+    element is sent.
 
-    It owns the momentum: u = momentum * u + gradient, v = v + u, and the largest of v travel. Train with an optimizer
+    DGC applies the momentum: u = momentum * u + gradient, v = v + u, and the largest of v are sent. Train with an optimizer
     without momentum.
     """
 
@@ -183,12 +173,12 @@ class DGC(_Selected, frozen=True):
     ratio: float = 0.01
     """The part of each tensor that is sent."""
     momentum: float = 0.9
-    """Of the gradients, before they are selected."""
+    """Momentum of the gradients, before selection."""
     clip: float = 0.0
-    """The norm to which each tensor's gradient is cut back before it is added up, divided by the root of the number of
-    ranks on each of them; 0: none is."""
+    """The largest norm of a tensor's gradient before it is added to the momentum, divided by the root of the number of ranks.
+    0: no clipping."""
     warm_up_steps: int = 0
-    """Steps in which the ratio comes down from 0.25 to `ratio`, a quarter at a time. 0: none."""
+    """Steps in which the ratio falls from 0.25 to `ratio`, a quarter at a time. 0: no warm-up."""
     selection: str = "exact"
     """As in TopK."""
 

@@ -1,6 +1,6 @@
-"""The meaning of the kernels, in plain torch: what csrc/ and later kernels must reproduce byte for byte.
+"""The kernels in plain torch, which define the bytes that csrc/ and the Triton kernels must give.
 
-Works on any device and is correct everywhere; hundreds of times slower than the C++ kernels.
+They run on any device, hundreds of times slower than the C++ kernels.
 """
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from gradwire.kernels.reference.numbers import narrow
 
-__all__ = ["cast_decode", "cast_encode"]
-
 
 def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload: Tensor) -> None:
     """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""

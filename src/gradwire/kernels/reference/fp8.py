@@ -11,64 +11,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.kernels.reference.numbers import bf16_up, bits_of
-from gradwire.kernels.reference.scaled import scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segment, Segments
-
-__all__ = ["fp8_decode", "fp8_encode"]
+from gradwire.kernels.reference.numbers import bf16_up, bf16_value, bits_of
+from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
+from gradwire.kernels.segments import Segments
 
 TINY = 2.0**-110
 
 
 @dataclass(frozen=True)
-class _Format:
+class _Format(Coder):
     mantissa: int
     """Bits of it."""
     bias: int
     largest: float
 
-    def bits(self, segment: Segment) -> int:
-        return 8
-
     def scales(self, v: Tensor) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0)
 
-    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
-        x = v * (torch.tensor(self.largest, dtype=torch.float32) / _scale(raw))
+    def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
+        x = v * (torch.tensor(self.largest, dtype=torch.float32) / bf16_value(raw))
         magnitude = x.abs().clamp(max=self.largest)
         # one unit of the last place: that of the magnitude's power of two, at least the format's smallest number
         exponent = ((bits_of(magnitude) >> 23) - 127).clamp(min=1 - self.bias)
         unit = torch.ldexp(torch.ones_like(x), exponent - self.mantissa)
         places = (magnitude / unit).round().to(torch.int64)  # to nearest even
         above = exponent - (1 - self.bias)
-        return places + (above << self.mantissa) | (torch.signbit(x).to(torch.int64) << 7)
+        return (places + (above << self.mantissa) | (torch.signbit(x).to(torch.int64) << 7)) * (raw != 0)
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         exponent, places = (codes & 0x7F) >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         places = torch.where(exponent > 0, places + (1 << self.mantissa), places).to(torch.float32)
         magnitude = torch.ldexp(places, exponent.clamp(min=1) - self.bias - self.mantissa)
-        return torch.where(codes > 0x7F, -magnitude, magnitude) * (_scale(raw) / self.largest)
+        return torch.where(codes > 0x7F, -magnitude, magnitude) * (bf16_value(raw) / self.largest)
 
 
 _FORMATS = {"e4m3": _Format(3, 7, 448.0), "e5m2": _Format(2, 15, 57344.0)}
 
 
-def _scale(raw: Tensor) -> Tensor:
-    return (raw << 16).to(torch.int32).view(torch.float32)
-
-
 def fp8_encode(
     src: Tensor, residual: Tensor | None, segments: Segments, block: int, format: str, payload: Tensor
 ) -> None:
-    """Encode src (float32, bfloat16 or float16, flat) into payload; format is e4m3 or e5m2.
-
-    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
-    """
-    no_stream = torch.zeros(4, dtype=torch.int64)
-    scaled_encode(_FORMATS[format], src, residual, segments, no_stream, block, payload)
+    """As `scaled_encode`; format is e4m3 or e5m2."""
+    scaled_encode(_FORMATS[format], src, residual, segments, None, block, payload)
 
 
 def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
-    """Write what payload holds to dst (flat), or add it to dst."""
+    """As `scaled_decode`."""
     scaled_decode(_FORMATS[format], payload, segments, block, add, dst)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gradwire.core.payload import index_low_bits
 
-__all__ = ["DAMAGED", "read_indices", "write_indices"]
-
 DAMAGED = "the payload's indices are damaged"
 
 

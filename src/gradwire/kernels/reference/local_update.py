@@ -1,12 +1,23 @@
 """A rank's own step of weights, by its own gradient."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from gradwire.kernels.local import LocalUpdate
 from gradwire.kernels.reference.numbers import narrow
 
-__all__ = ["local_update"]
+
+class LocalUpdate(NamedTuple):
+    """out = weight - rate * (own * gradient + momentum * mean) / (sqrt(kept * squares + taken * gradient^2) + eps). Without
+    squares nothing is divided, and without a mean its term is left out."""
+
+    rate: float
+    own: float = 1.0
+    momentum: float = 0.0
+    kept: float = 0.0
+    taken: float = 0.0
+    eps: float = 0.0
 
 
 def local_update(

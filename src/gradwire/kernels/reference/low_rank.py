@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["back_project", "orthogonalise", "project", "reconstruct"]
-
 
 class _Matrix(NamedTuple):
     run: slice

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["HUGE", "TINY", "bf16_towards", "bf16_up", "bits_of", "equal_blocks", "narrow"]
-
 TINY = 2.0**-100  # below this a range of values counts as zero: 2^24 times its reciprocal would overflow
 HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
 LARGEST_BF16 = 0x7F7F
@@ -23,8 +21,32 @@ def equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
     return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
 
 
+def given(src: Tensor, residual: Tensor | None, where: slice | Tensor) -> Tensor:
+    """src + residual of these elements, in float32."""
+    v = src[where].to(torch.float32)
+    return v if residual is None else v + residual[where]
+
+
+def norms(v: Tensor) -> Tensor:
+    """The l2 norms of the rows of v, float64: squares are added in 16 lanes, and lanes are folded in halves."""
+    lanes = torch.nn.functional.pad(v.double() ** 2, (0, -v.shape[1] % 16)).reshape(v.shape[0], -1, 16)
+    total = lanes.cumsum(dim=1)[:, -1]
+    for width in (8, 4, 2, 1):
+        total = total[:, :width] + total[:, width : 2 * width]
+    return total.sqrt()[:, 0]
+
+
 def bits_of(x: Tensor) -> Tensor:
     return x.view(torch.int32).to(torch.int64) & M32
+
+
+def float_of(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def bf16_value(raw: Tensor) -> Tensor:
+    """Bits of a bfloat16 to float32."""
+    return (raw.to(torch.int32) << 16).view(torch.float32)
 
 
 def bf16_up(magnitude_bits: Tensor) -> Tensor:

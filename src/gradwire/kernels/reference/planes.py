@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "unpack"]
-
 
 def _planes(bits: int) -> list[tuple[int, int]]:
     """(width, shift) of each plane."""

@@ -13,31 +13,24 @@ more than 126 powers below the scale, where that exceeds 1, is zero unless it is
 whose scale is below 2^-100 counts as zero.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from gradwire.kernels.reference.numbers import TINY, bits_of
+from gradwire.kernels.reference.numbers import TINY, bf16_value, bits_of, float_of
 from gradwire.kernels.reference.qsgd import find_scale
-from gradwire.kernels.reference.scaled import scaled_decode, scaled_encode
+from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["exponential_decode", "exponential_encode", "natural_decode", "natural_encode"]
 
-
-class _Natural:
-    def bits(self, segment: Segment) -> int:
-        return 8
-
+class _Natural(Coder):
     def scales(self, v: Tensor) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, (bits_of(bound) + 0x7FFFFF) >> 23 << 7, 0)
 
-    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
+    def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
         exponent = raw >> 7
-        power, lowest = (bits_of(v.abs()) + (random << 7)) >> 23, (exponent - 126).clamp(min=1)
-        return _signed(torch.where(power >= lowest, power - (exponent - 127), 0), v, bits)
+        power, lowest = (bits_of(v.abs()) + (u << 7)) >> 23, (exponent - 126).clamp(min=1)
+        return _signed(torch.where(power >= lowest, power - (exponent - 127), 0), v, raw, bits)
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         exponent = (raw >> 7) & 0xFF
@@ -45,64 +38,51 @@ class _Natural:
         return _value(codes, exponent - 127, unit, bits)
 
 
-@dataclass(frozen=True)
-class _Exponential:
-    scale: str
-    rounding: str
+class _Exponential(Coder):
+    def __init__(self, scale: str) -> None:
+        self.scale = scale
 
     def bits(self, segment: Segment) -> int:
         return segment.bits
 
     def scales(self, v: Tensor) -> Tensor:
-        return find_scale(v, self.scale)[0].to(torch.int64)
+        return find_scale(v, self.scale)
 
-    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
-        levels, scale = (1 << (bits - 1)) - 1, _float(raw << 16)
-        size = (v.abs() * (1.0 / scale)).clamp(max=1.0)
+    def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
+        levels = (1 << (bits - 1)) - 1
+        size = (v.abs() * (1.0 / bf16_value(raw))).clamp(max=1.0)
         lowest = (134 - (raw >> 7)).clamp(min=128 - levels)
-        u = random if self.rounding == "stochastic" else torch.full_like(random, 0x8000)
-        power = _power(size, lowest, u)
-        return _signed(torch.where(power >= lowest, power - (127 - levels), 0), v, bits)
+        floor = float_of(lowest << 23)
+        below = size < floor  # there the mantissa of size + floor is size / floor
+        rounded = (bits_of(torch.where(below, size + floor, size)) + (u << 7)) >> 23
+        power = rounded - below.to(torch.int64)
+        return _signed(torch.where(power >= lowest, power - (127 - levels), 0), v, raw, bits)
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
-        return _value(codes, 128 - (1 << (bits - 1)), _float(raw << 16), bits)
+        return _value(codes, 128 - (1 << (bits - 1)), bf16_value(raw), bits)
 
 
-def _power(size: Tensor, lowest: Tensor, u: Tensor) -> Tensor:
-    """The biased exponents to which sizes are rounded, lowest - 1 for zero."""
-    floor = _float(lowest << 23)
-    below = size < floor  # there the mantissa of size + floor is size / floor
-    rounded = (bits_of(torch.where(below, size + floor, size)) + (u << 7)) >> 23
-    return rounded - below.to(torch.int64)
-
-
-def _signed(magnitude: Tensor, v: Tensor, bits: int) -> Tensor:
-    return magnitude | (torch.signbit(v).to(torch.int64) << (bits - 1))
+def _signed(magnitude: Tensor, v: Tensor, raw: Tensor, bits: int) -> Tensor:
+    """Codes, 0 in blocks with scale 0."""
+    return (magnitude | (torch.signbit(v).to(torch.int64) << (bits - 1))) * (raw != 0)
 
 
 def _value(codes: Tensor, offset: Tensor | int, unit: Tensor, bits: int) -> Tensor:
     magnitude = codes & ((1 << (bits - 1)) - 1)
     power = magnitude + offset
-    size = _float(torch.where((magnitude > 0) & (power > 0), power << 23, 0)) * unit
+    size = float_of(torch.where((magnitude > 0) & (power > 0), power << 23, 0)) * unit
     return torch.where(codes >> (bits - 1) == 1, -size, size)
-
-
-def _float(bits: Tensor) -> Tensor:
-    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 
 
 def natural_encode(
     src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
 ) -> None:
-    """Encode src (float32, bfloat16 or float16, flat) into payload; stream is int64 (seed, step, encode, rank).
-
-    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
-    """
+    """As `scaled_encode`."""
     scaled_encode(_Natural(), src, residual, segments, stream, block, payload)
 
 
 def natural_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """Write what payload holds to dst (flat), or add it to dst."""
+    """As `scaled_decode`."""
     scaled_decode(_Natural(), payload, segments, block, add, dst)
 
 
@@ -117,9 +97,10 @@ def exponential_encode(
     payload: Tensor,
 ) -> None:
     """As `qsgd_encode`, with levels that halve from the scale ('max' or 'l2') on."""
-    scaled_encode(_Exponential(scale, rounding), src, residual, segments, stream, block, payload)
+    drawn = stream if rounding == "stochastic" else None
+    scaled_encode(_Exponential(scale), src, residual, segments, drawn, block, payload)
 
 
 def exponential_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
     """As `qsgd_decode`."""
-    scaled_decode(_Exponential("max", "nearest"), payload, segments, block, add, dst)
+    scaled_decode(_Exponential("max"), payload, segments, block, add, dst)

@@ -1,9 +1,10 @@
 """The counter-based random stream: 32-bit words as a pure function of key and counter. See csrc/random.hpp."""
 
+from collections.abc import Iterable
+from functools import reduce
+
 import torch
 from torch import Tensor
-
-__all__ = ["random_words", "stream_key"]
 
 _M32 = 0xFFFFFFFF
 _MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
@@ -18,11 +19,9 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def stream_key(words: list[int], tensor: int) -> int:
-    key = mix64(words[0] & _M64)
-    for word in (*words[1:], tensor):
-        key = mix64(key ^ (word & _M64))
-    return key
+def stream_key(words: Iterable[int], key: int = 0) -> int:
+    """The key of the random numbers of (seed, step, encode, rank, tensor), or of what follows after a key."""
+    return reduce(lambda key, word: mix64(key ^ (word & _M64)), words, key)
 
 
 def random_words(counter: Tensor, key: int) -> Tensor:

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import kept_of
-from gradwire.kernels.reference.numbers import narrow
-from gradwire.kernels.reference.random import mix64, random_words
+from gradwire.kernels.reference.numbers import given, narrow
+from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.reference.sparse import write_sparse
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["gather_random", "randomk_decode", "randomk_encode", "scatter_random"]
-
 STREAM_BYTES = 8
-_M64 = 0xFFFFFFFFFFFFFFFF
 
 
 def randomk_encode(
@@ -27,7 +24,7 @@ def randomk_encode(
 
     With a residual src + residual is drawn from, and the residual becomes what was not sent.
     """
-    base = _base(stream.tolist())
+    base = stream_key(stream.tolist())
     payload[:STREAM_BYTES] = torch.tensor(list(base.to_bytes(STREAM_BYTES, "little")), dtype=torch.uint8)
     values = _gather(src, residual, segments, base, ratio, src.dtype)
     payload[STREAM_BYTES:] = values.view(torch.uint8)
@@ -59,9 +56,7 @@ def _gather(
     out = [torch.empty(0, dtype=dtype, device=src.device)]
     for row in segments.rows:
         where = slice(row.offset, row.offset + row.numel)
-        v = src[where].to(torch.float32)
-        if residual is not None:
-            v = v + residual[where]
+        v = given(src, residual, where)
         start, place = _draw(row, base, ratio, src.device)
         if not place.numel():
             continue
@@ -90,17 +85,9 @@ def _draw(row: Segment, base: int, ratio: float, device: torch.device) -> tuple[
     k = kept_of(row.numel, ratio)
     i = torch.arange(k + 1, device=device)
     start = i * row.numel // k if k else i * 0
-    key = mix64(mix64(base ^ row.key & _M64) ^ row.first & _M64)
+    key = stream_key([row.key, row.first], base)
     return start, start[:-1] + (random_words(i[:-1], key) * start.diff() >> 32)
 
 
-def _base(words: list[int]) -> int:
-    """The key of the stream, before tensors."""
-    key = mix64(words[0] & _M64)
-    for word in words[1:]:
-        key = mix64(key ^ (word & _M64))
-    return key
-
-
 def _common(stream: Tensor) -> int:
-    return _base([*stream.tolist()[:2], 0, 0])
+    return stream_key([*stream.tolist()[:2], 0, 0])

@@ -1,96 +1,122 @@
-"""Payloads of blocks with one bfloat16 scale each: FP8, natural compression, QSGD's exponential levels.
+"""Payloads of blocks: QSGD, TernGrad, thresholds, FP8, natural compression.
 
-As with QSGD: the scales of all blocks, zero bytes up to a multiple of 16, then the codes of all blocks, each padded to a
-multiple of 8 elements. A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale and decodes to NaN
-throughout, and its residual stays what it was. A block with scale 0 is one of zeros: its codes are 0, and a residual
-takes all of it.
+A payload holds the bfloat16 scales of all blocks, zero bytes up to a multiple of 16, then the codes of all blocks. A block of n
+elements is padded to m, a multiple of 8, and its b-bit codes are cut into planes of 4, 2 and 1 bits (7 = 4 + 2 + 1): a plane of
+width w takes m*w/8 bytes, and byte j of the plane holds codes j, j+S, j+2S, .. with S = m*w/8.
+
+A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale. Such a block decodes to NaN throughout, and its
+residual stays as it was: nothing non-finite becomes finite.
 """
 
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
-from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow
 from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segment, Segments
 
-__all__ = ["Coder", "random_halves", "scaled_decode", "scaled_encode"]
-
 BAD = 0x7FC0
+"""The bfloat16 that is NaN."""
 
 
-class Coder(Protocol):
-    """How the blocks of one segment are coded; the first dimension of all tensors are blocks."""
+class Coder:
+    """How blocks are coded. The first dimension of all tensors is blocks."""
+
+    per_block = 1
+    """Scales of a block."""
+    missing = 0
+    """The code of an element that is not finite."""
 
     def bits(self, segment: Segment) -> int:
         """Bits of a code."""
+        return 8
+
+    def finite(self, v: Tensor) -> Tensor:
+        """Which blocks of v are finite, of shape (blocks, 1), or which elements."""
+        return (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
 
     def scales(self, v: Tensor) -> Tensor:
-        """Raw bfloat16 scales of finite v of shape (blocks, n), int64 of shape (blocks, 1); 0 for a block of zeros."""
+        """Bits of the bfloat16 scales of finite v of shape (blocks, n), int64 of shape (blocks, per_block)."""
+        raise NotImplementedError
 
-    def codes(self, v: Tensor, raw: Tensor, bits: int, random: Tensor) -> Tensor:
-        """Codes of v, int64; random has 16 bits for each element."""
+    def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
+        """Codes of v, int64. u: for each element 16 random bits, or what rounds to nearest."""
+        raise NotImplementedError
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
-        """What codes stand for, float32; NaN where the scale is."""
+        """The numbers that codes stand for, float32; NaN where the scale is."""
+        raise NotImplementedError
 
 
 def scaled_encode(
-    coder: Coder, src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
+    coder: Coder,
+    src: Tensor,
+    residual: Tensor | None,
+    segments: Segments,
+    stream: Tensor | None,
+    block: int,
+    payload: Tensor,
 ) -> None:
-    """Encode src (+ residual) into payload; the residual becomes what was lost."""
-    code_at, _ = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block)
-    scale_at, words = 0, [int(word) for word in stream.tolist()]
-    payload[:code_at] = 0
-    for seg in segments.rows:
-        key, bits = stream_key(words, seg.key), coder.bits(seg)
-        for at, count, n in equal_blocks(seg.numel, block):
-            where = slice(seg.offset + at, seg.offset + at + count * n)
-            before = (
-                torch.zeros(count, n, dtype=torch.float32, device=src.device)
-                if residual is None
-                else residual[where].reshape(count, n)
-            )
-            v = src[where].to(torch.float32).reshape(count, n)
-            v = v if residual is None else v + before
-            finite = (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
-            safe = torch.where(finite, v, 0.0)
-            raw = torch.where(finite, coder.scales(safe), BAD)
-            payload[scale_at : scale_at + 2 * count] = raw.to(torch.int16).reshape(-1).view(torch.uint8)
-            scale_at += 2 * count
-            first = (seg.first + at + torch.arange(count, device=src.device) * n) // 2
-            sends = finite & (raw != 0)
-            codes = torch.where(sends, coder.codes(safe, raw, bits, random_halves(first, n, key)), 0)
-            packed = pack(codes, bits)
-            payload[code_at : code_at + packed.numel()] = packed.reshape(-1)
-            code_at += packed.numel()
-            if residual is not None:
-                sent = torch.where(sends, coder.values(codes, raw, bits), 0.0)
-                residual[where] = torch.where(finite, v - sent, before).reshape(-1)
+    """Encode src (float32, bfloat16 or float16, flat) into payload (uint8). stream is int64 (seed, step, encode, rank), or None
+    for codes that are not random.
+
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
+    """
+    scale_bytes = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block, coder.per_block).scales
+    payload[:scale_bytes] = 0
+    for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, src.device):
+        count, n = at.numel(), (where.stop - where.start) // at.numel()
+        v = given(src, residual, where).reshape(count, n)
+        finite = coder.finite(v)
+        safe = torch.where(finite, v, 0.0)
+        raw = coder.scales(safe)
+        if coder.per_block:
+            raw = torch.where(finite, raw, BAD)
+            scales.copy_(raw.to(torch.int16).reshape(-1).view(torch.uint8))
+        bits = coder.bits(seg)
+        u = torch.full_like(safe, 0x8000, dtype=torch.int64)
+        if stream is not None:
+            u = _random_halves((seg.first + at) // 2, n, stream_key([*stream.tolist(), seg.key]))
+        codes = torch.where(finite, coder.codes(safe, raw, bits, u), coder.missing)
+        codes_at.copy_(pack(codes, bits).reshape(-1))
+        if residual is not None:
+            lost = v - coder.values(codes, raw, bits)
+            residual[where] = torch.where(finite, lost, residual[where].reshape(count, n)).reshape(-1)
 
 
 def scaled_decode(coder: Coder, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """Write what payload holds to dst (flat), or add it to dst."""
-    code_at, _ = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block)
+    """Write the values of payload to dst (flat), or add them to dst."""
+    for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, dst.device):
+        count, n = at.numel(), (where.stop - where.start) // at.numel()
+        raw = scales.clone().view(torch.int16).to(torch.int64).reshape(count, coder.per_block) & 0xFFFF
+        codes = unpack(codes_at.reshape(count, -1), n, coder.bits(seg))
+        value = coder.values(codes, raw, coder.bits(seg)).reshape(-1)
+        dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
+
+
+def _runs(
+    coder: Coder, segments: Segments, block: int, payload: Tensor, device: torch.device
+) -> Iterator[tuple[Segment, Tensor, slice, Tensor, Tensor]]:
+    """Runs of equal blocks: the segment, the first element of each block in the segment, the place of all in the flat buffer,
+    and the bytes of the payload that are scales and codes of the run."""
     scale_at = 0
+    code_at = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block, coder.per_block).scales
     for seg in segments.rows:
-        bits = coder.bits(seg)
-        for at, count, n in equal_blocks(seg.numel, block):
-            raw = payload[scale_at : scale_at + 2 * count].clone().view(torch.int16).to(torch.int64) & 0xFFFF
-            scale_at += 2 * count
-            size = count * ((n + 7) // 8) * bits
-            codes = unpack(payload[code_at : code_at + size].reshape(count, -1), n, bits)
-            code_at += size
-            where = slice(seg.offset + at, seg.offset + at + count * n)
-            value = coder.values(codes, raw.unsqueeze(1), bits).reshape(-1)
-            dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
+        for start, count, n in equal_blocks(seg.numel, block):
+            scale_end = scale_at + 2 * coder.per_block * count
+            code_end = code_at + count * ((n + 7) // 8) * coder.bits(seg)
+            where = slice(seg.offset + start, seg.offset + start + count * n)
+            at = start + n * torch.arange(count, device=device)
+            yield seg, at, where, payload[scale_at:scale_end], payload[code_at:code_end]
+            scale_at, code_at = scale_end, code_end
 
 
-def random_halves(first: Tensor, n: int, key: int) -> Tensor:
-    """16 random bits for each of n elements of blocks whose first random word has the number `first` (blocks)."""
+def _random_halves(first: Tensor, n: int, key: int) -> Tensor:
+    """16 random bits for each of n elements of blocks, of which the first random word has the number `first` (blocks)."""
     half = (n + 7) // 8 * 4
     words = random_words(first.unsqueeze(1) + torch.arange(half, device=first.device), key)
     return torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n]

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
-from gradwire.kernels.reference.numbers import HUGE, equal_blocks, narrow
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow
 from gradwire.kernels.reference.planes import pack, unpack
 from gradwire.kernels.segments import Segments
-
-__all__ = ["block_sums", "mean_sign_encode", "sign_decode", "sign_encode"]
 
 PIECE = 8192
 """Elements that are summed as float32; the sums of pieces are added up as float64."""
@@ -58,10 +56,7 @@ def mean_sign_encode(
         below = torch.zeros(seg.numel, dtype=torch.bool, device=src.device)
         for at, count, n in equal_blocks(seg.numel, block or max(seg.numel, 1)):
             run, where = slice(at, at + count * n), slice(seg.offset + at, seg.offset + at + count * n)
-            v = src[where].to(torch.float32)
-            if residual is not None:
-                v = v + residual[where]
-            v = v.reshape(count, n)
+            v = given(src, residual, where).reshape(count, n)
             negative = torch.signbit(v)
             raw, finite = _means(v, negative, means)
             payload[scale_at : scale_at + raw.numel() * 2] = raw.reshape(-1).view(torch.uint8)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
-from gradwire.kernels.reference.numbers import bits_of, equal_blocks, narrow
+from gradwire.kernels.reference.numbers import bits_of, equal_blocks, given, narrow, norms
 from gradwire.kernels.segments import Segments
-
-__all__ = ["block_topk_decode", "block_topk_encode", "dgc_encode", "topk_decode", "topk_encode"]
 
 NAN_KEY = 0x7F800001
 
@@ -36,15 +34,11 @@ def topk_encode(
     values, indices = [], []
     least = torch.tensor(threshold, dtype=torch.float32)
     for where in _groups(segments, together):
-        v = src[where].to(torch.float32)
-        old = torch.zeros_like(v)
-        if residual is not None:
-            old = residual[where]
-            v = v + old
+        v = given(src, residual, where)
         index = largest(v.unsqueeze(0), kept_of(v.numel(), ratio))[0]
         sent = narrow(_one_nan(torch.where(v[index].abs() < least.to(v.device), 0.0, v[index])), src.dtype)
         if residual is not None:
-            residual[where] = _unsent(v, old, index, sent)
+            residual[where] = _unsent(v, residual[where], index, sent)
         values.append(sent)
         indices.append(write_indices(index, v.numel()))
     _join(payload, values, indices)
@@ -69,17 +63,16 @@ def dgc_encode(
     factor = torch.tensor(decay, dtype=torch.float32, device=src.device)
     for where in _groups(segments, together=False):
         v = src[where].to(torch.float32) * _clipping(src[where], bound)
-        old = torch.zeros_like(v)
         if residual is not None and momentum is not None:
-            old, velocity = residual[where], factor * momentum[where] + v
-            v = old + velocity
+            velocity = factor * momentum[where] + v
+            v = residual[where] + velocity
         index = largest(v.unsqueeze(0), kept_of(v.numel(), ratio))[0]
         sent = narrow(_one_nan(v[index]), src.dtype)
         if residual is not None and momentum is not None:
             carried = narrow(v, src.dtype).isfinite()
             velocity[index] = 0.0
             momentum[where] = torch.where(carried, velocity, momentum[where])
-            residual[where] = _unsent(v, old, index, sent)
+            residual[where] = _unsent(v, residual[where], index, sent)
         values.append(sent)
         indices.append(write_indices(index, v.numel()))
     _join(payload, values, indices)
@@ -113,16 +106,12 @@ def block_topk_encode(
     for where in _groups(segments, together=False):
         for at, count, n in equal_blocks(where.numel(), block):
             run = where[at : at + count * n]
-            v = src[run].to(torch.float32)
-            old = torch.zeros_like(v)
-            if residual is not None:
-                old = residual[run]
-                v = v + old
+            v = given(src, residual, run)
             place = largest(v.reshape(count, n), kept_of(n, ratio))
             index = (place + n * torch.arange(count, device=src.device).unsqueeze(1)).reshape(-1)
             sent = narrow(_one_nan(v[index]), src.dtype)
             if residual is not None:
-                residual[run] = _unsent(v, old, index, sent)
+                residual[run] = _unsent(v, residual[run], index, sent)
             values.append(sent)
             places.append(place.reshape(-1).to(torch.uint8))
     _join(payload, values, places)
@@ -183,15 +172,11 @@ def _one_nan(v: Tensor) -> Tensor:
 
 
 def _clipping(src: Tensor, bound: float) -> Tensor:
-    """What brings the norm back to the bound, if it is larger and finite; summed in 16 lanes, folded."""
+    """The factor that brings the norm back to the bound, if the norm is larger and finite."""
     one = torch.ones((), dtype=torch.float32, device=src.device)
     if not bound or not src.numel():
         return one
-    lanes = torch.nn.functional.pad(src.double() ** 2, (0, -src.numel() % 16)).reshape(-1, 16)
-    total = lanes.cumsum(dim=0)[-1]
-    for width in (8, 4, 2, 1):
-        total = total[:width] + total[width : 2 * width]
-    norm = total.sqrt()[0]
+    norm = norms(src.unsqueeze(0))[0]
     return torch.where((norm > bound) & (norm < float("inf")), (bound / norm).to(torch.float32), one)
 
 

@@ -26,8 +26,6 @@ from gradwire.kernels.triton.launch import (
 from gradwire.kernels.triton.numbers import magnitude, narrow, widen
 from gradwire.kernels.triton.selection import key_of, one_nan
 
-__all__ = ["block_topk_decode", "block_topk_encode"]
-
 
 @triton.jit
 def block_program(table):

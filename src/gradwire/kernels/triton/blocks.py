@@ -8,21 +8,6 @@ import triton.language as tl
 
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_fold, random_words, widen
 
-__all__ = [
-    "HUGE",
-    "TINY",
-    "halves",
-    "largest_of",
-    "load_byte",
-    "load_pieces",
-    "load_scale",
-    "load_value",
-    "pack",
-    "store_piece",
-    "store_scale",
-    "unpack",
-]
-
 TINY, HUGE = tl.constexpr(0x0D800000), tl.constexpr(0x7E800000)  # bits of 2^-100 and 2^126
 
 

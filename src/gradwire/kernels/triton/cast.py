@@ -10,8 +10,6 @@ from torch import Tensor
 from gradwire.kernels.triton.launch import check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
 
-__all__ = ["cast_decode", "cast_encode"]
-
 TILE = 2048
 """Elements of a program."""
 
@@ -51,12 +49,11 @@ def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload
     numel = src.numel()
     check_flat(src, numel, [residual])
     check_payload(payload, 2 * numel)
-    if numel:
-        words, constants = _wire(payload, wire)
-        launch(
-            cast_encode_kernel, triton.cdiv(numel, TILE), src, residual if residual is not None else src, words,
-            numel, RESIDUAL=residual is not None, **constants,
-        )  # fmt: skip
+    words, constants = _wire(payload, wire)
+    launch(
+        cast_encode_kernel, triton.cdiv(numel, TILE), src, residual if residual is not None else src, words,
+        numel, RESIDUAL=residual is not None, **constants,
+    )  # fmt: skip
 
 
 def cast_decode(payload: Tensor, wire: torch.dtype, add: bool, dst: Tensor) -> None:
@@ -64,9 +61,8 @@ def cast_decode(payload: Tensor, wire: torch.dtype, add: bool, dst: Tensor) -> N
     numel = dst.numel()
     check_flat(dst, numel)
     check_payload(payload, 2 * numel)
-    if numel:
-        words, constants = _wire(payload, wire)
-        launch(cast_decode_kernel, triton.cdiv(numel, TILE), words, dst, numel, ADD=add, **constants)
+    words, constants = _wire(payload, wire)
+    launch(cast_decode_kernel, triton.cdiv(numel, TILE), words, dst, numel, ADD=add, **constants)
 
 
 def _wire(payload: Tensor, wire: torch.dtype) -> tuple[Tensor, dict[str, Any]]:

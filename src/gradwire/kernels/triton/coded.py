@@ -1,5 +1,5 @@
-"""QSGD, TernGrad with clipping, whose codes are QSGD's with 2 bits of values cut back to a smaller scale, FP8, Natural and QSGD's
-exponential levels: one launch a call, a program for up to 4096 elements of a tensor.
+"""QSGD, TernGrad with clipping (2 bits of QSGD, after values were cut back to a smaller scale), FP8, Natural, QSGD's exponential
+levels and thresholds. A call is one launch; a program encodes up to 4096 elements of a tensor.
 """
 
 from typing import Any
@@ -26,37 +26,43 @@ from gradwire.kernels.triton.levels import (
     E4M3,
     E5M2,
     EXPONENTIAL,
+    FIXED,
     MAX,
     MINMAX,
     NATURAL,
+    THRESHOLD,
     code_of,
     grid_of,
     scales_of,
     value_of,
 )
-from gradwire.kernels.triton.numbers import random_hash, stream_key
-
-__all__ = [
-    "exponential_decode",
-    "exponential_encode",
-    "fp8_decode",
-    "fp8_encode",
-    "natural_decode",
-    "natural_encode",
-    "qsgd_decode",
-    "qsgd_encode",
-    "terngrad_encode",
-]
+from gradwire.kernels.triton.numbers import magnitude, random_hash, stream_key
 
 _FORMATS = {"e4m3": E4M3.value, "e5m2": E5M2.value}
-_BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8}
+_BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8, THRESHOLD.value: 2, FIXED.value: 2}
 """Of an element, where they are not those of its segment."""
+_SCALES = {MINMAX.value: 2, FIXED.value: 0}
+"""Of a block, where there is not one."""
+
+
+@triton.jit
+def encode_piece(values, inside, finite, sends, grid, bits, u, at, CODE: tl.constexpr, RESIDUAL: tl.constexpr):
+    """The codes of one piece of blocks; u: 16 random bits, or what rounds to nearest; at: the places of its residual."""
+    x = tl.where(finite, values, 0.0)
+    code = tl.where(inside & sends, code_of(x, grid, bits, u, CODE), 0)
+    if RESIDUAL:
+        lost = x - tl.where(sends, value_of(code, grid, bits, CODE), 0.0)
+        carried = inside & finite
+        if CODE == FIXED:
+            carried &= magnitude(lost) <= 0x7F800000
+        tl.store(at, lost, mask=carried)
+    return code
 
 
 @triton.jit
 def encode_blocks(
     src, residual, scales, codes, blocks, n, counter, key, bits,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
     STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Up to ROWS blocks of n elements; WHOLE: n is BLOCK. All pointers are to the first block's; bits is a number."""
@@ -65,35 +71,28 @@ def encode_blocks(
     width = BLOCK // 8 if WHOLE else (n + 7) // 8
     values, insides = load_pieces(src, residual, block, present, width, n, BLOCK, RESIDUAL, WHOLE)
     finite, low, high = scales_of(
-        src, residual, row, blocks, n, values, insides, ROWS, BLOCK, CODE, NORM, CLIP, RESIDUAL
+        src, residual, row, blocks, n, values, insides, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL
     )
     if CODE == MINMAX:
         store_scale(scales + row * 4, tl.where(finite, low, 0x7FC0), present)
         store_scale(scales + row * 4 + 2, tl.where(finite, high, 0x7FC0), present)
-    else:
+    elif CODE != FIXED:
         store_scale(scales + row * 2, tl.where(finite, high, 0x7FC0), present)
 
     sends = finite[:, None]
-    if CODE > CLIPPED:
+    if CODE > CLIPPED and CODE != FIXED:
         sends = (high > 0)[:, None]
         high = tl.where(high > 0, high, 0x3F80)  # any number: nothing of these blocks is sent
-    grid, finite = grid_of(low[:, None], high[:, None], bits, CODE), finite[:, None]
+    grid, finite = grid_of(low[:, None], high[:, None], bits, CODE, FACTOR), finite[:, None]
     first = counter.to(tl.uint32) + (block * (BLOCK // 2) + column).to(tl.uint32)
     hashed = random_hash(first, key)
     lower, upper = (), ()
     for k in tl.static_range(4):
         even, odd = halves(k, first, hashed, width, key, WHOLE and BLOCK == 128, STOCHASTIC)
-        x, y = tl.where(finite, values[k], 0.0), tl.where(finite, values[k + 4], 0.0)
-        a = tl.where(insides[k] & sends, code_of(x, grid, bits, even, CODE), 0)
-        b = tl.where(insides[k + 4] & sends, code_of(y, grid, bits, odd, CODE), 0)
-        if RESIDUAL:
-            at = residual + block * BLOCK + k * width + column
-            lost = x - tl.where(sends, value_of(a, grid, bits, CODE), 0.0)
-            tl.store(at, lost, mask=insides[k] & finite)
-            lost = y - tl.where(sends, value_of(b, grid, bits, CODE), 0.0)
-            tl.store(at + 4 * width, lost, mask=insides[k + 4] & finite)
-        lower += (a,)
-        upper += (b,)
+        at = residual + block * BLOCK + k * width + column
+        lower += (encode_piece(values[k], insides[k], finite, sends, grid, bits, even, at, CODE, RESIDUAL),)
+        at += 4 * width
+        upper += (encode_piece(values[k + 4], insides[k + 4], finite, sends, grid, bits, odd, at, CODE, RESIDUAL),)
     out = codes + block * (BLOCK // 8 * bits) + column
     pack(lower + upper, bits, width, out, present[:, None] & (column < width))
 
@@ -101,7 +100,7 @@ def encode_blocks(
 @triton.jit
 def decode_blocks(
     dst, scales, codes, blocks, n, bits,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """As encode_blocks."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
@@ -111,9 +110,9 @@ def decode_blocks(
     if CODE == MINMAX:
         low, high = load_scale(scales + row * 4, present), load_scale(scales + row * 4 + 2, present)
     else:
-        high = load_scale(scales + row * 2, present)
+        high = tl.zeros([ROWS], tl.int32) if CODE == FIXED else load_scale(scales + row * 2, present)
         low = high
-    grid = grid_of(low[:, None], high[:, None], bits, CODE)
+    grid = grid_of(low[:, None], high[:, None], bits, CODE, FACTOR)
     pieces = unpack(codes + block * (BLOCK // 8 * bits) + column, bits, width, column, mask)
     for k in tl.static_range(8):
         value = value_of(pieces[k], grid, bits, CODE)
@@ -123,7 +122,7 @@ def decode_blocks(
 @triton.jit
 def coded_encode_kernel(
     src, residual, table, stream, payload,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
     STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
@@ -136,13 +135,13 @@ def coded_encode_kernel(
     if blocks > 0:
         encode_blocks(
             src, residual, scales, codes, blocks, BLOCK, counter, key, bits,
-            ROWS, BLOCK, CODE, NORM, CLIP, STOCHASTIC, RESIDUAL, True,
+            ROWS, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, True,
         )  # fmt: skip
     else:
         blocks = 1
         encode_blocks(
             src, residual, scales, codes, blocks, numel, counter, key, bits,
-            1, BLOCK, CODE, NORM, CLIP, STOCHASTIC, RESIDUAL, False,
+            1, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, False,
         )  # fmt: skip
     byte = tl.arange(0, 16)
     used = blocks * (4 if CODE == MINMAX else 2)
@@ -152,16 +151,17 @@ def coded_encode_kernel(
 @triton.jit
 def coded_decode_kernel(
     payload, table, dst,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
     first, numel, scale, _, code, _, _, bits = program(table, ALIGNED)
     dst, scales, codes = dst + first, payload + scale, payload + code
     blocks = numel // BLOCK
     if blocks > 0:
-        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, ADD, True)
+        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, True)
     else:
-        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, ADD, False)
+        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, False)
 
 
 def qsgd_encode(
@@ -182,7 +182,7 @@ def terngrad_encode(
     src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
 ) -> None:
     """As `reference.terngrad_encode`."""
-    _encode(src, residual, segments, stream, block, CLIPPED.value, payload, clip=clip)
+    _encode(src, residual, segments, stream, block, CLIPPED.value, payload, factor=clip)
 
 
 def fp8_encode(
@@ -223,9 +223,28 @@ def exponential_decode(payload: Tensor, segments: Segments, block: int, add: boo
     _decode(payload, segments, block, EXPONENTIAL.value, add, dst)
 
 
+def threshold_encode(
+    src: Tensor,
+    residual: Tensor | None,
+    segments: Segments,
+    block: int,
+    threshold: float,
+    multiple: float,
+    payload: Tensor,
+) -> None:
+    """As `reference.threshold_encode`."""
+    code = FIXED if threshold else THRESHOLD
+    _encode(src, residual, segments, None, block, code.value, payload, factor=threshold or multiple)
+
+
+def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
+    """As `reference.threshold_decode`."""
+    _decode(payload, segments, block, (FIXED if threshold else THRESHOLD).value, add, dst, factor=threshold)
+
+
 def _encode(
     src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor | None, block: int, code: int, payload: Tensor,
-    norm: bool = False, clip: float = 0.0,
+    norm: bool = False, factor: float = 0.0,
 ) -> None:  # fmt: skip
     programs = _programs_of(segments, block, code)
     check_flat(src, programs.numel, [residual])
@@ -235,21 +254,25 @@ def _encode(
     launch(
         coded_encode_kernel, len(programs.table), src, src if residual is None else residual, programs.table,
         programs.table if stream is None else stream, payload,
-        NORM=norm, CLIP=clip, STOCHASTIC=stream is not None, RESIDUAL=residual is not None,
+        NORM=norm, FACTOR=float(factor), STOCHASTIC=stream is not None, RESIDUAL=residual is not None,
         **_constants(programs, block, code),
     )  # fmt: skip
 
 
-def _decode(payload: Tensor, segments: Segments, block: int, code: int, add: bool, dst: Tensor) -> None:
+def _decode(
+    payload: Tensor, segments: Segments, block: int, code: int, add: bool, dst: Tensor, factor: float = 0.0
+) -> None:
     programs = _programs_of(segments, block, code)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
-    constants = _constants(programs, block, code)
-    launch(coded_decode_kernel, len(programs.table), payload, programs.table, dst, ADD=add, **constants)
+    launch(
+        coded_decode_kernel, len(programs.table), payload, programs.table, dst, FACTOR=float(factor), ADD=add,
+        **_constants(programs, block, code),
+    )  # fmt: skip
 
 
 def _programs_of(segments: Segments, block: int, code: int) -> Programs:
-    return programs_of(segments, block, 2 if code == MINMAX.value else 1, _BITS.get(code, 0))
+    return programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
 
 
 def _constants(programs: Programs, block: int, code: int) -> dict[str, Any]:

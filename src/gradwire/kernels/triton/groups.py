@@ -9,8 +9,6 @@ from gradwire.core.payload import index_bytes, index_low_bits, kept_of
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.launch import ELEMENTS, made_once, reach_of, table_of
 
-__all__ = ["BYTES", "ENTRIES", "Groups", "groups_of"]
-
 BYTES = 512
 """Bytes of indices of a program."""
 ENTRIES = 1024

@@ -12,8 +12,6 @@ from torch import Tensor
 from gradwire.kernels.triton.groups import BYTES, ENTRIES, Groups
 from gradwire.kernels.triton.launch import launch
 
-__all__ = ["pack_indices", "unpack_indices"]
-
 
 @triton.jit
 def byte_program(table):

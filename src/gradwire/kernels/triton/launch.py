@@ -12,23 +12,6 @@ from torch import Tensor
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels.segments import Segments
 
-__all__ = [
-    "ELEMENTS",
-    "OPTIONS",
-    "Programs",
-    "blocks_each",
-    "check_dst",
-    "check_flat",
-    "check_payload",
-    "check_stream",
-    "launch",
-    "made_once",
-    "program",
-    "programs_of",
-    "reach_of",
-    "table_of",
-]
-
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 """Of every launch: a * b + c is rounded twice, as in the reference."""
 

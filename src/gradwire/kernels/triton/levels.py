@@ -1,30 +1,17 @@
 """The numbers that codes stand for, in blocks with one or two bfloat16 scales: uniform levels (QSGD, TernGrad), FP8 and powers of
-two (Natural, exponential levels of QSGD).
+two (Natural, exponential levels of QSGD), and thresholds, of each block or fixed.
 """
 
 import triton
 import triton.language as tl
 
 from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of
-from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, ordered
-from gradwire.kernels.triton.sums import norm_of, sum_of
-
-__all__ = [
-    "CLIPPED",
-    "E4M3",
-    "E5M2",
-    "EXPONENTIAL",
-    "MAX",
-    "MINMAX",
-    "NATURAL",
-    "code_of",
-    "grid_of",
-    "scales_of",
-    "value_of",
-]
+from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, narrow_u16, ordered
+from gradwire.kernels.triton.sums import LARGEST, norm_of, sum_of
 
 MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
 E4M3, E5M2, NATURAL, EXPONENTIAL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+THRESHOLD, FIXED = tl.constexpr(7), tl.constexpr(8)
 UNIT = tl.constexpr(65536.0 - 2.0**-6)  # uniform codes have 16 fractional bits, and stay just below the largest one
 SQUARE_LOW, SQUARE_HIGH = tl.constexpr(0x2B800000), tl.constexpr(0x58800000)
 """Bits of 2^-40 and 2^50. A block whose largest magnitude lies between these has squares that float32 can add up; others are
@@ -36,25 +23,25 @@ FP8_TINY = tl.constexpr(0x08800000)
 @triton.jit
 def bound_of(
     src, residual, row, blocks, n, largest,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """float32 bits of the smaller of CLIP times the root mean square and the largest magnitude, of ROWS blocks."""
+    """float32 bits of the smaller of FACTOR times the root mean square and the largest magnitude, of ROWS blocks."""
     exponent = largest >> 23
     power = (tl.where(exponent < 7, 247, 254 - exponent) << 23).to(tl.float32, bitcast=True)
     by = tl.where((largest >= SQUARE_LOW) & (largest < SQUARE_HIGH), 1.0, power)
     total = sum_of(src, residual, row, blocks, n, by, ROWS, BLOCK, True, RESIDUAL)
-    limit = tl.sqrt(total / n) * CLIP / by.to(tl.float64)
+    limit = tl.sqrt(total / n) * FACTOR / by.to(tl.float64)
     return tl.minimum(magnitude(limit.to(tl.float32)), largest)
 
 
 @triton.jit
 def scales_of(
     src, residual, row, blocks, n, values, insides,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """(which of ROWS blocks are finite, bits of their low scales, of minmax only, bits of their high or only ones): bfloat16, 0
-    for a block of zeros."""
+    for a block of zeros. FACTOR: the bound in root mean squares (CLIPPED), or the threshold in mean magnitudes."""
     largest = largest_of(values)
     finite = (row < blocks) & (largest < HUGE)
     low = tl.zeros_like(largest)
@@ -67,11 +54,18 @@ def scales_of(
             most = tl.maximum(most, tl.where(insides[k], place, -0x80000000))
         low = tl.where(finite, bf16_towards(ordered(tl.min(least, axis=1)), False), 0)
         high = tl.where(finite, bf16_towards(ordered(tl.max(most, axis=1)), True), 0)
+    elif CODE == THRESHOLD:
+        total = sum_of(src, residual, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL)
+        finite = total < 2.0**126
+        mean = tl.where(finite, (total / n * FACTOR).to(tl.float32), 0.0)
+        high = magnitude(tl.minimum(bf16_value(narrow_u16(mean, True).to(tl.int32)), LARGEST)) >> 16
+    elif CODE == FIXED:
+        finite, high = row < blocks, low
     else:
         if NORM:
             largest = norm_of(src, residual, row, blocks, n, ROWS, BLOCK, RESIDUAL)
         elif CODE == CLIPPED:
-            largest = bound_of(src, residual, row, blocks, n, largest, ROWS, BLOCK, CLIP, RESIDUAL)
+            largest = bound_of(src, residual, row, blocks, n, largest, ROWS, BLOCK, FACTOR, RESIDUAL)
         raw = (largest + 0x7FFFFF) >> 23 << 7 if CODE == NATURAL else bf16_up(largest)
         least = TINY if CODE <= CLIPPED or CODE >= NATURAL else FP8_TINY
         high = tl.where(finite & (largest >= least), raw, 0)
@@ -79,10 +73,10 @@ def scales_of(
 
 
 @triton.jit
-def grid_of(low, high, bits, CODE: tl.constexpr):
+def grid_of(low, high, bits, CODE: tl.constexpr, FACTOR: tl.constexpr):
     """What code_of and value_of need of blocks with these scales, bits of bfloat16 as int32. Uniform levels: base, inverse,
     origin, code of zero, step. Others: what values are multiplied with to be coded, biased exponent of the lowest power, what
-    codes are multiplied with, exponent that codes of powers begin after, nothing."""
+    codes are multiplied with, exponent that codes of powers begin after, nothing. Thresholds: the threshold."""
     scale, one = bf16_value(high), tl.full(high.shape, 1.0, tl.float32)
     if CODE <= CLIPPED:
         if CODE == MINMAX:
@@ -102,6 +96,8 @@ def grid_of(low, high, bits, CODE: tl.constexpr):
     elif CODE == EXPONENTIAL:
         offset = tl.zeros_like(high) + 128 - (1 << (bits - 1))
         return tl.div_rn(one, scale), tl.maximum(134 - (high >> 7), offset + 1), scale, offset, 0
+    elif CODE >= THRESHOLD:
+        return (one * FACTOR if CODE == FIXED else scale), 0, 0, 0, 0
     else:
         largest = one * (448.0 if CODE == E4M3 else 57344.0)
         return tl.div_rn(largest, scale), high, tl.div_rn(scale, largest), high, 0
@@ -159,6 +155,10 @@ def code_of(x, grid, bits, u, CODE: tl.constexpr):
         return (((x - grid[0]) * grid[1] + grid[2]).to(tl.int32) + u) >> 16
     elif CODE < NATURAL:
         return fp8_code(x * grid[0], 3 if CODE == E4M3 else 2)
+    elif CODE >= THRESHOLD:
+        t = grid[0]
+        code = tl.where((x >= t) & (t > 0), 1, tl.where((x <= -t) & (t > 0), 2, 0))
+        return tl.where(magnitude(x) < HUGE, code, 3) if CODE == FIXED else code
     else:
         size = tl.abs(x)
         if CODE == EXPONENTIAL:
@@ -173,5 +173,8 @@ def value_of(code, grid, bits, CODE: tl.constexpr):
         return (code - grid[3]).to(tl.float32) * grid[4] + grid[0]
     elif CODE < NATURAL:
         return fp8_value(code, 3 if CODE == E4M3 else 2) * grid[2]
+    elif CODE >= THRESHOLD:
+        t = grid[0]
+        return tl.where(code == 1, t, tl.where(code == 2, -t, tl.where(code == 3, float("nan"), t - t)))
     else:
         return power_value(code, grid[3], bits) * grid[2]

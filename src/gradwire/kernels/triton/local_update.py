@@ -4,11 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.local import LocalUpdate
+from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import narrow, widen
-
-__all__ = ["local_update"]
 
 TILE = 1024
 """Elements of a program."""

@@ -17,8 +17,6 @@ from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
 
-__all__ = ["back_project", "orthogonalise", "project", "reconstruct"]
-
 HEIGHT, WIDTH = 32, 64
 """Rows and columns of a tile."""
 PROGRAMS = 256
@@ -197,28 +195,17 @@ def orthogonalise_kernel(matrices, rank, p, TILE: tl.constexpr):
 
 def project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
     """As `reference.project`, sums taken in another order."""
-    check_flat(src, 0, [residual])
-    if len(matrices):
-        launch(
-            project_kernel, _grid(matrices, p.numel() // rank, HEIGHT, rank), src,
-            src if residual is None else residual, matrices, rank, q, p, **_constants(rank, residual),
-        )  # fmt: skip
+    _product(project_kernel, src, residual, matrices, rank, q, p, HEIGHT)
 
 
 def back_project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
     """As `reference.back_project`, sums taken in another order."""
-    check_flat(src, 0, [residual])
-    if len(matrices):
-        launch(
-            back_project_kernel, _grid(matrices, q.numel() // rank, WIDTH, rank), src,
-            src if residual is None else residual, matrices, rank, p, q, **_constants(rank, residual),
-        )  # fmt: skip
+    _product(back_project_kernel, src, residual, matrices, rank, p, q, WIDTH)
 
 
 def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
     """As `reference.orthogonalise`: a program a matrix."""
-    if len(matrices):
-        launch(orthogonalise_kernel, len(matrices), matrices, rank, p, TILE=1024)
+    launch(orthogonalise_kernel, len(matrices), matrices, rank, p, TILE=1024)
 
 
 def reconstruct(
@@ -241,15 +228,22 @@ def _programs(numel: int, each: int) -> int:
     return max(1, min(PROGRAMS, -(-numel // each)))
 
 
-def _grid(matrices: Tensor, numel: int, each: int, rank: int) -> tuple[int, int, int]:
-    return len(matrices), _programs(numel, each), triton.cdiv(rank, _columns(rank))
-
-
-def _columns(rank: int) -> int:
-    """Columns of P at a time: 16 is the least that tl.dot takes."""
-    return max(16, min(64, 1 << (rank - 1).bit_length()))
-
-
-def _constants(rank: int, residual: Tensor | None) -> dict[str, Any]:
-    """What the kernels of products are compiled for."""
-    return {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "RANK": _columns(rank), "RESIDUAL": residual is not None}
+def _product(
+    kernel: Any,
+    src: Tensor,
+    residual: Tensor | None,
+    matrices: Tensor,
+    rank: int,
+    given: Tensor,
+    out: Tensor,
+    each: int,
+) -> None:
+    """Launch a kernel of products. each: the rows or columns of a tile of `out`."""
+    check_flat(src, 0, [residual])
+    columns = max(16, min(64, 1 << (rank - 1).bit_length()))  # of P at a time: 16 is the least that tl.dot takes
+    if len(matrices):
+        launch(
+            kernel, (len(matrices), _programs(out.numel() // rank, each), triton.cdiv(rank, columns)), src,
+            src if residual is None else residual, matrices, rank, given, out,
+            HEIGHT=HEIGHT, WIDTH=WIDTH, RANK=columns, RESIDUAL=residual is not None,
+        )  # fmt: skip

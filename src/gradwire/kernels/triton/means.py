@@ -15,8 +15,6 @@ from gradwire.kernels.triton.launch import launch, made_once, table_of
 from gradwire.kernels.triton.numbers import magnitude, narrow_u16
 from gradwire.kernels.triton.sums import LANES, folded
 
-__all__ = ["negative", "store_mean", "store_run_means"]
-
 PIECE = tl.constexpr(8192)
 """Elements that are summed as float32; the sums of pieces are added up as float64."""
 PIECES = tl.constexpr(4)

@@ -3,25 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = [
-    "bf16_towards",
-    "bf16_up",
-    "bf16_value",
-    "load_u16",
-    "magnitude",
-    "mix64",
-    "narrow",
-    "narrow_u16",
-    "ordered",
-    "random_fold",
-    "random_hash",
-    "random_words",
-    "store_u16",
-    "stream_key",
-    "widen",
-    "widen_u16",
-]
-
 
 @triton.jit
 def magnitude(x):

@@ -23,8 +23,6 @@ from gradwire.kernels.triton.launch import (
 )
 from gradwire.kernels.triton.numbers import magnitude, mix64, narrow, random_words, widen
 
-__all__ = ["gather_random", "randomk_decode", "randomk_encode", "scatter_random"]
-
 OWN, COMMON, SENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where the key of the stream is: in (seed, step, encode, rank), in the first two of them, or in the payload's first bytes."""
 STREAM_BYTES = 8

@@ -12,8 +12,6 @@ from gradwire.kernels.triton.groups import Groups
 from gradwire.kernels.triton.launch import ELEMENTS, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, widen
 
-__all__ = ["Given", "chosen_counts", "element_program", "key_of", "one_nan", "select", "send_kernel"]
-
 NAN_KEY = tl.constexpr(0x7F800001)
 """All NaN count as one magnitude above Inf."""
 BINS = tl.constexpr(256)

@@ -28,8 +28,6 @@ from gradwire.kernels.triton.means import negative, store_mean, store_run_means
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
 from gradwire.kernels.triton.sums import LANES, folded
 
-__all__ = ["mean_sign_encode", "sign_decode", "sign_encode"]
-
 UNIT = tl.constexpr(SIGN_UNIT)
 
 
@@ -179,16 +177,8 @@ def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add
     programs = _programs_of(segments, block, means)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
-    if len(programs.table):
-        launch(
-            sign_decode_kernel,
-            len(programs.table),
-            payload,
-            programs.table,
-            dst,
-            ADD=add,
-            **_constants(programs, block, means),
-        )
+    constants = _constants(programs, block, means)
+    launch(sign_decode_kernel, len(programs.table), payload, programs.table, dst, ADD=add, **constants)
 
 
 def _encode(
@@ -197,15 +187,13 @@ def _encode(
     programs = _programs_of(segments, block, means)
     check_flat(src, programs.numel, [state])
     check_payload(payload, programs.payload_bytes)
-    if len(programs.table):
-        kept = src if state is None else state
-        known = bool(means) and not block
-        if known:
-            store_run_means(src, state, segments, means, payload)
-        launch(
-            sign_encode_kernel, len(programs.table), src, kept, programs.table, payload, keep, 1.0 - keep,
-            KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
-        )  # fmt: skip
+    known = bool(means) and not block
+    if known:
+        store_run_means(src, state, segments, means, payload)
+    launch(
+        sign_encode_kernel, len(programs.table), src, src if state is None else state, programs.table, payload, keep,
+        1.0 - keep, KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
+    )  # fmt: skip
 
 
 def _constants(programs: Programs, block: int, means: int) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from gradwire.kernels.triton.launch import ELEMENTS, check_dst, check_flat, chec
 from gradwire.kernels.triton.numbers import narrow, widen
 from gradwire.kernels.triton.selection import Given, chosen_counts, element_program, select, send_kernel
 
-__all__ = ["dgc_encode", "topk_decode", "topk_encode"]
-
 
 @triton.jit
 def squares_kernel(src, table, squares, TILE: tl.constexpr):

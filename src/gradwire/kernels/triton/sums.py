@@ -6,8 +6,6 @@ import triton.language as tl
 from gradwire.kernels.triton.blocks import HUGE, load_value
 from gradwire.kernels.triton.numbers import magnitude
 
-__all__ = ["LANES", "LARGEST", "folded", "norm_of", "sum_of"]
-
 LANES = tl.constexpr(64)
 LARGEST = tl.constexpr(2.0**128 - 2.0**120)  # the largest bfloat16
 
