@@ -2,13 +2,12 @@
 
 from gradwire.costs.codecs import CodecTimes
 from gradwire.costs.fit import Fit, fit_line, fit_link
-from gradwire.costs.fold import Affine, AffineCosts, fold
+from gradwire.costs.fold import AffineCost, fold
 from gradwire.costs.points import fit_points
 from gradwire.costs.prices import Price, PricedBucket, Prices
 
 __all__ = [
-    "Affine",
-    "AffineCosts",
+    "AffineCost",
     "CodecTimes",
     "Fit",
     "Price",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import LINKS
 from gradwire.core.costs import Costs
@@ -165,7 +167,8 @@ class Simulator:
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
-            corrected = [self.prices.with_spec(bucket, schedule.correction) for bucket in plan.buckets]
+            changed = [msgspec.structs.replace(bucket, spec=schedule.correction) for bucket in plan.buckets]
+            corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
 
     def _check_forward(self) -> None:
