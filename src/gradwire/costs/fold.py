@@ -9,8 +9,6 @@ from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.costs.prices import Prices
 
-__all__ = ["AffineCost", "fold"]
-
 _BETWEEN = (2**20, 64 * 2**20)
 """Bytes of gradient between which codec times are taken to be affine."""
 

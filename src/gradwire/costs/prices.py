@@ -14,10 +14,8 @@ from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import TensorInfo
-from gradwire.costs.codecs import CodecTimes
+from gradwire.costs.codecs import CodecTimes, time_at
 from gradwire.costs.steps import Step, steps_of
-
-__all__ = ["DECODE_CALLS", "Price", "PricedBucket", "Prices"]
 
 DECODE_CALLS = ("each", "one")
 """How a Decomp decodes several payloads of the same elements. each: one call for each payload, as the engine does. one: one
@@ -136,25 +134,19 @@ class Prices:
         nbytes: of the gradients in float32.
         """
         what, _, device = step.task.partition(":")
-        time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
         if not step.parts or not step.share:
-            return 0.0  # one rank alone: there is nobody else's part
+            return 0.0  # one rank alone decodes no payload of others
         calls = 1 if self.decode_calls == "one" else step.parts
         size = nbytes * step.share * step.parts / calls
-        return calls * sum(share * time(spec, device, size) for spec, share in shares.items())
+        curves = {spec: self.codecs.points(spec, device, "encode" if what == "comp" else "decode") for spec in shares}
+        return calls * sum(share * time_at(curves[spec], size) for spec, share in shares.items())
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
-        traffic, cluster = step.traffic, self.cluster
-        assert traffic is not None
+        assert step.traffic is not None
+        intra, inter, sent = step.traffic
         held = nbytes * step.share * step.parts
-        return Price(
-            step.task,
-            traffic.time_us(held, *cluster.links_for(step.task)),
-            step.gathers,
-            traffic.sent * held,
-            traffic.intra.factor * held,
-            traffic.inter.factor * held,
-        )
+        us = step.traffic.time_us(held, *self.cluster.links_for(step.task))
+        return Price(step.task, us, step.gathers, sent * held, intra.factor * held, inter.factor * held)
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
         """The same exchanges with uncompressed gradients, as in CD-SGD's correction step.

@@ -35,8 +35,6 @@ from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
-__all__ = ["optimal"]
-
 _ROUNDING = 1 - 1e-12
 """Plans that would be shorter by less than this are rounding errors of one and the same step."""
 

@@ -16,8 +16,6 @@ from gradwire.planner.named import RESTRICTED
 from gradwire.planner.starts import FUSIONS, Moved, bytecomp, ddp, fused_by
 from gradwire.sim.simulator import FS_PER_US
 
-__all__ = ["METHODS", "RIVALS", "MadePlan", "explanation", "make", "method_named"]
-
 Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
 
 METHODS: dict[str, Planner] = {

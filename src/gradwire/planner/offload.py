@@ -15,8 +15,6 @@ from gradwire.errors import PlanError
 from gradwire.sim.native import TooLongError
 from gradwire.sim.replay import Replayed, Replayer, ReplayProgram
 
-__all__ = ["Offload", "offload", "on_cpu"]
-
 
 class Offload(NamedTuple):
     """What was moved."""

@@ -16,19 +16,6 @@ from gradwire.core.checks import number, show, whole, word
 from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
 
-__all__ = [
-    "Cost",
-    "Decoding",
-    "Fusion",
-    "FusionCosts",
-    "Strategy",
-    "check_tensors",
-    "evaluate",
-    "prefix_sums",
-    "step_of",
-]
-
-
 Cost: TypeAlias = Callable[[float], float]
 """From bytes of uncompressed gradient in one bucket to microseconds. A bucket of zero bytes still costs its start."""
 

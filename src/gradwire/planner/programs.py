@@ -16,8 +16,6 @@ from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
 from gradwire.sim.replay import ReplayProgram
 from gradwire.sim.simulator import Simulator, fs_of
 
-__all__ = ["Bytes", "Pricer", "bytes_of"]
-
 
 class Bytes(NamedTuple):
     """The sizes from which the times of a bucket's tasks follow."""

@@ -27,9 +27,6 @@ from gradwire.sim.events import COMPUTE, INTER, INTRA
 from gradwire.sim.native import TooLongError
 from gradwire.sim.replay import NEVER, Replayed, Replayer, ReplayProgram, launch_key
 
-__all__ = ["Selection", "by_own_times", "select_options"]
-
-
 _OVERTAKEN = 4
 """Exchanges of so many last tensors may be launched behind those of the last one."""
 

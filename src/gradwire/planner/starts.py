@@ -9,30 +9,15 @@ from gradwire.core.collectives import ALL_REDUCE
 from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
-from gradwire.planner.carried import carries
 from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
 from gradwire.planner.policy import Policy
+from gradwire.planner.schemes import carries
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.sim.replay import NEVER, ReplayProgram
-
-__all__ = [
-    "FUSIONS",
-    "Moved",
-    "best_of",
-    "bytecomp",
-    "close_after",
-    "close_before",
-    "ddp",
-    "drafts_to_start_from",
-    "fused",
-    "fused_by",
-    "shortest",
-    "sorted_parts",
-]
 
 _MIB = 2**20
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
@@ -152,22 +137,6 @@ def _policy_buckets(job: PlanningJob, spec: Spec) -> list[tuple[int, ...]]:
     return [tuple(place[name] for name in bucket.tensors) for bucket in made.buckets]
 
 
-def _size_buckets(job: PlanningJob, choice: Choice, limit: int) -> list[tuple[int, ...]]:
-    """Buckets of at most so many bytes."""
-    free = FusionCosts(encode=(0.0, 0.0), exchange=(0.0, 0.0))
-    buckets = []
-    for places in job.classes(choice):
-        sizes = [job.profile.tensors[place].nbytes for place in places]
-        ends = close_before([0.0] * len(places), sizes, free, limit=limit)
-        buckets += [tuple(places[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
-    return buckets
-
-
-def _filled(job: PlanningJob, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
-    """Give all buckets a choice; buckets that may not have it get the first uncompressed choice."""
-    return Draft(sorted_parts([Part(b, choice if job.may(b, choice) else job.plain[0]) for b in buckets]))
-
-
 class Moved(NamedTuple):
     """A draft after ByteComp's Algorithm 2."""
 
@@ -236,13 +205,14 @@ def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
     """The plans that the joint planner compares first, in ascending order of planning time."""
     yield ddp(job)
     choices = job.choices(6)
-    by_spec: dict[Spec, list[list[tuple[int, ...]]]] = {}
+    by_policy: dict[Spec, list[tuple[int, ...]]] = {}
     for choice in choices:
-        if choice.spec not in by_spec:
-            by_size = [_size_buckets(job, choice, limit * _MIB) for limit in (5, 8, 16, 32)]
-            by_spec[choice.spec] = [*by_size, _policy_buckets(job, choice.spec)]
-        for buckets in by_spec[choice.spec]:
-            yield _filled(job, buckets, choice)
+        for limit in (5, 8, 16, 32):
+            yield fused(job, partial(close_before, limit=limit * _MIB), choice)
+        if choice.spec not in by_policy:
+            by_policy[choice.spec] = _policy_buckets(job, choice.spec)
+        parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
+        yield Draft(sorted_parts(parts))
     for choice in choices:
         yield fused(job, _optimal, choice)
     if len(job.profile.tensors) <= FEW:

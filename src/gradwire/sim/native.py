@@ -127,11 +127,7 @@ class Native:
         return counts, step, begins, ends, simulated[0]
 
     def _all(self, programs: "Sequence[ReplayProgram]") -> "ctypes.Array[ctypes.c_int32]":
-        known = self._numbers
-        try:
-            return _ints([known[id(program)] for program in programs])
-        except KeyError:
-            return _ints([self._number(program) for program in programs])
+        return _ints([self._number(program) for program in programs])
 
     def _number(self, program: "ReplayProgram") -> int:
         number = self._numbers.get(id(program))
