@@ -90,15 +90,15 @@ class Native:
             if id(table) not in rows:
                 rows[id(table)] = [self._number(program) for program in table] + [-1] * (width - len(table))
         numbers = _ints([number for table in tables for number in rows[id(table)]])
-        found = _ints([0] * count), _longs([0] * count), _longs([0] * count), _longs([0] * 3)
+        chosen, begins, ends, counts = _ints([0] * count), _longs([0] * count), _longs([0] * count), _longs([0] * 3)
+        found = (chosen, begins, ends, counts)
         cut = -1 if looks is None else looks
         step: int = self._library.gw_select(
             self._line, numbers, count, width, _ints(sizes), _ints(order), len(order), skew, prune, cut, *found
         )
         if step == _TOO_LONG:
             raise TooLongError
-        chosen, begins, ends, counts = map(list, found)
-        return chosen, step, begins, ends, counts
+        return list(chosen), step, list(begins), list(ends), list(counts)
 
     def offload(
         self,
@@ -117,14 +117,14 @@ class Native:
         elsewhere = _ints([-1 if program is None else self._number(program) for program in moved])
         flat = _ints([tensor for group in members for tensor in group])
         until = _ints(list(accumulate(map(len, members))))
-        found = _ints([0] * groups), _longs([0] * count), _longs([0] * count), _longs([0])
+        counts, begins, ends, simulated = _ints([0] * groups), _longs([0] * count), _longs([0] * count), _longs([0])
+        found = (counts, begins, ends, simulated)
         step: int = self._library.gw_offload(
             self._line, numbers, elsewhere, count, flat, until, groups, skew, exhaustive, *found
         )
         if step == _TOO_LONG:
             raise TooLongError
-        counts, begins, ends, simulated = map(list, found)
-        return counts, step, begins, ends, simulated[0]
+        return list(counts), step, list(begins), list(ends), simulated[0]
 
     def _all(self, programs: "Sequence[ReplayProgram]") -> "ctypes.Array[ctypes.c_int32]":
         return _ints([self._number(program) for program in programs])

@@ -163,7 +163,8 @@ class _ReplayStep:
         return Replayed(step, self.begins, self.ends) if max(step, self.over) <= self.limit else None
 
     def _bucket(self, key: int) -> int:
-        return (key >> _PHASE_BITS) - self.skew * (key & _MOST_PHASES)
+        bucket: int = (key >> _PHASE_BITS) - self.skew * (key & _MOST_PHASES)
+        return bucket
 
     def _compute(self, length: int) -> None:
         self.now += length
