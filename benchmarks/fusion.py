@@ -23,7 +23,9 @@ from rich.table import Table
 from benchmarks.common import RESULTS, write
 from benchmarks.papers.cupcake import algorithm_1
 from benchmarks.papers.strawmen import compare, layer_names
-from gradwire.planner.fusion import FusionCosts, optimal
+from gradwire.costs.fold import AffineCost
+from gradwire.planner.fusion import optimal
+from gradwire.planner.partition import FusionCosts
 
 ALLOWED_MS = {314: 10.0, 10_000: 1000.0}
 BACKWARD_US = 120e3
@@ -116,7 +118,7 @@ def profile(path: Path, repeats: int, seconds: float) -> dict[str, Any]:
     sizes = [4 * numel for numel in elements]
     # 1 % of the gradient from each of 7 others at 50 Gb/s, as indices and values
     encode, exchange, plain = (390.0, 1e-5), (50.0, 7 * 0.02 * 8 / 50e3), (50.0, 2 * 7 / 8 * 8 / 50e3)
-    costs = FusionCosts(encode=encode, exchange=exchange, plain=plain)
+    costs = FusionCosts(encode=encode, exchange=exchange)
     found, taken_ms = timed(repeats, times, sizes, encode, exchange)
     rules = [{"rule": "best", "buckets": len(found.boundaries), "step_ms": found.step_us / 1e3, "search_ms": taken_ms}]
     start = time.process_time()
@@ -132,7 +134,7 @@ def profile(path: Path, repeats: int, seconds: float) -> dict[str, Any]:
             "search_ms": searched_ms,
         }
     )
-    for rule, rival in compare(times, sizes, costs, layers=layer_names(names)).items():
+    for rule, rival in compare(times, sizes, costs, layer_names(names), AffineCost(*plain)).items():
         rules.append(
             {"rule": rule, "buckets": len(rival.boundaries), "step_ms": rival.step_us / 1e3, "search_ms": None}
         )

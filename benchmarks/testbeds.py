@@ -141,7 +141,7 @@ def cupcake(job: PlanningJob, strategy: str = "fusion") -> Draft:
 
 def selected(job: PlanningJob) -> Draft:
     """ByteComp's selection; the whole search for models of few tensors."""
-    return bytecomp(job, looks=None if len(job.profile.tensors) <= 40 else 1)
+    return bytecomp(job, looks=None if len(job.profile.tensors) <= 40 else 1).draft
 
 
 SYSTEMS_OF = {

@@ -1,6 +1,6 @@
 """An integration in one file: gradwire as a communication hook of DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 examples/ddp_hook.py
+torchrun --nproc-per-node 2 examples/ddp_hook.py
 """
 
 import torch
@@ -44,7 +44,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"rank {dist.get_rank()}: loss {loss.item():.4f}, weights {sum(p.sum().item() for p in model.parameters()):.6f}")
+    print(
+        f"rank {dist.get_rank()}: loss {loss.item():.4f}, weights {sum(p.sum().item() for p in model.parameters()):.6f}"
+    )
     dist.destroy_process_group()
 
 

@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
-from gradwire.planner.partition import AffineCost, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
 __all__ = ["Search", "algorithm_1"]
 

@@ -6,8 +6,9 @@ from itertools import product
 
 from gradwire.core.schedules import Backward
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import Choice, Draft, LightPlan, Part, PlanningJob
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums
+from gradwire.sim.simulator import LightPlan
 
 __all__ = ["best_step_us", "brute_force", "pareto", "partitions"]
 

@@ -6,8 +6,9 @@ value. `compare` runs all of them. MB is 2^20 bytes of uncompressed gradient.
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
+from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, shortest
@@ -16,7 +17,7 @@ __all__ = [
     "STRATEGIES",
     "compare",
     "even_split",
-    "hipress_compresses",
+    "hipress",
     "layer_names",
     "layer_wise",
     "mg_wfbp",
@@ -107,18 +108,21 @@ def mg_wfbp(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusion
     return (*ends, len(nbytes))
 
 
-def hipress_compresses(nbytes: Sequence[float], costs: FusionCosts) -> list[bool]:
-    """HiPress: whether each tensor, alone on an idle machine, is exchanged sooner with compression than without.
+def hipress(
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, plain: AffineCost
+) -> tuple[list[bool], Fusion]:
+    """HiPress: every tensor alone, and compressed if it is exchanged sooner with compression on an idle machine.
 
-    Every tensor is a bucket of its own. Raises PlanError if `costs.plain` is missing.
+    plain: the exchange of an uncompressed tensor. Returns which tensors are compressed, and the step.
     """
-    plain = costs.plain
-    if plain is None:
-        raise PlanError(
-            "costs.plain is None: the HiPress rule compares with the exchange of an uncompressed tensor. Give "
-            "plain=(alpha_us, us_per_byte)."
-        )
-    return [costs.encode(size) + costs.exchange(size) + costs.decode(size) < plain(size) for size in nbytes]
+    check_tensors(backward_us, nbytes)
+    compressed = [costs.encode(size) + costs.exchange(size) + costs.decode(size) < plain(size) for size in nbytes]
+    codec_us = link_us = after_us = 0.0
+    for ready_us, size, encodes in zip(accumulate(backward_us), nbytes, compressed, strict=True):
+        codec_us += costs.of_compute(size) if encodes else 0.0
+        link_us = max(link_us, ready_us + codec_us) + (costs.exchange(size) if encodes else plain(size))
+        after_us = costs.after(size) if encodes else 0.0
+    return compressed, Fusion(tuple(range(1, len(nbytes) + 1)), link_us + after_us)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -139,18 +143,17 @@ def compare(
     nbytes: Sequence[float],
     costs: FusionCosts,
     layers: Sequence[Hashable] | None = None,
+    plain: AffineCost | None = None,
 ) -> dict[str, Fusion]:
-    """What each rule makes of these tensors; with HiPress if `costs.plain` is given, which alone leaves tensors uncompressed.
+    """The plan of each rule for these tensors. HiPress alone leaves tensors uncompressed, so it needs `plain`.
 
-    `layers` as in `nearby_layers`.
+    `layers` as in `nearby_layers`, `plain` as in `hipress`.
     """
     strategies = STRATEGIES | {"nearby layers, 4": partial(nearby_layers, layers=layers)}
     found = {}
     for name, strategy in strategies.items():
         boundaries = strategy(backward_us, nbytes, costs)
         found[name] = Fusion(boundaries, evaluate(boundaries, backward_us, nbytes, costs))
-    if costs.plain is not None:
-        alone = layer_wise(backward_us, nbytes, costs)
-        compressed = hipress_compresses(nbytes, costs)
-        found["HiPress"] = Fusion(alone, evaluate(alone, backward_us, nbytes, costs, compressed))
+    if plain is not None:
+        found["HiPress"] = hipress(backward_us, nbytes, costs, plain)[1]
     return found

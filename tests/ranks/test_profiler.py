@@ -21,7 +21,7 @@ from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo,
 from gradwire.core.made import Made
 from gradwire.core.specs import Spec
 from gradwire.costs.codecs import time_at
-from gradwire.costs.points import fit_points
+from gradwire.costs.fit import fit_points
 from gradwire.errors import FormatError, PlanError, StepStateError
 from gradwire.exchange.executor import Executor
 from gradwire.profiler.links import measured_links

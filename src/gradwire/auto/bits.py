@@ -149,7 +149,10 @@ def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Pl
     """The plan with these bits; other tensors keep their specs."""
     buckets = []
     for bucket in plan.buckets:
-        specs = {name: adaptive.spec(bits[name]) if name in bits else bucket.spec_of(name) for name in bucket.tensors}
+        specs = {
+            name: QSGD(bits=bits[name], block=adaptive.block) if name in bits else bucket.spec_of(name)
+            for name in bucket.tensors
+        }
         alike = len(set(specs.values())) == 1
         buckets.append(msgspec.structs.replace(bucket, spec=specs[bucket.tensors[0]] if alike else specs))
     return msgspec.structs.replace(plan, buckets=tuple(buckets), prediction=None)
@@ -251,7 +254,9 @@ class Bits:
             bits=bits,
             blocks={name: spec.block for name, spec in specs.items()},
             nbytes=found.nbytes,
-            uniform_nbytes=sum(self.adaptive.spec(4).payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos),
+            uniform_nbytes=sum(
+                QSGD(bits=4, block=self.adaptive.block).payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos
+            ),
             error=math.sqrt(found.error / uniform) if uniform else 1.0,
             proven=found.proven,
             measured_us=errors.us,

@@ -7,14 +7,12 @@ from gradwire.core.costs import Costs, Points
 from gradwire.core.specs import Spec
 from gradwire.errors import PlanError
 
-__all__ = ["CodecTimes", "time_at"]
-
 
 def time_at(points: Points, nbytes: float) -> float:
-    """Microseconds at a size: linear between points, the first one's below it, along the last two beyond them.
+    """Microseconds at a size: linear between points, and along the last two points beyond them.
 
-    Below the first point a codec costs what starting it costs, which does not shrink. A single point is a constant. Beyond the
-    last point times never fall: of two points that do, noise is the likelier reason.
+    Below the first point the time stays that of the first point: it is the time of a launch. A single point is a constant. Beyond
+    the last point times never fall: if the last two points do, noise is the likelier reason.
 
     >>> points = ((1000, 10.0), (2000, 30.0))
     >>> time_at(points, 10), time_at(points, 1500), time_at(points, 3000)
@@ -39,22 +37,14 @@ class CodecTimes:
         """Whether a spec was measured on a device."""
         return codec in self._codecs
 
-    def encode_us(self, spec: Spec, device: str, nbytes: float) -> float:
-        """Microseconds to encode so many bytes of gradient in float32. Raises PlanError if the codec was not measured."""
-        return time_at(self.points(spec, device, "encode"), nbytes)
-
-    def decode_us(self, spec: Spec, device: str, nbytes: float) -> float:
-        """Microseconds to decode one payload of so many bytes of gradient in float32. Raises PlanError if it was not measured."""
-        return time_at(self.points(spec, device, "decode"), nbytes)
-
     def points(self, spec: Spec, device: str, what: str) -> Points:
         """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
         codec = self._codecs.get((spec, device))
         if codec is None:
             known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
             raise PlanError(
-                f"costs have no times of {spec!r} on {device}, and without them no step can be timed that uses it. They have: "
-                f"{known}. Time its encode and decode on that device at a small and a large size, and add an entry to "
-                'codecs: {"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
+                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
+                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
+                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
             )
         return codec.encode if what == "encode" else codec.decode

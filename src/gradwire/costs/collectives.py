@@ -17,8 +17,6 @@ from typing import NamedTuple
 from gradwire.core.cluster import Link
 from gradwire.errors import PlanError
 
-__all__ = ["ROUTINGS", "Load", "Traffic", "flat_traffic", "group_traffic", "us_per_byte"]
-
 ROUTINGS = ("ring", "direct")
 """How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
 messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own

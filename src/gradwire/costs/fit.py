@@ -1,9 +1,9 @@
 """Lines through measured times: time = alpha + beta * bytes, robust to outliers, with their residuals.
 
-Sizes and times span decades, so residuals count relative to the measured time: else the largest sizes alone would decide, and
-alpha would be noise. The line starts from the pair of points whose line has the least median residual (least median of
-squares; Rousseeuw 1984), which up to half of the points cannot spoil. Points far from it are set aside as outliers, and the
-others are fitted by least squares with alpha and beta of at least 0.
+Sizes and times span decades, so residuals count relative to the measured time. Otherwise the largest sizes alone would decide,
+and alpha would be noise. The fit starts from the line through two points with the least median residual (least median of
+squares; Rousseeuw 1984): up to half of the points cannot spoil this line. Points far from the line are outliers. Least squares
+fit the others, with alpha and beta of at least 0.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,19 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from gradwire.core.checks import number
+from gradwire.core.checks import number, whole
 from gradwire.core.cluster import Link
+from gradwire.core.costs import Points
 from gradwire.costs.collectives import group_traffic
 from gradwire.errors import FormatError
 
-__all__ = ["Fit", "fit_line", "fit_link"]
-
 _FEWEST_POINTS = 3
 _MOST_PAIRS_FROM = 100
-"""Points from which pairs are made: beyond so many, evenly chosen ones."""
+"""Pairs are made from at most so many points, chosen evenly."""
+_OUTLIER_AT = 3.5
+"""A point at so many standard deviations from the line, estimated from the median residual, is an outlier."""
+_MOST_RELATIVE_ERROR, _MOST_OUTLIERS = 0.25, 0.25
+"""The largest relative error of a point that is no outlier, and the share of outliers, of a good fit."""
 
 
 class Fit(NamedTuple):
@@ -33,37 +36,24 @@ class Fit(NamedTuple):
     residuals_us: tuple[float, ...]
     """Measured minus fitted time, of every point."""
     outliers: tuple[int, ...]
-    """Indices of the points that were set aside."""
+    """Indices of the points far from the line; they do not count in the fit."""
     r2: float
-    """The part of the times' variance that the line explains, of the points that are no outliers."""
+    """The share of variance that the line explains, without outliers."""
     worst_relative_error: float
-    """Largest |residual| / measured time of those points."""
+    """Largest |residual| / measured time, without outliers."""
     problem: str
-    """What is wrong with the fit, in words; '' for a good one."""
+    """Why the fit is poor; '' for a good one."""
 
     @property
     def gbps(self) -> float:
-        """The rate that the slope is, in gigabits per second; infinite for a flat line."""
+        """The slope as a rate in gigabits per second; infinite for a flat line."""
         return 8 / (self.us_per_byte * 1000) if self.us_per_byte else float("inf")
 
-    def time_us(self, nbytes: float) -> float:
-        """The fitted time."""
-        return self.alpha_us + self.us_per_byte * nbytes
 
-
-def fit_line(
-    points: Sequence[tuple[float, float]],
-    *,
-    most_relative_error: float = 0.25,
-    most_outliers: float = 0.25,
-    outlier_at: float = 3.5,
-) -> Fit:
+def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
     """Fit alpha and beta to points (bytes, microseconds), in any order; a size may occur several times.
 
-    most_relative_error, most_outliers: beyond which the fit says that it is poor: the largest relative error of a point that
-    counts, and the part of points set aside. outlier_at: set aside is what is so many standard deviations from the line,
-    estimated from the median residual.
-    Raises FormatError for fewer than 3 points, fewer than 2 sizes, or a time that is none.
+    Raises FormatError for fewer than 3 points, fewer than 2 sizes, and a time that is not a positive number.
 
     >>> fit = fit_line([(0, 5.0), (1000, 6.0), (2000, 7.0), (3000, 50.0), (4000, 9.0)])
     >>> round(fit.alpha_us, 6), round(fit.us_per_byte, 6), fit.outliers
@@ -73,24 +63,45 @@ def fit_line(
     for index, (nbytes, us) in enumerate(points):
         number(f"points[{index}][0]", nbytes, "bytes")
         number(f"points[{index}][1]", us, "a time in microseconds", positive=True)
-    sizes = {nbytes for nbytes, _ in points}
+    sizes = sorted({nbytes for nbytes, _ in points})
     if len(points) < _FEWEST_POINTS or len(sizes) < 2:
         raise FormatError(
-            f"there are {len(points)} points of {len(sizes)} sizes, and a line needs at least {_FEWEST_POINTS} points of "
-            "2 sizes to say how well it fits. Measure more sizes."
+            f"there are {len(points)} points of {len(sizes)} sizes. A line needs at least {_FEWEST_POINTS} points of 2 sizes, or "
+            "nothing tells how well it fits. Measure more sizes."
         )
     start = _least_median(points)
     errors = [abs(us - start[0] - start[1] * nbytes) / us for nbytes, us in points]
     # 1.4826 * median is the standard deviation of normal residuals; never below what a clock can tell
-    limit = outlier_at * max(1.4826 * median(errors), 1e-3)
+    limit = _OUTLIER_AT * max(1.4826 * median(errors), 1e-3)
     inside = [error <= limit for error in errors]
-    kept = [point for point, keep in zip(points, inside, strict=True) if keep]
-    alpha, beta = _least_squares(kept) if len({nbytes for nbytes, _ in kept}) > 1 else start
-    return _judged(points, inside, alpha, beta, most_relative_error, most_outliers)
+    reached = {nbytes for (nbytes, _), keep in zip(points, inside, strict=True) if keep}
+    line = _least_squares([p for p, keep in zip(points, inside, strict=True) if keep]) if len(reached) > 1 else start
+    residuals = [us - line[0] - line[1] * nbytes for nbytes, us in points]
+    kept = [(us, r) for (_, us), r, keep in zip(points, residuals, inside, strict=True) if keep]
+    mean = sum(us for us, _ in kept) / len(kept)
+    spread = sum((us - mean) ** 2 for us, _ in kept)
+    worst = max(abs(r) / us for us, r in kept)
+    problems = []
+    if worst > _MOST_RELATIVE_ERROR:
+        at = max(range(len(points)), key=lambda i: abs(residuals[i]) / points[i][1] * inside[i])
+        problems.append(
+            f"{points[at][0]:.0f} bytes took {points[at][1]:.4g} us, and the line gives {points[at][1] - residuals[at]:.4g}: "
+            "times do not follow one line, so keep the points themselves"
+        )
+    for end, edge in (("smallest", sizes[:2]), ("largest", sizes[-2:])):
+        if reached.isdisjoint(edge):
+            problems.append(f"the {end} sizes all lie far from the line: times bend, so keep the points themselves")
+    outliers = tuple(index for index, keep in enumerate(inside) if not keep)
+    if len(outliers) > _MOST_OUTLIERS * len(points):
+        problems.append(
+            f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine"
+        )
+    r2 = 1 - sum(r * r for _, r in kept) / spread if spread else 1.0
+    return Fit(*line, tuple(points), tuple(residuals), outliers, r2, worst, "; ".join(problems))
 
 
 def fit_link(points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring") -> tuple[Link, Fit]:
-    """The link between ranks, from times of one collective among them, and the fit that it comes from.
+    """The link between ranks, from times of one collective among them, and the fit.
 
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
     gradwire.costs.collectives. Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
@@ -102,13 +113,13 @@ def fit_link(points: Sequence[tuple[float, float]], word: str, ranks: int, routi
     load = group_traffic(word, ranks, "inter", routing).inter
     if not load.messages:
         raise FormatError(
-            f"ranks is {ranks}: one rank exchanges nothing, so there is no link to see. Measure with two."
+            f"ranks is {ranks}: one rank exchanges nothing, so the times tell nothing about the link. Measure with 2 or more."
         )
     fit = fit_line(points)
     if not fit.us_per_byte:
         raise FormatError(
-            f"the times of {word} do not grow with bytes, from {min(points)} to {max(points)}, so they tell no rate. "
-            "Measure larger sizes."
+            f"the times of {word} do not grow with bytes, from {min(points)} to {max(points)}, so the link's rate cannot be "
+            "computed. Measure larger sizes."
         )
     return Link(fit.alpha_us / load.messages, 8 * load.factor / (fit.us_per_byte * 1000)), fit
 
@@ -147,44 +158,51 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(left, right, strict=True))
 
 
-def _judged(
-    points: Sequence[tuple[float, float]],
-    inside: Sequence[bool],
-    alpha: float,
-    beta: float,
-    most_relative_error: float,
-    most_outliers: float,
-) -> Fit:
-    residuals = [us - alpha - beta * nbytes for nbytes, us in points]
-    outliers = tuple(index for index, keep in enumerate(inside) if not keep)
-    kept = [(us, r) for (_, us), r, keep in zip(points, residuals, inside, strict=True) if keep]
-    mean = sum(us for us, _ in kept) / len(kept)
-    spread = sum((us - mean) ** 2 for us, _ in kept)
-    unexplained = sum(r * r for _, r in kept)
-    worst = max(abs(r) / us for us, r in kept)
-    problems = []
-    if worst > most_relative_error:
-        at = max(range(len(points)), key=lambda i: abs(residuals[i]) / points[i][1] * inside[i])
-        problems.append(
-            f"at {points[at][0]:.0f} bytes {points[at][1]:.4g} us were measured and {points[at][1] - residuals[at]:.4g} "
-            "fitted: times do not follow one line, so keep the points themselves"
+def fit_points(samples: Sequence[tuple[int, float]], corners: Sequence[int]) -> Points:
+    """A curve of straight pieces: times at the corners (bytes, ascending), by least squares of relative residuals.
+
+    samples: (bytes, microseconds); those outside of the corners do not count. Each sample counts for the two corners beside it,
+    so the equations are tridiagonal. Raises FormatError for a time that is not positive, and for a corner without a sample of
+    its size.
+
+    >>> curve = fit_points([(0, 1.0), (50, 2.0), (100, 3.0), (150, 3.0), (200, 3.0)], corners=[0, 100, 200])
+    >>> [(nbytes, round(us, 9)) for nbytes, us in curve]
+    [(0, 1.0), (100, 3.0), (200, 3.0)]
+    """
+    sizes = {nbytes for nbytes, _ in samples}
+    missing = [corner for corner in corners if corner not in sizes]
+    if missing or not corners:
+        raise FormatError(
+            f"corners are {list(corners)}, but no time was measured of {missing[:3]} bytes: the curve would be arbitrary "
+            "there. Measure these sizes, or leave the corners out."
         )
-    sizes = sorted({nbytes for nbytes, _ in points})
-    reached = {nbytes for (nbytes, _), keep in zip(points, inside, strict=True) if keep}
-    for end, edge in (("smallest", sizes[:2]), ("largest", sizes[-2:])):
-        if reached.isdisjoint(edge):
-            problems.append(f"the {end} sizes all lie far from the line: times bend, so keep the points themselves")
-    if len(outliers) > most_outliers * len(points):
-        problems.append(
-            f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine"
-        )
-    return Fit(
-        alpha,
-        beta,
-        tuple(points),
-        tuple(residuals),
-        outliers,
-        1 - unexplained / spread if spread else 1.0,
-        worst,
-        "; ".join(problems),
-    )
+    diagonal, beside, right = [0.0] * len(corners), [0.0] * len(corners), [0.0] * len(corners)
+    for index, (nbytes, us) in enumerate(samples):
+        whole(f"samples[{index}][0]", nbytes, "bytes")
+        number(f"samples[{index}][1]", us, "a time in microseconds", positive=True)
+        if not corners[0] <= nbytes <= corners[-1]:
+            continue
+        low = max(at for at, corner in enumerate(corners) if corner <= nbytes)
+        high = min(low + 1, len(corners) - 1)
+        part = (nbytes - corners[low]) / (corners[high] - corners[low]) if high > low else 0.0
+        weight = 1 / us**2
+        diagonal[low] += weight * (1 - part) ** 2
+        right[low] += weight * (1 - part) * us
+        if part:
+            diagonal[high] += weight * part**2
+            right[high] += weight * part * us
+            beside[low] += weight * part * (1 - part)
+    return tuple(zip(corners, _solved(diagonal, beside, right), strict=True))
+
+
+def _solved(diagonal: list[float], beside: list[float], right: list[float]) -> list[float]:
+    """Gauss on a symmetric tridiagonal matrix; times below 0 become 0."""
+    for at in range(1, len(diagonal)):
+        factor = beside[at - 1] / diagonal[at - 1]
+        diagonal[at] -= factor * beside[at - 1]
+        right[at] -= factor * right[at - 1]
+    solution = [0.0] * len(diagonal)
+    following = 0.0
+    for at in reversed(range(len(diagonal))):
+        following = solution[at] = (right[at] - beside[at] * following) / diagonal[at]
+    return [max(0.0, value) for value in solution]

@@ -6,8 +6,6 @@ Hops follow each other, so all encodes of the busiest rank count at the first ta
 from gradwire.costs.collectives import Load, Traffic, flat_traffic
 from gradwire.costs.steps import Step
 
-__all__ = ["ring_steps", "tree_steps"]
-
 
 def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
     """Of each shard one encode, one decode on its way up and one on its way down, but for the own shard's."""

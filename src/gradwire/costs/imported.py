@@ -1,9 +1,9 @@
-"""Profiles and codec times in the form in which ByteComp's authors published theirs (inputs of the Espresso scheduler).
+"""Profiles and codec times as ByteComp's authors published them (inputs of the Espresso scheduler).
 
 A profile is `{"model": ..., "source": ..., "tensors": [[name, elements, microseconds since the gradient before], ...]}`, float32,
-in gradient-ready order. Codec times are `{"dgc_comp_overhead": [[none, fp16, one level, two levels], [the same of decode alone],
-[cpu]], ...}`, in microseconds; the first list is encode and decode together. They are constant up to 2^20 elements and from there
-on proportional to the size. There are no forward times. What the CPU's number means is not told, so it is left out.
+in gradient-ready order, without forward times. Codec times are `{"dgc_comp_overhead": [[none, fp16, one level, two levels], [the
+same of decode alone], [cpu]], ...}`, in microseconds; the first list is encode and decode together. Times are constant up to 2^20
+elements, and from there on proportional to the size. The CPU's number is ignored: its meaning is not published.
 """
 
 import os
@@ -18,8 +18,6 @@ from gradwire.core.reading import parse
 from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.errors import FormatError, GradwireError
 
-__all__ = ["costs_from", "import_file", "profile_from"]
-
 _SUFFIX = "_comp_overhead"
 _SPECS: dict[str, Spec] = {
     "random": RandomK(ratio=0.01),
@@ -29,11 +27,12 @@ _SPECS: dict[str, Spec] = {
 }
 _FP16, _ONE_LEVEL = 1, 2
 _CONSTANT_BYTES = 4 * 2**20
-_FORM = "See gradwire.costs.imported for the form, or write profile.json and costs.json by hand."
+_FORM = "gradwire.costs.imported describes the form. You can also write profile.json and costs.json by hand."
 
 
 def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
-    """Read either kind of file. batch, device: of the profile, which does not say them. Raises FormatError naming the file."""
+    """Read either kind of file. batch, device: of the profile; the file does not hold them. Raises FormatError naming the
+    file."""
     source = printable(os.fspath(path), longest=4096)
     try:
         content = Path(path).read_bytes()
@@ -42,7 +41,7 @@ def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profil
     data = parse(content, source)
     try:
         if not isinstance(data, Mapping):
-            raise FormatError(f"it holds {show(data)}, and an object with tensors or codec times is expected. {_FORM}")
+            raise FormatError(f"it holds {show(data)}, but it must hold an object with tensors or codec times. {_FORM}")
         return profile_from(data, batch, device) if "tensors" in data else costs_from(data)
     except GradwireError as error:
         raise type(error)(f"{source}: {error}") from error
@@ -69,19 +68,18 @@ def profile_from(data: Mapping[str, object], batch: int, device: str) -> Profile
         whole(f"tensors[{index}][1]", numel, "elements")
         number(f"tensors[{index}][2]", gap_us, "microseconds since the gradient before")
         tensors.append(TensorProfile(name=name, shape=(numel,), dtype="float32", backward_us=float(gap_us)))
+    source = data.get("source", "a file without source")
     return Profile(
         model=str(data.get("model", "imported")),
         batch=batch,
         device=device,
-        made=Made(
-            host=device, date="not recorded", command=f"imported from {data.get('source', 'a file without source')}"
-        ),
+        made=Made(host=device, date="not recorded", command=f"imported from {source}"),
         tensors=tuple(tensors),
     )
 
 
 def costs_from(data: Mapping[str, object]) -> Costs:
-    """The codec times of such a file, on the GPU. Encode is what is left of both together without decode.
+    """The codec times of such a file, on the GPU. Encode is the time of both together minus decode.
 
     Raises FormatError that names the wrong entry.
 
@@ -90,26 +88,26 @@ def costs_from(data: Mapping[str, object]) -> Costs:
     [(Cast(dtype='float16'), (4194304, 4.0)), (DGC(), (4194304, 356.0))]
     """
     if not data:
-        raise FormatError(f"it is empty, and at least one NAME{_SUFFIX} is expected. {_FORM}")
+        raise FormatError(f"it is empty, but it must hold at least one NAME{_SUFFIX}. {_FORM}")
     found: dict[Spec, CodecCosts] = {}
     for key, value in data.items():
         spec = _SPECS.get(key.removesuffix(_SUFFIX)) if key.endswith(_SUFFIX) else None
         if spec is None:
             known = ", ".join(name + _SUFFIX for name in _SPECS)
-            raise FormatError(f"{show(key)} is no compressor that is known here: it must be one of {known}. {_FORM}")
+            raise FormatError(f"{show(key)} is no known compressor: it must be one of {known}. {_FORM}")
         with under(key):
             for each, column in ((Cast(), _FP16), (spec, _ONE_LEVEL)):
-                found.setdefault(each, _codec(each, value, column))
+                both, decode = (_entry(value, row, column) for row in (0, 1))
+                if decode > both:
+                    raise FormatError(
+                        f"[1][{column}] is {decode} us for decode alone, but [0][{column}], for encode and decode together, is "
+                        f"{both}. Correct one of them."
+                    )
+                # constant up to the threshold, then proportional to the size
+                curves = (((_CONSTANT_BYTES, us), (2 * _CONSTANT_BYTES, 2 * us)) for us in (both - decode, decode))
+                codec = CodecCosts(spec=each, device="gpu", encode=next(curves), decode=next(curves))
+                found.setdefault(each, codec)
     return Costs(codecs=tuple(found.values()))
-
-
-def _codec(spec: Spec, value: object, column: int) -> CodecCosts:
-    both, decode = (_entry(value, row, column) for row in (0, 1))
-    if decode > both:
-        raise FormatError(
-            f"[1][{column}] is {decode} us for decode alone, and [0][{column}], for encode and decode, is {both}. Correct it."
-        )
-    return CodecCosts(spec=spec, device="gpu", encode=_curve(both - decode), decode=_curve(decode))
 
 
 def _entry(value: object, row: int, column: int) -> float:
@@ -121,8 +119,3 @@ def _entry(value: object, row: int, column: int) -> float:
         ) from None
     number(f"[{row}][{column}]", entry, "a time in microseconds")
     return float(entry)
-
-
-def _curve(us: float) -> tuple[tuple[int, float], ...]:
-    """Constant up to the threshold, then proportional to the size."""
-    return ((_CONSTANT_BYTES, us), (2 * _CONSTANT_BYTES, 2 * us))

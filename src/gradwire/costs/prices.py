@@ -1,4 +1,4 @@
-"""What each task of a bucket costs on a cluster: microseconds, and bytes on the links."""
+"""Prices of a bucket's tasks on a cluster: microseconds, and bytes on the links."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,21 +14,19 @@ from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import TensorInfo
-from gradwire.costs.codecs import CodecTimes
+from gradwire.costs.codecs import CodecTimes, time_at
 from gradwire.costs.steps import Step, steps_of
 
-__all__ = ["DECODE_CALLS", "Price", "PricedBucket", "Prices"]
-
 DECODE_CALLS = ("each", "one")
-"""How a Decomp of several payloads of the same elements is called. each: once for each payload, as the engine does. one: once for
-all, for the time of so many bytes; what was published of codec times on GPUs seems to mean that."""
+"""How a Decomp decodes several payloads of the same elements. each: one call for each payload, as the engine does. one: one
+call for all their bytes; published codec times on GPUs seem to mean this."""
 
 
 class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
     task: str
-    """word:where, as in the option; `launch:cpu` for what an exchange takes of the processor."""
+    """word:where, as in the option; `launch:cpu` for the processor time of an exchange."""
     us: float
     gathers: bool
     """Whether it belongs to the gather phase."""
@@ -49,11 +47,11 @@ class PricedBucket(NamedTuple):
 
 
 class Prices:
-    """Prices of buckets on one cluster. What was priced once is remembered.
+    """Prices of buckets on one cluster; each bucket is priced once.
 
-    tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. An exchange is cut evenly: what the
-    engine rounds to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp is
-    one call of its codec. launch_us: as in `Cluster`, a task before each exchange; 0 for none.
+    tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. Shards are taken to be equal: the
+    engine's rounding to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp
+    is one call of its codec. launch_us: as in `Cluster`, a task before each exchange; 0 for none.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -75,8 +73,7 @@ class Prices:
         self.launch_us = launch_us
         self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
         self.codecs = CodecTimes(costs)
-        self._sizes = {tensor.name: (tensor.numel, tensor.nbytes, tensor.shape) for tensor in tensors}
-        self._itemsizes = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in tensors}
+        self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
 
     def of(self, bucket: Bucket) -> PricedBucket:
@@ -91,8 +88,9 @@ class Prices:
     def _price(self, bucket: Bucket) -> PricedBucket:
         rounds = bucket.spec_of(bucket.tensors[0]).rounds
         steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
-        nbytes = sum(self._sizes[name][1] for name in bucket.tensors)
-        coded = DTYPE_BYTES["float32"] * sum(self._sizes[name][0] for name in bucket.tensors)
+        tensors = [self._tensors[name] for name in bucket.tensors]
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
         whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
         payloads = self._payload_bytes(bucket, nbytes, rounds)
@@ -100,7 +98,7 @@ class Prices:
         tasks = []
         for step in steps:
             if step.traffic is None:
-                # the encodes of several rounds are one encode, cut
+                # the encodes of several rounds are parts of one encode
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
                 tasks.append(Price(step.task, self._codec_us(step, shares, coded / pieces) / cuts, step.gathers))
             else:
@@ -113,12 +111,10 @@ class Prices:
         """Of the whole bucket: gradients, payload of the first encode, of a later one, which encodes the sum."""
         if not any(task.startswith("comp") for task in bucket.option):
             return nbytes, 0.0, 0.0
-        runs = []
-        for name in bucket.tensors:
-            numel, _, shape = self._sizes[name]
-            runs.append(ElementRun(numel, bucket.spec_of(name).element_bits, shape))
-        spec = bucket.spec_of(bucket.tensors[0])
-        first = spec.payload_bytes(runs, self._itemsizes[bucket.tensors[0]])
+        tensors = [self._tensors[name] for name in bucket.tensors]
+        runs = [ElementRun(t.numel, bucket.spec_of(t.name).element_bits, t.shape) for t in tensors]
+        spec = bucket.spec_of(tensors[0].name)
+        first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
         if rounds:  # each round about as much; together exactly
             return nbytes, first / rounds, first / rounds
         return nbytes, first, spec.payload_bytes(runs, DTYPE_BYTES[bucket.reduce_dtype])
@@ -129,36 +125,34 @@ class Prices:
             return {bucket.spec: 1.0}
         shares: dict[Spec, float] = {}
         for name, spec in bucket.spec.items():
-            shares[spec] = shares.get(spec, 0.0) + self._sizes[name][1] / max(1, nbytes)
+            shares[spec] = shares.get(spec, 0.0) + self._tensors[name].nbytes / max(1, nbytes)
         return shares
 
     def _codec_us(self, step: Step, shares: Mapping[Spec, float], nbytes: float) -> float:
-        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with its bytes. `nbytes` are
-        those of the gradients in float32, which is what codecs are timed on."""
+        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with the spec's bytes.
+
+        nbytes: of the gradients in float32.
+        """
         what, _, device = step.task.partition(":")
-        time = self.codecs.encode_us if what == "comp" else self.codecs.decode_us
         if not step.parts or not step.share:
-            return 0.0  # one rank alone: there is nobody else's part
+            return 0.0  # one rank alone decodes no payload of others
         calls = 1 if self.decode_calls == "one" else step.parts
         size = nbytes * step.share * step.parts / calls
-        return calls * sum(share * time(spec, device, size) for spec, share in shares.items())
+        curves = {spec: self.codecs.points(spec, device, "encode" if what == "comp" else "decode") for spec in shares}
+        return calls * sum(share * time_at(curves[spec], size) for spec, share in shares.items())
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
-        traffic, cluster = step.traffic, self.cluster
-        assert traffic is not None
+        assert step.traffic is not None
+        intra, inter, sent = step.traffic
         held = nbytes * step.share * step.parts
-        return Price(
-            step.task,
-            traffic.time_us(held, *cluster.links_for(step.task)),
-            step.gathers,
-            traffic.sent * held,
-            traffic.intra.factor * held,
-            traffic.inter.factor * held,
-        )
+        us = step.traffic.time_us(held, *self.cluster.links_for(step.task))
+        return Price(step.task, us, step.gathers, sent * held, intra.factor * held, inter.factor * held)
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
-        """The same exchanges with gradients as they are, as in CD-SGD's correction step. Sums in several rounds share the
-        gradient between them, so that all rounds together cost one."""
+        """The same exchanges with uncompressed gradients, as in CD-SGD's correction step.
+
+        An option that sums in several rounds sends the gradient once, so all rounds together cost one.
+        """
         named = collective_of(bucket.option)
         option = tuple(task for task in bucket.option if task.partition(":")[2] in LINKS)
         if named is not None and named.own_words:
@@ -167,7 +161,3 @@ class Prices:
         priced, rounds = self.of(plain), len(option) if {*option} == {*ALL_REDUCE} else 1
         tasks = tuple(Price(p.task, p.us / rounds, p.gathers, *(size / rounds for size in p[3:])) for p in priced.tasks)
         return priced._replace(tasks=tasks)
-
-    def with_spec(self, bucket: Bucket, spec: Spec) -> PricedBucket:
-        """The same option with another spec."""
-        return self.of(msgspec.structs.replace(bucket, spec=spec))

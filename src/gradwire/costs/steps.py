@@ -1,19 +1,17 @@
-"""What an option does, task by task, in parts of the bucket: sizes are left open, so that it is worked out once.
+"""The steps of an option in parts of the bucket, for any bucket size.
 
-Followed is what the busiest rank holds: which part of the bucket, whether as gradients or as payloads, and how many payloads
-of each element, where nobody has added yet (ByteComp's footnote 2).
+A walk over the tasks follows the busiest rank: which part of the bucket the rank holds, as gradients or as payloads, and how many
+payloads of each element, where no rank has added them yet (ByteComp's footnote 2).
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradwire.core.collectives import ROUTINES, Collective, collective_of
+from gradwire.core.collectives import ROUTINES, collective_of
 from gradwire.core.entry_points import named
 from gradwire.costs.collectives import Traffic, flat_traffic, group_traffic
 from gradwire.errors import PlanError
-
-__all__ = ["Step", "steps_of"]
 
 
 class Step(NamedTuple):
@@ -24,13 +22,13 @@ class Step(NamedTuple):
     share: float
     """The part of the bucket that the busiest rank encodes, decodes, or holds before the exchange."""
     parts: int
-    """Payloads of each element: what a decode decodes one after the other, and what an exchange carries. 1 for a Comp."""
+    """Payloads of each element that a decode decodes or an exchange carries. 1 for a Comp."""
     payload: int
-    """What an exchange carries: 0 gradients, 1 what the first Comp made, 2 what a later one made."""
+    """An exchange carries 0: gradients, 1: payloads of the first Comp, 2: payloads of a later Comp."""
     traffic: Traffic | None
     """Of an exchange."""
     gathers: bool
-    """Whether it belongs to the gather phase: from the first second step on all ranks only spread what is summed."""
+    """Whether the task belongs to the gather phase, which begins with the first second step of a scheme."""
 
 
 @lru_cache(maxsize=20_000)
@@ -48,7 +46,13 @@ def steps_of(
     """
     collective = collective_of(option)
     if collective is not None and collective.steps:
-        return _own_steps(collective, option, nodes, ranks_per_node, routing)
+        own = tuple(named(collective.steps)(option, nodes, ranks_per_node, routing))
+        if [step.task for step in own] != list(option):
+            raise PlanError(
+                f"the steps of collective {collective.name!r} are {[step.task for step in own]}, but its option is "
+                f"{list(option)}. Return one step for each task, in this order."
+            )
+        return own
     walk = _Walk(option, nodes, ranks_per_node, rounds, routing)
     steps = tuple(walk.step(index) for index in range(len(option)))
     if walk.coded or walk.opened:
@@ -56,23 +60,11 @@ def steps_of(
     return steps
 
 
-def _own_steps(
-    collective: Collective, option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str
-) -> tuple[Step, ...]:
-    steps = tuple(named(collective.steps)(option, nodes, ranks_per_node, routing))
-    if [step.task for step in steps] != list(option):
-        raise PlanError(
-            f"the steps of collective {collective.name!r} are of {[step.task for step in steps]}, and its option is "
-            f"{list(option)}: each task has one step, in this order."
-        )
-    return steps
-
-
 _CURE = "`gradwire options` lists the options there are."
 
 
 class _Walk:
-    """What the busiest rank holds, from task to task."""
+    """The data that the busiest rank holds, from task to task."""
 
     def __init__(self, option: Sequence[str], nodes: int, ranks_per_node: int, rounds: int, routing: str) -> None:
         self.option, self.nodes, self.local = option, nodes, ranks_per_node
@@ -80,10 +72,10 @@ class _Walk:
         self.words = [task.partition(":")[0] for task in option]
         self.flat = not any(task.endswith(":intra") for task in option)
         self.cut, self.parts, self.payload = 1, 1, 0
-        """Held is one in so many parts of the bucket, payloads of each element, and which encode made them."""
+        """The rank holds 1/cut of the bucket; payloads of each element; the encode that made them."""
         self.coded = self.own_apart = self.gathering = False
         self.holders = 1 if self.flat else ranks_per_node
-        """Ranks of a node that hold something between the steps inside it."""
+        """Ranks of a node that hold data between the steps inside the node."""
         self.opened: dict[str, str] = {}
         """First steps whose second is still to come, by link."""
 
@@ -96,7 +88,7 @@ class _Walk:
 
     def _encode(self, index: int) -> Step:
         if self.coded and not self.rounds:
-            raise self._refusal(index, "what is encoded already")
+            raise self._refusal(index, "data that are encoded already")
         following = self.words[index + 1 : index + 3]
         self.own_apart = following in (["alltoall", "decomp"], ["gather", "decomp"])
         kept = 1 / self._ranks(self.option[index + 1]) if following == ["alltoall", "decomp"] else 0.0
@@ -105,8 +97,8 @@ class _Walk:
 
     def _decode(self, index: int) -> Step:
         if not self.coded:
-            raise self._refusal(index, "what is not encoded")
-        # the owner of a part adds its own gradient as it is
+            raise self._refusal(index, "data that are not encoded")
+        # the owner of a part adds its own gradient without encoding
         step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering)
         self.coded, self.own_apart, self.parts = False, False, 1
         return step
@@ -121,10 +113,10 @@ class _Walk:
             raise self._refusal(index, "payloads, which cannot be added on the wire")
         second = "second" in routine.gradients and link in self.opened
         if word == "broadcast" and not second:
-            raise self._refusal(index, "what no first step has brought to one root")
+            raise self._refusal(index, "data that no first step has sent to a root")
         opened = self.opened.get(link)
         if opened is not None and word != ROUTINES[opened].second:
-            raise self._refusal(index, f"what waits for the second step of {opened}, {ROUTINES[opened].second}")
+            raise self._refusal(index, f"data that wait for {ROUTINES[opened].second}, the second step of {opened}")
         self.gathering = self.gathering or second
         step = Step(
             task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering

@@ -10,8 +10,8 @@ from gradwire.core.entry_points import named
 from gradwire.core.plan import Bucket
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
-from gradwire.planner.carried import codes_own_gradient
 from gradwire.planner.options import option_of
+from gradwire.planner.schemes import codes_own_gradient
 
 __all__ = ["Make", "check_sharded", "scheme_of"]
 

@@ -1,4 +1,4 @@
-"""All collectives, compressors and schedules, gradwire's own and others', as rows for the command line and the docs."""
+"""All collectives, compressors and schedules, of gradwire and of other packages, as rows for the command line and the docs."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,6 @@ from gradwire.core import entry_points
 from gradwire.core.collectives import installed_collectives
 from gradwire.core.schedules import Schedule, schedule_class, schedule_kinds
 from gradwire.core.specs import example_specs, installed_specs
-
-__all__ = ["collective_rows", "compressor_rows", "rows_as_json", "rows_as_text", "schedule_rows"]
 
 Row = dict[str, Any]
 
@@ -61,21 +59,18 @@ def schedule_rows() -> list[Row]:
     >>> [row["kind"] for row in schedule_rows()][:3]
     ['backward', 'pipelined', 'delayed']
     """
-    rows: list[Row] = []
-    for kind in schedule_kinds():
-        cls = schedule_class(kind)
-        usual = cls()
-        rows.append(
-            {
-                "kind": kind,
-                "exchange runs": _when(usual),
-                "costs accuracy": "yes" if usual.costs_accuracy else "no",
-                "needs the optimizer": "yes" if usual.needs_optimizer else "no",
-                "about": (cls.__doc__ or "").strip().partition("\n")[0],
-                "package": entry_points.origin(entry_points.SCHEDULES, kind, cls.__module__),
-            }
-        )
-    return rows
+    usual = {kind: schedule_class(kind)() for kind in schedule_kinds()}
+    return [
+        {
+            "kind": kind,
+            "exchange runs": _when(schedule),
+            "costs accuracy": "yes" if schedule.costs_accuracy else "no",
+            "needs the optimizer": "yes" if schedule.needs_optimizer else "no",
+            "about": (type(schedule).__doc__ or "").strip().partition("\n")[0],
+            "package": entry_points.origin(entry_points.SCHEDULES, kind, type(schedule).__module__),
+        }
+        for kind, schedule in usual.items()
+    ]
 
 
 def _when(schedule: Schedule) -> str:
@@ -87,11 +82,17 @@ def _when(schedule: Schedule) -> str:
 
 
 def rows_as_text(rows: Sequence[Row]) -> str:
-    """A line for each row under a header, without the longest columns, which JSON has."""
+    """A line for each row under a header. Only JSON has the longest columns."""
     columns = [column for column in rows[0] if column not in ("about", "uncompressed")]
-    table = [columns, *([_text(row[column]) for column in columns] for row in rows)]
+    cells = [[row[column] for column in columns] for row in rows]
+    return aligned([columns, *([_text(value) for value in values] for values in cells)])
+
+
+def aligned(table: Sequence[Sequence[str]], right: int = 0) -> str:
+    """Columns of one width each; the first `right` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+    marks = [">" if place < right else "<" for place in range(len(widths))]
+    lines = ["  ".join(f"{c:{m}{w}}" for c, m, w in zip(cells, marks, widths, strict=True)) for cells in table]
     return "".join(line.rstrip() + "\n" for line in lines)
 
 

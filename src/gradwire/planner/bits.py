@@ -1,8 +1,8 @@
-"""How many bits each tensor gets: the fewest bytes whose error stays within a budget (CGX, section 5).
+"""The number of bits of each tensor: the fewest bytes with an error within a budget (CGX, section 5).
 
-Errors are measured, not assumed: of each tensor and each way to encode it, the squared l2 error on the same gradient. They add
-up over tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (its
-simple rule) are what it is compared with.
+The input is the measured squared l2 error of each tensor in each way to encode it, on the same gradient. Errors add up over
+tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (CGX's simple
+rule) are there for comparison.
 
 >>> tensors = [Sensitivity("w", sizes=(10, 20, 40), errors=(9.0, 4.0, 1.0)), Sensitivity("v", (10, 20, 40), (90.0, 5.0, 1.0))]
 >>> exact(tensors, budget=14.0)  # both errors of the middle, 4 + 5; or 9 + 5, which is smaller
@@ -19,15 +19,13 @@ import numpy as np
 
 from gradwire.errors import PlanError
 
-__all__ = ["Assignment", "Sensitivity", "error_budget", "exact", "kmeans", "linear"]
-
 MOST_STATES = 20_000
-"""Of the exact search, between two tensors. Beyond so many it returns the best it found, which is then not proven."""
+"""Most states of the exact search between two tensors. With more the search drops some, and its result is not proven."""
 
 
 class Sensitivity(NamedTuple):
-    """What a tensor costs and loses in each of the ways it may be encoded, in one order for all tensors. `kmeans` and `linear`
-    take the first as that of fewest bits, the last as that of most."""
+    """Bytes and error of a tensor in each way to encode it. All tensors have the same ways in the same order. `kmeans` and
+    `linear` expect them from fewest bits to most."""
 
     name: str
     sizes: tuple[int, ...]
@@ -45,18 +43,18 @@ class Assignment(NamedTuple):
     """A choice for each tensor."""
 
     choices: tuple[int, ...]
-    """Index of the way in which each is encoded."""
+    """For each tensor the index of its way."""
     nbytes: int
     error: float
-    """Squared l2 error of all together."""
+    """Squared l2 error of all tensors together."""
     proven: bool
-    """Whether nothing smaller keeps the budget."""
+    """Whether no smaller assignment keeps the budget."""
 
 
 def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.0) -> float:
-    """The squared error allowed: (alpha * E)^2, E being the error when every tensor is encoded in the way `uniform`.
+    """The squared error allowed: (alpha * E)^2, with E the error of the way `uniform` for every tensor.
 
-    alpha: 1.5 to 3 in the paper. Raises PlanError for one below 1, which uniform bits themselves would not keep.
+    alpha: 1.5 to 3 in the paper. Raises PlanError for an alpha below 1: not even uniform bits would keep the budget.
     """
     if not alpha >= 1:
         raise PlanError(
@@ -68,11 +66,11 @@ def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.
 def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     """The fewest bytes with a squared error of at most `budget`.
 
-    The relaxation that lets tensors mix two ways gives a bound and a price of error in bytes. At this price each tensor has a
-    best way; every other way of it costs a known regret, and a solution's bytes are at least the bound plus its regrets. So
-    only tensors whose regret is less than what the best known solution lies above the bound can differ, and few do. They are
-    searched by dynamic programming over states of (bytes, error), of which only those are kept that no other beats in both.
-    Where these become too many, the most promising go on, and the result is not `proven`.
+    The relaxed problem, in which a tensor may mix two ways, gives a lower bound of the bytes and a price of error in bytes. At
+    this price each tensor has a best way, and every other way costs a known regret. A solution's bytes are at least the bound
+    plus its regrets. So a tensor can leave its best way only if the regret is less than the best known solution minus the
+    bound; few tensors can. Dynamic programming searches these over states (bytes, error), and keeps the states that no other
+    state beats in both. If there are too many states, the search keeps the most promising ones, and the result is not `proven`.
 
     Raises PlanError if even the largest encodings lose more than the budget.
     """
@@ -84,7 +82,7 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     known = (_repaired(tensors, base, budget), kmeans(tensors, budget), linear(tensors, budget))
     best = min(known, key=lambda assignment: assignment.nbytes)
     slack = best.nbytes - bound
-    # regrets of each tensor's other ways, and the tensors with the most to offer first
+    # regrets of each tensor's other ways; tensors with the least regret first
     others = []
     for index, (tensor, way) in enumerate(zip(tensors, base, strict=True)):
         regrets = [
@@ -132,7 +130,7 @@ def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
 
 def _check(tensors: Sequence[Sensitivity], budget: float) -> None:
     if not tensors:
-        raise PlanError("there are 0 tensors to give bits to. Every tensor is exempt, or the policy compresses none.")
+        raise PlanError("there are 0 tensors to choose bits for: all are exempt, or the policy compresses none.")
     for tensor in tensors:
         if len(tensor.sizes) != len(tensor.errors) or not tensor.sizes:
             raise PlanError(
@@ -147,8 +145,8 @@ def _check(tensors: Sequence[Sensitivity], budget: float) -> None:
     least = math.fsum(min(tensor.errors) for tensor in tensors)
     if least > budget:
         raise PlanError(
-            f"the squared error is at least {least:.4g} whatever bits are chosen, and the budget is {budget:.4g}. Raise alpha, "
-            "or allow more bits."
+            f"the squared error is at least {least:.4g} with any bits, but the budget is {budget:.4g}. Raise alpha, or allow "
+            "more bits."
         )
 
 
@@ -162,7 +160,7 @@ def _priced(tensor: Sensitivity, way: int, price: float) -> float:
 
 
 def _price_of_error(tensors: Sequence[Sensitivity], budget: float) -> float:
-    """Bytes that one more unit of squared error saves in the relaxed problem: the slope at which its budget is reached."""
+    """Bytes that one more unit of squared error saves in the relaxed problem."""
     steps: list[tuple[float, float]] = []
     error = 0.0
     for tensor in tensors:
@@ -202,7 +200,7 @@ def _gain(tensor: Sensitivity, low: int, high: int) -> float:
 
 
 def _repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
-    """Ways that keep the budget: what saves most error for a byte is raised until it holds, then what can be is lowered."""
+    """Ways that keep the budget: raise the way with most error saved per byte until the budget holds, then lower what can be."""
     chosen = list(ways)
     error = _error_of(tensors, chosen)
     while error > budget:
@@ -299,7 +297,7 @@ def _lloyd(points: Sequence[tuple[float, float]], count: int, chance: random.Ran
         centres.append(chance.choices(points, weights)[0])
     own = [0] * len(points)
     for _ in range(100):
-        nearest = [_nearest(point, centres) for point in points]
+        nearest = [min(range(len(centres)), key=lambda c: _distance(point, centres[c])) for point in points]
         if nearest == own:
             break
         own = nearest
@@ -308,10 +306,6 @@ def _lloyd(points: Sequence[tuple[float, float]], count: int, chance: random.Ran
             centres[cluster] = (sum(x for x, _ in members) / len(members), sum(y for _, y in members) / len(members))
     numbers = {cluster: number for number, cluster in enumerate(sorted(set(own)))}
     return [numbers[cluster] for cluster in own]
-
-
-def _nearest(point: tuple[float, float], centres: Sequence[tuple[float, float]]) -> int:
-    return min(range(len(centres)), key=lambda cluster: _distance(point, centres[cluster]))
 
 
 def _distance(left: tuple[float, float], right: tuple[float, float]) -> float:

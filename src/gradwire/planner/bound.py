@@ -18,8 +18,6 @@ from gradwire.planner.programs import Bytes, Pricer, bytes_of
 from gradwire.sim.events import INTER, INTRA
 from gradwire.sim.simulator import FS_PER_US
 
-__all__ = ["least_step_us"]
-
 _SHARED_BYTES = 64
 """Of a payload, what several tensors in one bucket may share: headers, rounding."""
 

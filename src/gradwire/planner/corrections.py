@@ -11,8 +11,6 @@ from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.planner.schemes import tasks_of
 
-__all__ = ["correction_plan"]
-
 
 def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]) -> Plan:
     """Buckets with the same tensors in the same places. What is not compressed in the plan is not in its corrections.

@@ -1,7 +1,7 @@
-"""Drafts: plans in the making, priced and timed often, and turned into a Plan once.
+"""Drafts: plans in the making. A search prices and simulates many drafts, and makes a Plan of the best one.
 
-A `PlanningJob` is all that a search needs to know: the model's times, the cluster, the costs, and which choices of spec and
-option there are.
+A `PlanningJob` holds all inputs of a search: the model's times, the cluster, the costs, and the possible choices of spec and
+option.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,25 @@ from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Bucket, Plan, Prediction
 from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward, Schedule
+from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
 from gradwire.errors import PlanError
 from gradwire.planner.bound import least_step_us
-from gradwire.planner.carried import carries
 from gradwire.planner.cures import BYTECOMP_ONLY, options_within
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.named import RESTRICTED
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
 from gradwire.planner.programs import Bytes, Pricer, bytes_of
-from gradwire.planner.schemes import tasks_of
+from gradwire.planner.schemes import carries, tasks_of
 from gradwire.sim.replay import NEVER, Replayer, ReplayProgram, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
-from gradwire.sim.simulator import FS_PER_US, Simulator, fs_of
-
-__all__ = ["Choice", "Draft", "LightPlan", "Limits", "Part", "PlanningJob"]
+from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
 
 
 class Choice(NamedTuple):
-    """How a bucket is synchronised."""
+    """The spec and the option of a bucket."""
 
     spec: Spec
     option: tuple[str, ...]
@@ -55,51 +52,38 @@ class Part(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Buckets by when they are ready, and how far their later exchanges are put behind (`gradwire.sim.replay`)."""
+    """Buckets in the order in which they become ready, and the launch order's skew (`gradwire.sim.replay`)."""
 
     parts: tuple[Part, ...]
     skew: int = 1
 
-    @property
-    def schedule(self) -> Schedule:
-        """Searches know the backward schedule only."""
-        return Backward()
-
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan may do. None: no limit."""
+    """Limits of a plan. None: no limit."""
 
     devices: tuple[str, ...] | None = None
     """Where encodes and decodes may run; None: where the costs have times of every spec."""
     max_encodes: int | None = None
-    """Of one option."""
+    """Most encodes of one option."""
     memory_bytes: int | None = None
     """Extra memory on the gradients' device, as in `Prediction`."""
     exempt_vectors: bool = True
     """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
     restrict: str | None = None
-    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.named.RESTRICTED`, or myopic. The
-    latter and all-compressed are for ByteComp's method only."""
+    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.named.RESTRICTED`, or myopic. myopic and
+    all-compressed need the method bytecomp."""
 
     def __post_init__(self) -> None:
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 
 
-class LightPlan(NamedTuple):
-    """What the simulator needs of a plan."""
-
-    buckets: Sequence[Bucket]
-    launch: Sequence[tuple[int, str]]
-    schedule: Schedule
-
-
 class PlanningJob:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
-    specs: what may be used beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
-    None is the whole tree, with codecs on the gradients' device; the CPU's are made of these. Given ones are for all specs, as in
-    the papers' simulations, whether the engine could send so what it encodes or not.
+    specs: the plan may use these beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
+    None is the whole tree, with codecs on the gradients' device; options with codecs on the CPU are derived from these. Options
+    that are given count for all specs, as in the papers' simulations, even where the engine could not run them.
     """
 
     def __init__(
@@ -114,7 +98,7 @@ class PlanningJob:
     ) -> None:
         if cluster.world_size == 1:
             raise PlanError(
-                "the cluster has 1 rank: nothing is exchanged, so there is nothing to plan. Give 2 or more."
+                "the cluster has 1 rank: one rank exchanges nothing, so there is nothing to plan. Give 2 ranks or more."
             )
         self.profile, self.cluster, self.limits = profile, cluster, limits or Limits()
         self.rules = rules or rules_of(device_of(profile))
@@ -140,15 +124,16 @@ class PlanningJob:
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
         given = None if options is None else [option.tasks for option in options if option.compresses]
         self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
-        """By spec, the options that can carry what it encodes; those that were given count as they are."""
+        """By spec, the options that can carry its payloads."""
         self._by_spec: dict[Spec, list[Choice]] = {}
         self.evaluations = 0
         self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
-        self._known: dict[Part, ReplayProgram] = {}
 
     def _carrying(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
-        """Of the options allowed, and beside the tree the all-reduce of what may be added on the wire. Raises PlanError if there
-        are none."""
+        """The allowed options that can carry a spec's payloads, and the all-reduce of payloads that can be added on the wire.
+
+        Raises PlanError if there are none.
+        """
         found = [option.tasks for option in self.options if option.compresses]
         found = [tasks for tasks in found if carries(tasks, spec, self.rules.device)]
         most, anywhere = self.limits.max_encodes, self.limits.restrict in (None, *DEVICES, *BYTECOMP_ONLY)
@@ -156,30 +141,29 @@ class PlanningJob:
             found.append(tasks_of("allreduce", device, spec))
         if not found:
             raise PlanError(
-                f"no option that is allowed can carry what {spec!r} encodes: it travels by {' or '.join(spec.schemes)} alone; "
-                f"max_encodes is {most}, restrict {self.limits.restrict!r}. Leave out the spec, or the limits."
+                f"no allowed option can carry payloads of {spec!r}: they travel only by {' or '.join(spec.schemes)}. max_encodes "
+                f"is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
             )
         return found
 
     def is_exempt(self, tensor: int) -> bool:
-        """Whether it must stay uncompressed."""
+        """Whether the tensor must stay uncompressed."""
         return self.limits.exempt_vectors and len(self.profile.tensors[tensor].shape) < 2
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
-        """Whether these tensors may share a bucket of this choice: all of one dtype, and none exempt if it compresses."""
+        """Whether these tensors may share a bucket: all of one dtype, and none exempt if the choice compresses."""
         dtypes = {self.profile.tensors[place].dtype for place in tensors}
         return len(dtypes) == 1 and not (choice.encodes and any(self.is_exempt(place) for place in tensors))
 
     def classes(self, choice: Choice) -> list[list[int]]:
-        """Tensors in gradient-ready order that may share buckets: of one dtype, and, where the rest is compressed, exempt or
-        not."""
+        """Groups of tensors that may share buckets: of one dtype, and, if the choice compresses, all exempt or all not."""
         found: dict[tuple[str, bool], list[int]] = {}
         for place, tensor in enumerate(self.profile.tensors):
             found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
         return list(found.values())
 
     def size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
-        """What a bucket of these is priced by."""
+        """The sizes of a bucket of these tensors."""
         key = (tensors, spec)
         found = self._sizes.get(key)
         if found is None:
@@ -188,11 +172,8 @@ class PlanningJob:
 
     def program(self, part: Part) -> ReplayProgram:
         """The bucket's tasks."""
-        found = self._known.get(part)
-        if found is None:
-            spec, option = part.choice
-            found = self._known[part] = self.pricer.program(option, spec, self.size(part.tensors, spec))
-        return found
+        spec, option = part.choice
+        return self.pricer.program(option, spec, self.size(part.tensors, spec))
 
     def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[ReplayProgram]:
         """The tasks of one bucket by each choice."""
@@ -202,8 +183,8 @@ class PlanningJob:
     def choices(self, most: int = 10) -> list[Choice]:
         """Uncompressed and compressed choices that can be the best of some bucket, judged at three sizes of the model.
 
-        An option is left out if at each size another one takes no more of every resource, nor more in sequence. Of what is left
-        those come first that take least in sequence; `most` for each spec.
+        An option is left out if at each size another one takes no more time on every resource, nor in sequence. The others are
+        ordered by their time in sequence; at most `most` for each spec.
         """
         found = self._judged(Identity())[:most]
         for spec in self.specs:
@@ -231,7 +212,7 @@ class PlanningJob:
         return self.line.step(programs, [part.tensors[-1] + 1 for part in draft.parts], draft.skew, limit)
 
     def extra_bytes(self, draft: Draft) -> int:
-        """Memory beyond plain training: of compressed buckets a flat buffer, the payload and what the spec remembers."""
+        """Memory beyond plain training: flat buffers, and for compressed buckets the payload and the spec's state."""
         total = 0.0
         for tensors, choice in draft.parts:
             size = self.size(tensors, choice.spec)
@@ -261,7 +242,7 @@ class PlanningJob:
         return LightPlan(buckets, [(index, word) for _, index, word in keyed], Backward())
 
     def plan(self, draft: Draft, baseline: Draft) -> Plan:
-        """The plan, with what the simulator predicts of it and of the baseline."""
+        """The plan, with the predicted steps of the plan and of the baseline."""
         light = self.light(draft)
         priced = [self.simulator.prices.of(bucket) for bucket in light.buckets]
         prediction = Prediction(
@@ -276,7 +257,7 @@ class PlanningJob:
         return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
 
     def lower_bound_us(self) -> float:
-        """Microseconds that no plan with these choices falls below; see `gradwire.planner.bound`."""
+        """Microseconds: no plan with these choices has a shorter step. See `gradwire.planner.bound`."""
         plain = [choice.option for choice in self.plain]
         tensors = [(t, self.is_exempt(place)) for place, t in enumerate(self.profile.tensors)]
         return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, self.coded)

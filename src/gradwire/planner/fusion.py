@@ -1,8 +1,8 @@
 """The best partition of tensors into buckets: Cupcake's problem (section 4), solved exactly and in milliseconds.
 
-The link finishes as late as the worst bucket makes it: idle until that bucket was encoded, and busy from then on. Let R(i)
-be backward time plus encode time per byte of the first i of n tensors, S(i) their link time per byte, h and g what every encode
-and every exchange costs however small. For y buckets with ends e(1) < ... < e(y) = n,
+One bucket decides when the link finishes: the link idles until this bucket is encoded, and is busy from then on. Let R(i) be the
+backward time of the first i of n tensors and their encode time without the constants, S(i) their link time without the constants,
+h and g the constants of every encode and every exchange. For y buckets with ends e(1) < ... < e(y) = n,
 
     step = max over j of  R(e(j)) + j*h  +  (y - j + 1)*g + S(n) - S(e(j-1)).
 
@@ -11,17 +11,17 @@ bound on the lags, the fewest buckets are found by a walk in which each bucket r
 fall, so no other plan within the bound is ahead of the walk after any number of buckets. With g <= h the room for a bucket that
 begins at a given tensor shrinks with each bucket before it: a walk that stands still shows that there is no plan.
 
-**Branch and bound.** Let y(L) be the fewest buckets with lags below L. It does not rise with L, so no plan with a lag between
-`low` and `high` has a shorter step than low + (y(high) + 1)*g + S(n). The interval with the least such bound is halved, until no
-bound is below the best plan. A walk also says at which L it would first change, and no L before that needs a look.
+**Branch and bound.** Let y(L) be the fewest buckets with lags below L. y does not rise with L, so no plan with a lag between
+`low` and `high` has a shorter step than low + (y(high) + 1)*g + S(n). The search halves the interval with the least such bound,
+until no bound is below the best plan. A walk also returns the L at which the walk would first change: smaller L need no walk.
 
-**Mirror.** Read backwards, from the last exchange to the first gradient, the problem is itself, with h and g, and R and S, in
-exchanged roles. So g <= h can be had. It also is the faster reading: in the other, plans with one bucket more and a lag
-smaller by g would tie in long rows.
+**Mirror.** Read backwards, from the last exchange to the first gradient, the problem keeps its form: h and g change places, and
+so do R and S. So the search can always assume g <= h. With g > h it would be slow: many plans with one bucket more and a lag
+smaller by g would tie.
 
-**Decode.** Lumped into encode it is part of h and R. Exposed, that of the last bucket comes after the step so far: let M(k) be
-the shortest step without it, of plans whose last bucket begins at tensor k or later. M does not fall with k and the decode does
-not rise, so the best k is found by halving too.
+**Decode.** A lumped decode is part of h and R. An exposed decode of the last bucket comes after the step so far. Let M(k) be the
+shortest step without this decode, of plans with a last bucket that begins at tensor k or later. M does not fall with k and the
+decode does not rise, so halving finds the best k too.
 """
 
 import heapq
@@ -31,19 +31,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.core.checks import show
+from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
-from gradwire.planner.partition import (
-    AffineCost,
-    Decoding,
-    Fusion,
-    FusionCosts,
-    check_tensors,
-    evaluate,
-    prefix_sums,
-    step_of,
-)
-
-__all__ = ["AffineCost", "Fusion", "FusionCosts", "evaluate", "optimal"]
+from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
 _ROUNDING = 1 - 1e-12
 """Plans that would be shorter by less than this are rounding errors of one and the same step."""
@@ -115,8 +105,8 @@ def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: Fusio
 def _affine(field: str, cost: object) -> AffineCost:
     if not isinstance(cost, AffineCost):
         raise PlanError(
-            f"{field} is {show(cost)}: the exact search is for affine costs, and would be wrong for others. Give a pair "
-            "of alpha_us and us_per_byte."
+            f"{field} is {show(cost)}: the exact search needs affine costs and would be wrong for others. Give a pair "
+            "(alpha_us, us_per_byte)."
         )
     return cost
 
@@ -193,7 +183,7 @@ def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) 
 
 
 def _with_decode(chain: _Chain, decode_us: Sequence[float]) -> list[int]:
-    """Boundaries of the shortest step with the decode of the last bucket, of which `decode_us` is given by its start."""
+    """Boundaries of the shortest step with an exposed decode; decode_us: of the last bucket, by its first tensor."""
     best: list[int] = []
     best_us = math.inf
     # first and last start of the last bucket, and what the step without decode is at least

@@ -22,24 +22,6 @@ from typing import NamedTuple
 
 from gradwire.core.collectives import ROUTINES
 
-__all__ = [
-    "COMPRESSED",
-    "CONNECTIONS",
-    "DEVICES",
-    "PAIRS",
-    "PATTERNS",
-    "SCHEMES",
-    "STEPS",
-    "UNCOMPRESSED",
-    "WORDS",
-    "Action",
-    "OptionTask",
-    "Place",
-    "branches",
-    "endings",
-    "roots",
-]
-
 DEVICES = ("gpu", "cpu")
 """Where Comp and Decomp may run (Dimension 2)."""
 

@@ -1,15 +1,15 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-It begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, Cupcake's exact fusion,
-and, for models of few tensors, ByteComp's selection. Each is tried with the first choices for all its compressible buckets.
+The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, Cupcake's exact
+fusion, and, for models of few tensors, ByteComp's selection. It tries each with the first choices for all compressible buckets.
 
-From each of the three best it takes every local move that makes the step shorter: later exchanges launched behind more or fewer
-others, the buckets that are ready first left uncompressed, another choice for a bucket, tensors moved from a bucket to its
-neighbour, a bucket cut in two, two neighbours of a class merged. It ends when no move helps, or when so many steps have been
-simulated as `evaluations` allows; a count and not a time, so that the same input gives the same plan.
+From each of the three best plans the search takes every local move that makes the step shorter: launch later exchanges behind
+more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
+bucket, cut a bucket in two, merge two neighbours of a class. The search ends when no move helps, or after `evaluations`
+simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
 
-Nothing is proven of the result but that it is no worse than any start. How far it may be from the best says
-`Prediction.lower_bound_us`; `benchmarks.papers.oracle.best_step_us` finds the truth for a handful of tensors.
+The result is no worse than any start. `Prediction.lower_bound_us` bounds its distance from the best plan;
+`benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,10 @@ from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.starts import ddp, drafts_to_start_from, sorted_parts
 
-__all__ = ["EVALUATIONS", "EVALUATIONS_WITH_LANES", "improve", "joint"]
-
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
-"""Steps simulated at most, by default; lanes are simulated event by event, which takes a hundred times as long."""
+"""Default of `evaluations`. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
-"""Starts from which moves are tried, the best ones."""
+"""The search tries moves from so many of the best starts."""
 
 
 def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
@@ -50,8 +48,8 @@ def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
         least = job.extra_bytes(ddp(job))
         cures = [f"allow {least} bytes, as plain all-reduce needs", "set no limit"]
         raise PlanError(
-            f"memory_bytes is {job.limits.memory_bytes}: no plan needs so little extra memory on a device, not even plain "
-            f"all-reduce. {numbered(cures)}"
+            f"memory_bytes is {job.limits.memory_bytes}: every plan needs more extra memory on a device, even plain all-reduce. "
+            f"{numbered(cures)}"
         )
     starts.sort(key=lambda start: start[0])
     ends = []
@@ -76,7 +74,7 @@ def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int,
     while improved and job.evaluations < until:
         improved = False
         for move in moves:
-            # a move that helped is tried again on what it made, from where it was
+            # after a move that helped, the same kind of move goes on with the new draft
             tried, candidates = 0, move(job, draft, choices)
             while job.evaluations < until and (candidate := next(candidates, None)) is not None:
                 tried += 1
@@ -94,7 +92,7 @@ def _reorder(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Itera
 
 
 def _by_time(job: PlanningJob, draft: Draft) -> list[int]:
-    """Buckets, those with most work first: to change these changes the step most."""
+    """Buckets, those with most work first: changing these changes the step most."""
     return sorted(range(len(draft.parts)), key=lambda index: (-sum(job.program(draft.parts[index]).busy), index))
 
 
@@ -107,7 +105,7 @@ def _choose(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterat
 
 
 def _leave_first(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
-    """The buckets that are ready first uncompressed: backward hides their exchanges, and nothing hides their codecs."""
+    """Leave the first buckets uncompressed: backward hides their exchanges, but not their codecs."""
     for plain in [choice for choice in choices if not choice.encodes][:2]:
         for count in range(len(draft.parts), 0, -1):
             first = tuple(part._replace(choice=plain) for part in draft.parts[:count])
@@ -116,27 +114,23 @@ def _leave_first(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> I
 
 
 def _shift(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
-    """Tensors from the end of a bucket to the next one with which it may share one, or from that one's start to it."""
+    """Move tensors from the end of a bucket to the next bucket of its class, or from the start of that bucket."""
     for index, part in enumerate(draft.parts):
         for other in range(index + 1, len(draft.parts)):
             following = draft.parts[other]
             if part.choice.encodes != following.choice.encodes or part.tensors[-1] > following.tensors[0]:
                 continue
-            for count in (1, len(part.tensors) // 2):
-                if 0 < count < len(part.tensors):
-                    moved = (part.tensors[:-count], part.tensors[-count:] + following.tensors)
-                    yield from _regrouped(job, draft, (index, other), moved)
-            for count in (1, len(following.tensors) // 2):
-                if 0 < count < len(following.tensors):
-                    moved = (part.tensors + following.tensors[:count], following.tensors[count:])
-                    yield from _regrouped(job, draft, (index, other), moved)
+            tensors, border = part.tensors + following.tensors, len(part.tensors)
+            for cut in (border - 1, border - border // 2, border + 1, border + len(following.tensors) // 2):
+                if 0 < cut < len(tensors) and cut != border:
+                    yield from _regrouped(job, draft, (index, other), (tensors[:cut], tensors[cut:]))
             break
 
 
 def _regrouped(
     job: PlanningJob, draft: Draft, indices: tuple[int, int], tensors: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Iterator[Draft]:
-    """Two buckets with other tensors, where their choices allow that."""
+    """The draft with these tensors in two buckets, if the buckets' choices allow them."""
     parts = list(draft.parts)
     for index, places in zip(indices, tensors, strict=True):
         parts[index] = Part(places, parts[index].choice)
@@ -146,7 +140,7 @@ def _regrouped(
 
 
 def _cut(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
-    """In halves of about as many bytes."""
+    """Cut a bucket into halves of about equal bytes."""
     for index in _by_time(job, draft):
         tensors, choice = draft.parts[index]
         sizes = [job.profile.tensors[place].nbytes for place in tensors]
@@ -159,7 +153,7 @@ def _cut(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[
 
 
 def _merge(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
-    """Each bucket with the next one with which it may share one; the choice of the larger holds, if it may."""
+    """Merge each bucket with the next one of its class; the merged bucket gets the choice of the larger."""
     for index, part in enumerate(draft.parts):
         for other in range(index + 1, len(draft.parts)):
             following = draft.parts[other]

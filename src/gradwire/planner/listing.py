@@ -1,22 +1,20 @@
 """Options as text and as JSON, for `gradwire options`."""
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from gradwire.core.checks import word
 from gradwire.errors import PlanError
+from gradwire.planner.added import aligned, rows_as_json
 from gradwire.planner.named import RESTRICTED, names_of
 from gradwire.planner.options import Option, select, tree
 
-__all__ = ["as_json", "as_table", "choose", "shape_note"]
-
 
 def choose(*, restrict: str | None = None, named: bool = False, **constraints: Any) -> tuple[Option, ...]:
-    """`select` with these constraints; `restrict` is a key of RESTRICTED, `named` leaves only options with a name.
+    """`select` with these constraints; restrict: a key of RESTRICTED; named: only options with a name.
 
-    Raises PlanError for a value that is none.
+    Raises PlanError for an unknown value.
 
     >>> [option.inter for option in choose(restrict="gpu", named=True, flat=False)]
     ['allgather', 'alltoall+allgather']
@@ -33,7 +31,7 @@ def _indices() -> dict[Option, int]:
 
 
 def _scheme(option: Option, link: str) -> str:
-    """A scheme's routines, those that carry payloads with a star."""
+    """A scheme's routines; a star marks those that carry payloads."""
     steps = [exchange for exchange in option.exchanges if exchange.link == link]
     return "+".join(step.word + "*" * step.compressed for step in steps) or "-"
 
@@ -46,64 +44,55 @@ def as_table(options: Sequence[Option]) -> str:
         0        0  -      allreduce                allreduce:inter  [DDP, gradwire allreduce]
         5        0  -      reducescatter+allgather  reducescatter:inter allgather:inter  [DeAR]
     """
-    header = ("index", "encodes", "intra", "inter")
-    rows = [
-        (str(_indices()[option]), str(option.encodes), _scheme(option, "intra"), _scheme(option, "inter"))
-        for option in options
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    tasks = ["tasks"]
+    table = [["index", "encodes", "intra", "inter", "tasks"]]
     for option in options:
         names = names_of(option)
-        tasks.append(" ".join(option.tasks) + (f"  [{', '.join(names)}]" if names else ""))
-    lines = []
-    for (index, encodes, intra, inter), last in zip([header, *rows], tasks, strict=True):
-        left = f"{index:>{widths[0]}}  {encodes:>{widths[1]}}  {intra:<{widths[2]}}  {inter:<{widths[3]}}"
-        lines.append(f"{left}  {last}\n")
-    return "".join(lines)
+        tasks = " ".join(option.tasks) + (f"  [{', '.join(names)}]" if names else "")
+        schemes = _scheme(option, "intra"), _scheme(option, "inter")
+        table.append([str(_indices()[option]), str(option.encodes), *schemes, tasks])
+    return aligned(table, right=2)
 
 
 def as_json(options: Sequence[Option]) -> str:
-    """A JSON list on one line for each option: all that it knows of itself."""
-    values = [
-        {
-            "index": _indices()[option],
-            "tasks": list(option.tasks),
-            "flat": option.flat,
-            "intra": option.intra,
-            "inter": option.inter,
-            "encodes": option.encodes,
-            "decodes": option.decodes,
-            "devices": list(option.devices),
-            "forwards": option.forwards,
-            "skips": option.skips,
-            "names": list(names_of(option)),
-        }
-        for option in options
-    ]
-    return "[" + ",\n ".join(json.dumps(value) for value in values) + "]\n"
+    """A JSON list with all properties of each option, one option a line."""
+    return rows_as_json(
+        [
+            {
+                "index": _indices()[option],
+                "tasks": list(option.tasks),
+                "flat": option.flat,
+                "intra": option.intra,
+                "inter": option.inter,
+                "encodes": option.encodes,
+                "decodes": option.decodes,
+                "devices": list(option.devices),
+                "forwards": option.forwards,
+                "skips": option.skips,
+                "names": list(names_of(option)),
+            }
+            for option in options
+        ]
+    )
 
 
 def shape_note(nodes: int | None, ranks_per_node: int | None) -> str:
-    """How many options apply to a shape, and why not all. None: not told.
+    """How many options apply to a shape, and why the others do not. None: any number.
 
     >>> shape_note(4, 1)
-    '63 of 4341 options apply to 4 nodes with 1 rank each: there is one link, so only flat ones do.'
+    '63 of 4341 options apply to 4 nodes with 1 rank each: there is one link, so only flat options apply.'
     """
     if nodes is None and ranks_per_node is None:
-        return f"The tree has {len(tree())} options. --nodes and --ranks-per-node tell which apply to a cluster."
+        return f"The tree has {len(tree())} options. Give --nodes and --ranks-per-node to list those of a cluster."
     applicable = len(select(nodes=nodes, ranks_per_node=ranks_per_node))
     shape = f"{_number(nodes, 'node')} with {_number(ranks_per_node, 'rank')} each"
     if nodes == ranks_per_node == 1:
-        why = ": one rank has nobody to exchange with"
+        why = ": one rank exchanges nothing"
     elif 1 in (nodes, ranks_per_node):
-        why = ": there is one link, so only flat ones do"
+        why = ": there is one link, so only flat options apply"
     else:
         why = ""
     return f"{applicable} of {len(tree())} options apply to {shape}{why}."
 
 
 def _number(count: int | None, what: str) -> str:
-    if count is None:
-        return f"any number of {what}s"
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{'any number of' if count is None else count} {what}{'s' * (count != 1)}"

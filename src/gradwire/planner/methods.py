@@ -13,17 +13,15 @@ from gradwire.planner.cures import BYTECOMP_ONLY, numbered
 from gradwire.planner.drafts import Draft, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.named import RESTRICTED
-from gradwire.planner.starts import FUSIONS, Moved, bytecomp_moved, ddp, fused_by
+from gradwire.planner.starts import FUSIONS, Moved, bytecomp, ddp, fused_by
 from gradwire.sim.simulator import FS_PER_US
-
-__all__ = ["METHODS", "RIVALS", "MadePlan", "explanation", "make", "method_named"]
 
 Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
 
 METHODS: dict[str, Planner] = {
     "joint": joint,
     **{name: partial(fused_by, strategy=strategy) for name, strategy in FUSIONS.items()},
-    "bytecomp": bytecomp_moved,
+    "bytecomp": bytecomp,
     "ddp": ddp,
 }
 """joint: `gradwire.planner.joint`. fusion: the exact fusion; bucket: the best of 2 to 64 MB; each with the one choice of spec and

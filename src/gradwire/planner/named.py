@@ -13,8 +13,6 @@ from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, collective_of
 from gradwire.planner.grammar import DEVICES, Action
 from gradwire.planner.options import Option, is_option, option_of
 
-__all__ = ["RESTRICTED", "SYSTEMS", "beside_tree", "check_known", "names_of"]
-
 
 def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
     """A collective with its codecs on each device."""

@@ -1,9 +1,9 @@
 """ByteComp's Algorithm 2 (section 4.4.3): which compressed tensors encode and decode on CPUs instead.
 
-Tensors of equal size and option form a group. Of a group of which q tensors are offloaded, the first q in gradient-ready order
-are the best choice (Lemma 1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an
-option. All products of counts are tried while they are at most `most`; beyond that groups are improved in turn, each
-over all its counts, until none changes (coordinate descent), which may miss the best.
+Tensors of equal size and option form a group. To offload q tensors of a group, the first q in gradient-ready order are the best
+choice (Lemma 1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an option. The search
+tries all products of counts, up to `most` of them. Beyond that it uses coordinate descent: it improves one group after the
+other, over all its counts, until none changes. Coordinate descent may miss the best strategy.
 """
 
 import math
@@ -15,14 +15,12 @@ from gradwire.errors import PlanError
 from gradwire.sim.native import TooLongError
 from gradwire.sim.replay import Replayed, Replayer, ReplayProgram
 
-__all__ = ["Offload", "offload", "on_cpu"]
-
 
 class Offload(NamedTuple):
     """What was moved."""
 
     tensors: tuple[int, ...]
-    """Those that encode and decode on CPUs, ascending."""
+    """Tensors that encode and decode on CPUs, ascending."""
     replayed: Replayed
     """The step."""
     exhaustive: bool
@@ -55,7 +53,7 @@ def offload(
     """
     if most < 1:
         raise PlanError(
-            f"most is {most}: at least one strategy must be tried, that of the plan as it is. Give 1 or more."
+            f"most is {most}: the search must try at least one strategy, the plan without offloading. Give 1 or more."
         )
     by_group: dict[Hashable, list[int]] = {}
     for tensor in sorted(moved):
@@ -65,18 +63,17 @@ def offload(
     if line.native is not None:
         elsewhere = [moved.get(tensor) for tensor in range(len(programs))]
         try:
-            found = line.native.offload(programs, elsewhere, members, skew, exhaustive)
+            counts, step, begins, ends, simulated = line.native.offload(programs, elsewhere, members, skew, exhaustive)
         except TooLongError:
             pass  # Python's whole numbers have no end
         else:
-            replayed = Replayed(found.step, [], found.begins, found.ends)
-            return Offload(tuple(sorted(_first(members, found.counts))), replayed, exhaustive, found.simulated)
+            return Offload(_first(members, counts), Replayed(step, begins, ends), exhaustive, simulated)
     return _OffloadSearch(line, programs, moved, members, skew).run(exhaustive)
 
 
-def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> set[int]:
-    """So many tensors of each group, the first ones."""
-    return {tensor for tensors, count in zip(members, counts, strict=True) for tensor in tensors[:count]}
+def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[int, ...]:
+    """The first tensors of each group, so many as `counts` says, ascending."""
+    return tuple(sorted(t for tensors, count in zip(members, counts, strict=True) for t in tensors[:count]))
 
 
 class _OffloadSearch:
@@ -96,33 +93,26 @@ class _OffloadSearch:
         self.best, self.counts = start, [0] * len(self.members)
 
     def run(self, exhaustive: bool) -> Offload:
+        improved = True
         if exhaustive:
+            improved = False
             for counts in product(*(range(len(tensors) + 1) for tensors in self.members)):
                 self._try(list(counts))
-        else:
-            self._descend()
-        return Offload(tuple(sorted(_first(self.members, self.counts))), self.best, exhaustive, self.simulated)
-
-    def _descend(self) -> None:
-        improved = True
         while improved:
             improved = False
             for group, tensors in enumerate(self.members):
                 for count in range(len(tensors) + 1):
                     improved |= self._try([*self.counts[:group], count, *self.counts[group + 1 :]])
+        return Offload(_first(self.members, self.counts), self.best, exhaustive, self.simulated)
 
     def _try(self, counts: list[int]) -> bool:
-        """Take these counts if they make the step shorter; what is before the first tensor that differs is known."""
-        offloaded = _first(self.members, counts)
-        differs = offloaded ^ _first(self.members, self.counts)
-        if not differs:
+        """Take these counts if they make the step shorter."""
+        if counts == self.counts:
             return False
-        programs = [
-            self.moved[tensor] if tensor in offloaded else program for tensor, program in enumerate(self.programs)
-        ]
+        offloaded = {*_first(self.members, counts)}
+        programs = [self.moved[t] if t in offloaded else program for t, program in enumerate(self.programs)]
         self.simulated += 1
-        limit = self.best.step - 1
-        replayed = self.line.run(programs, self.releases, self.skew, limit, self.best, min(differs))
+        replayed = self.line.run(programs, self.releases, self.skew, self.best.step - 1)
         if replayed is None:
             return False
         self.best, self.counts = replayed, counts

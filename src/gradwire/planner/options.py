@@ -18,8 +18,6 @@ from gradwire.errors import PlanError
 from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, roots
 from gradwire.planner.refusals import refusal
 
-__all__ = ["ExchangeChoice", "Option", "is_option", "option_of", "select", "tree"]
-
 
 class ExchangeChoice(NamedTuple):
     """One link task of an option."""

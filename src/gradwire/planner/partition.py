@@ -1,59 +1,32 @@
-"""What a partition of the tensors into buckets costs in one step, by Cupcake's timeline.
+"""The time of one step with the tensors cut into given buckets, by Cupcake's timeline (section 4.1, equation 1).
 
-One compute resource runs backward and encodes in series: a bucket is encoded as soon as its last gradient is ready, before the
-backward of the next tensor. One link carries the exchanges in bucket order. The step ends with the last exchange, and with the
-decode of the last bucket where that is counted; it begins with backward. Source: Cupcake, section 4.1, equation 1.
+One compute resource runs backward and encodes in series: it encodes a bucket as soon as the bucket's last gradient is ready,
+before the backward of the next tensor. One link carries the exchanges in bucket order. The step begins with backward. It ends
+with the last exchange, or with the decode of the last bucket where decodes are exposed.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, repeat
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from gradwire.core.checks import number, show, whole, word
+from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
 
-__all__ = [
-    "AffineCost",
-    "Cost",
-    "Decoding",
-    "Fusion",
-    "FusionCosts",
-    "Strategy",
-    "check_tensors",
-    "evaluate",
-    "prefix_sums",
-    "step_of",
-]
-
-
-class AffineCost(msgspec.Struct, frozen=True):
-    """Microseconds for so many bytes of gradient: a start and a rate.
-
-    >>> AffineCost(30, us_per_byte=0.001)(2000)
-    32.0
-    """
-
-    alpha_us: float
-    us_per_byte: float
-
-    def __call__(self, nbytes: float) -> float:
-        return self.alpha_us + self.us_per_byte * nbytes
-
-
 Cost: TypeAlias = Callable[[float], float]
-"""Bytes of uncompressed gradient in one bucket, to microseconds. A bucket of zero bytes still costs its start."""
+"""From bytes of uncompressed gradient in one bucket to microseconds. A bucket of zero bytes still costs its start."""
 
 CostField: TypeAlias = Any
-"""A Cost; a pair (alpha_us, us_per_byte) is brought to an AffineCost."""
+"""A Cost, or a pair (alpha_us, us_per_byte), which becomes an AffineCost."""
 
 Decoding: TypeAlias = Literal["exposed", "lumped"]
 
 
 class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bucket costs, always against its *uncompressed* bytes: ratio and factor of the scheme are folded in.
+    """Costs of one bucket by its *uncompressed* bytes; the compression ratio and the scheme's factor are folded in.
 
     Each is a pair (alpha_us, us_per_byte) or any function of bytes; `optimal` takes pairs only.
 
@@ -68,16 +41,13 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
     decode: CostField = AffineCost(0.0, 0.0)
     """Of all payloads of the world together."""
     decoding: Decoding = "exposed"
-    """exposed: decodes run beside the rest, and only that of the last bucket is waited for; lumped: on the compute resource
-    together with the encode."""
-    plain: CostField = None
-    """Exchange of a bucket that is not compressed; only the HiPress rule needs it."""
+    """exposed: decodes run beside everything else, and the step waits for the last bucket's decode only. lumped: decodes run on
+    the compute resource together with the encode."""
 
     def __post_init__(self) -> None:
         word("decoding", self.decoding, ("exposed", "lumped"), error=PlanError)
-        for field in ("encode", "exchange", "decode", "plain"):
-            if field != "plain" or self.plain is not None:
-                msgspec.structs.force_setattr(self, field, _as_cost(field, getattr(self, field)))
+        for field in ("encode", "exchange", "decode"):
+            msgspec.structs.force_setattr(self, field, _as_cost(field, getattr(self, field)))
 
     def of_compute(self, nbytes: float) -> float:
         """Microseconds of the compute resource for one bucket: encode, and decode where it is lumped in."""
@@ -91,7 +61,7 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fusion(NamedTuple):
-    """A partition of tensors into buckets, and what it costs."""
+    """A partition of tensors into buckets, and its step."""
 
     boundaries: tuple[int, ...]
     """End of each bucket: bucket j holds the tensors boundaries[j-1] to boundaries[j] - 1, the first begins at 0."""
@@ -106,17 +76,13 @@ Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], 
 
 
 def evaluate(
-    boundaries: Sequence[int],
-    backward_us: Sequence[float],
-    nbytes: Sequence[float],
-    costs: FusionCosts,
-    compressed: Sequence[bool] | None = None,
+    boundaries: Sequence[int], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
 ) -> float:
     """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
 
-    `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first: the gap to the previous gradient, and the
-    bytes of the gradient. `compressed` says by bucket which are encoded; the others need no codec and cost `costs.plain`.
-    Raises PlanError if the boundaries are no partition of the tensors, and if a time or a size is not a number of at least 0.
+    `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the bytes of the
+    gradient. Raises PlanError if the boundaries are no partition of the tensors, and if a time or a size is not a number of at
+    least 0.
 
     >>> costs = FusionCosts(encode=(1, 0), exchange=(2, 0.5))
     >>> evaluate([1, 3], backward_us=[10, 10, 10], nbytes=[4, 4, 4], costs=costs)
@@ -124,37 +90,20 @@ def evaluate(
     """
     check_tensors(backward_us, nbytes)
     _check_boundaries(boundaries, len(nbytes))
-    if compressed is None:
-        compressed = [True] * len(boundaries)
-    if len(compressed) != len(boundaries):
-        raise PlanError(
-            f"compressed has {len(compressed)} entries for {len(boundaries)} buckets: which bucket is encoded would be unknown. "
-            "Give one for each bucket."
-        )
-    if costs.plain is None and not all(compressed):
-        raise PlanError(
-            "costs.plain is None, but some buckets are not compressed: their exchange has no cost. Give "
-            "plain=(alpha_us, us_per_byte)."
-        )
-    return step_of(boundaries, prefix_sums(backward_us), prefix_sums(nbytes), costs, compressed)
+    return step_of(boundaries, prefix_sums(backward_us), prefix_sums(nbytes), costs)
 
 
 def step_of(
-    boundaries: Sequence[int],
-    ready_us: Sequence[float],
-    total_bytes: Sequence[float],
-    costs: FusionCosts,
-    compressed: Iterable[bool] = repeat(True),
+    boundaries: Sequence[int], ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts
 ) -> float:
-    """What `evaluate` returns, unchecked, from the prefix sums of times and sizes: for searches that ask often."""
+    """As `evaluate`, unchecked, from the prefix sums of times and sizes: for searches that ask often."""
     codec_us = link_us = after_us = 0.0
     start = 0
-    for end, encoded in zip(boundaries, compressed, strict=False):
+    for end in boundaries:
         size = total_bytes[end] - total_bytes[start]
-        codec_us += costs.of_compute(size) if encoded else 0.0
-        exchange = costs.exchange if encoded or costs.plain is None else costs.plain
-        link_us = max(link_us, ready_us[end] + codec_us) + exchange(size)
-        after_us = costs.after(size) if encoded else 0.0
+        codec_us += costs.of_compute(size)
+        link_us = max(link_us, ready_us[end] + codec_us) + costs.exchange(size)
+        after_us = costs.after(size)
         start = end
     return link_us + after_us
 
@@ -172,7 +121,7 @@ def check_tensors(backward_us: Sequence[float], nbytes: Sequence[float]) -> None
             "from the same profile."
         )
     if not len(nbytes):
-        raise PlanError("backward_us and nbytes are empty: there is nothing to fuse. Give at least one tensor.")
+        raise PlanError("backward_us and nbytes are empty: there is no tensor to fuse. Give at least one.")
     _check_numbers("backward_us", backward_us, "a time in microseconds")
     _check_numbers("nbytes", nbytes, "bytes of gradient")
 
@@ -183,7 +132,7 @@ def _check_numbers(field: str, values: Sequence[float], what: str) -> None:
             number(f"{field}[{index}]", value, what, error=PlanError)
     if not math.isfinite(sum(values)):
         raise PlanError(
-            f"the sum of {field} is not finite: no step could be compared with another. Measure or write them again."
+            f"the sum of {field} is not finite, so steps cannot be compared. Measure the values again, or correct them."
         )
 
 
@@ -194,8 +143,8 @@ def _check_boundaries(boundaries: Sequence[int], count: int) -> None:
         last = end
     if last != count:
         raise PlanError(
-            f"boundaries end at {last}, but there are {count} tensors: the others would never be exchanged. Let the last "
-            f"be {count}."
+            f"boundaries end at {last}, but there are {count} tensors: the others would never be exchanged. Set the last "
+            f"boundary to {count}."
         )
 
 

@@ -25,8 +25,6 @@ from gradwire.errors import PlanError
 from gradwire.planner.rules import Where, as_rule, useless
 from gradwire.planner.schemes import check_scheme, tasks_of
 
-__all__ = ["Policy", "Uniform", "launch_of"]
-
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
     RulesField: TypeAlias = Sequence[tuple[str | Where, Spec]]

@@ -1,6 +1,7 @@
-"""What options cost for a size, as programs that `gradwire.sim.replay` simulates: priced once per size, spec and option."""
+"""Times of options for a bucket's size, as programs that `gradwire.sim.replay` simulates."""
 
 from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from gradwire.core.checks import DTYPE_BYTES
@@ -15,24 +16,22 @@ from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
 from gradwire.sim.replay import ReplayProgram
 from gradwire.sim.simulator import Simulator, fs_of
 
-__all__ = ["Bytes", "Pricer", "bytes_of"]
-
 
 class Bytes(NamedTuple):
-    """What a bucket's tasks are priced by."""
+    """The sizes from which the times of a bucket's tasks follow."""
 
     raw: float
     """Of the gradients."""
     first: float
     """Of the payload of the first encode; 0 if nothing is encoded."""
     later: float
-    """Of the payload of a later encode, which encodes a sum."""
+    """Of the payload of a later encode, of a sum."""
     coded: float
-    """Of the gradients in float32, which is what codecs are timed on."""
+    """Of the gradients in float32: codecs are timed by these bytes."""
 
 
 def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
-    """Of a bucket of these tensors, summed in float32."""
+    """The sizes of a bucket of these tensors, summed in float32."""
     raw = sum(tensor.nbytes for tensor in tensors)
     coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
     if not spec.encodes:
@@ -45,27 +44,31 @@ def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
 
 
 class _Move(NamedTuple):
-    """A task with what is left open: sizes."""
+    """A task of an option on this cluster, for buckets of any size."""
 
     resource: int
     urgency: int
     phase: int
-    payload: int
-    """Of an exchange: index into Bytes. Of a codec task: -1."""
-    lines: tuple[tuple[float, float], ...]
-    """Of an exchange: microseconds and microseconds per byte, one for each link; the longer one counts."""
-    decodes: bool
-    device: str
-    calls: int
     share: float
-    """Of the bytes of the payload that it moves, or of the coded ones, in each call."""
-    cuts: int
-    with_decodes: bool
-    """Whether all decodes are added to it."""
+    """The part of the payload's bytes that an exchange moves, or of the float32 gradients that each codec call has."""
+    payload: int = -1
+    """Of an exchange: index into Bytes. Of a codec task: -1."""
+    lines: tuple[tuple[float, float], ...] = ()
+    """Of an exchange: microseconds and microseconds per byte, one for each link; the longer one counts."""
+    decodes: bool = False
+    device: str = ""
+    calls: int = 1
+    cuts: int = 1
+    with_decodes: bool = False
+    """Whether the time of all decodes is added to this task."""
+
+    def exchange_us(self, size: Bytes) -> float:
+        held = size[self.payload] * self.share
+        return max(alpha + beta * held for alpha, beta in self.lines)
 
 
 def _rising(points: Points) -> Points:
-    """What a codec takes at least for a size or any larger one: times that fall again count from where they are least."""
+    """The least time of a codec for each size and all larger ones: later smaller times lower the earlier ones."""
     rising = list(points)
     for index in reversed(range(len(points) - 1)):
         rising[index] = (points[index][0], min(points[index][1], rising[index + 1][1]))
@@ -78,13 +81,21 @@ class Pricer:
     def __init__(self, simulator: Simulator) -> None:
         self.cluster, self.rules = simulator.prices.cluster, simulator.rules
         self.codecs: CodecTimes = simulator.prices.codecs
-        self._moves: dict[tuple[tuple[str, ...], int], tuple[_Move, ...]] = {}
-        self._programs: dict[tuple[object, ...], ReplayProgram] = {}
+        self._moves_of = cache(self._plan_moves)
         self._times: dict[tuple[Spec, str, bool, float], float] = {}
-        self._floor: dict[tuple[Spec, str, bool], Points] | None = None
+        self._programs: dict[tuple[object, ...], ReplayProgram] = {}
+
+    @cached_property
+    def _floor(self) -> dict[tuple[Spec, str, bool], Points]:
+        """By spec, device and whether it decodes: the least time of a size and all larger ones."""
+        return {
+            (codec.spec, codec.device, decodes): _rising(codec.decode if decodes else codec.encode)
+            for codec in self.codecs.costs.codecs
+            for decodes in (False, True)
+        }
 
     def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> ReplayProgram:
-        """Raises PlanError for what cannot be priced."""
+        """The tasks of a bucket. Raises PlanError for an option or a codec that cannot be priced."""
         key = (option, spec, size)
         found = self._programs.get(key)
         if found is None:
@@ -94,7 +105,7 @@ class Pricer:
     def link_loads(
         self, options: Sequence[tuple[str, ...]], rounds: int, link: int
     ) -> set[tuple[float, tuple[float, float, float]]]:
-        """What options put on one link at least: (latencies in us, us for each byte of Bytes.raw, .first and .later)."""
+        """The least load of options on one link: (latencies in us, us for each byte of Bytes.raw, .first and .later)."""
         found = set()
         for option in options:
             latency, factors = 0.0, [0.0, 0.0, 0.0]
@@ -107,19 +118,12 @@ class Pricer:
         return found
 
     def sequence_us(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> float:
-        """What the tasks of a bucket take at least, one after the other, if the bucket has this size or a larger one."""
-        if self._floor is None:
-            self._floor = {
-                (codec.spec, codec.device, decodes): _rising(codec.decode if decodes else codec.encode)
-                for codec in self.codecs.costs.codecs
-                for decodes in (False, True)
-            }
+        """The least time of a bucket's tasks, one after the other, if the bucket has this size or a larger one."""
         free = self.rules.decode == "none"
         us = 0.0
         for move in self._moves_of(option, spec.rounds):
             if move.payload >= 0:
-                held = size[move.payload] * move.share
-                us += max(alpha + beta * held for alpha, beta in move.lines)
+                us += move.exchange_us(size)
             elif move.share and not (free and move.decodes):
                 points = self._floor.get((spec, move.device, move.decodes))
                 us += move.calls * time_at(points, size.coded * move.share) / move.cuts if points else 0.0
@@ -132,16 +136,12 @@ class Pricer:
         for move in moves:
             if move.payload < 0:
                 codecs += 1
-                us = (
-                    0.0
-                    if move.decodes and self.rules.decode in ("none", "with encode")
-                    else self._codec_us(move, spec, size)
-                )
+                free = move.decodes and self.rules.decode in ("none", "with encode")
+                us = 0.0 if free else self._codec_us(move, spec, size)
                 us += decodes_us if move.with_decodes else 0.0
             else:
                 links.append(move.resource)
-                held = size[move.payload] * move.share
-                us = max(alpha + beta * held for alpha, beta in move.lines)
+                us = move.exchange_us(size)
             length = fs_of(us)
             busy[move.resource] += length
             tasks.append((move.resource, length, move.urgency, move.phase))
@@ -158,53 +158,34 @@ class Pricer:
             us = self._times[key] = time_at(points, nbytes)
         return move.calls * us / move.cuts
 
-    def _moves_of(self, option: tuple[str, ...], rounds: int) -> tuple[_Move, ...]:
-        found = self._moves.get((option, rounds))
-        if found is None:
-            found = self._moves[option, rounds] = tuple(self._plan_moves(option, rounds))
-        return found
-
     def _plan_moves(self, option: tuple[str, ...], rounds: int) -> list[_Move]:
         cluster, rules = self.cluster, self.rules
         steps = steps_of(option, cluster.nodes, cluster.ranks_per_node, rounds, rules.routing)
         phases = sum(step.traffic is not None for step in steps)
         moves: list[_Move] = []
         phase = 0
-        lumped = rules.decode == "with encode"
         for step in steps:
             what, _, where = step.task.partition(":")
             if step.traffic is not None:
                 resource = INTRA if where == "intra" or cluster.nodes == 1 else INTER
-                held = step.share * step.parts
                 loads = (step.traffic.intra, step.traffic.inter)
                 lines = tuple(
                     (load.messages * link.alpha_us, load.factor * us_per_byte(link))
                     for load, link in zip(loads, cluster.links_for(step.task), strict=True)
                 )
-                moves.append(_Move(resource, AWAITED, phase, step.payload, lines, False, "", 1, held, 1, False))
+                moves.append(_Move(resource, AWAITED, phase, step.share * step.parts, step.payload, lines))
                 phase += 1
                 continue
             decodes = what == "decomp"
-            last = decodes and phase == phases
-            urgency = AWAITED if not last else LATE if rules.decode == "after backward" else LAST
-            on_compute = where == rules.device and rules.codec_on == "compute"
+            urgency = AWAITED
+            if decodes and phase == phases:
+                urgency = LATE if rules.decode == "after backward" else LAST
+            resource = COMPUTE if where == rules.device and rules.codec_on == "compute" else POOL
             calls = 1 if rules.decode_calls == "one" else step.parts
             share = step.share * step.parts / calls if step.parts else 0.0
-            cuts = rounds if rounds and not decodes else 1
-            first = not decodes and lumped and not any(move.payload < 0 and not move.decodes for move in moves)
-            moves.append(
-                _Move(
-                    COMPUTE if on_compute else POOL,
-                    urgency,
-                    min(phase, phases - 1),
-                    -1,
-                    (),
-                    decodes,
-                    where,
-                    calls,
-                    share,
-                    cuts,
-                    first,
-                )
-            )
+            move = _Move(resource, urgency, min(phase, phases - 1), share, decodes=decodes, device=where, calls=calls)
+            if not decodes:
+                first = all(move.payload >= 0 or move.decodes for move in moves)
+                move = move._replace(cuts=rounds or 1, with_decodes=first and rules.decode == "with encode")
+            moves.append(move)
         return moves

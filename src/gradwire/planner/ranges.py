@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from gradwire.core.checks import number, show
 from gradwire.errors import FormatError
 
-__all__ = ["MOST", "read_nodes", "read_rates"]
-
 MOST = 64
 """Values of one list. More make no better picture, and each takes planning time."""
 

@@ -19,8 +19,6 @@ from gradwire.planner.grammar import (
     roots,
 )
 
-__all__ = ["refusal"]
-
 
 def refusal(tasks: Sequence[str]) -> str:
     """Why these tasks are no path: found by following all patterns at once until none is left."""

@@ -13,8 +13,6 @@ from gradwire.core.strict import convert
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import FormatError
 
-__all__ = ["Where", "as_rule", "useless"]
-
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tensors by name, size, number of dimensions and dtype; a tensor must fulfil all that is given.

@@ -1,57 +1,39 @@
-"""Whole plans to start a search from, and to compare with: by each method, for one job."""
+"""Whole plans by each method: a search starts from them, and other plans are compared with them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from gradwire.core.collectives import ALL_REDUCE
 from gradwire.core.specs import Spec
 from gradwire.costs.fold import fold
 from gradwire.errors import PlanError
-from gradwire.planner.carried import carries
 from gradwire.planner.cures import numbered
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
 from gradwire.planner.policy import Policy
+from gradwire.planner.schemes import carries
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.sim.replay import NEVER, ReplayProgram
-
-__all__ = [
-    "FUSIONS",
-    "Moved",
-    "best_of",
-    "bytecomp",
-    "bytecomp_moved",
-    "close_after",
-    "close_before",
-    "ddp",
-    "drafts_to_start_from",
-    "fused",
-    "fused_by",
-    "shortest",
-    "sorted_parts",
-]
 
 _MIB = 2**20
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
 FEW = 32
-"""Tensors up to which ByteComp's selection is among the starts: it takes a simulation or more for each."""
-
-
+"""With at most so many tensors ByteComp's selection is among the starts: each tensor takes a simulation or more."""
 MOST = 1000
-"""Products of counts that the offload tries all; beyond it goes by coordinates. It keeps 200 tensors within 5 ms."""
+"""Up to so many products of counts the offload tries all; beyond that it uses coordinate descent."""
 
 
 def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """By when they are ready."""
+    """In the order in which buckets become ready."""
     return tuple(sorted(parts, key=lambda part: part.tensors[-1]))
 
 
 def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
-    """Each class cut by a strategy of fusion, with Cupcake's affine costs of the choice; exempt classes by the first plain
-    choice."""
+    """Cut each class by a strategy of fusion with Cupcake's affine costs; exempt classes get the first uncompressed choice."""
     parts = []
     for places in job.classes(choice):
         own = choice if job.may(places, choice) else job.plain[0]
@@ -63,33 +45,24 @@ def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
 
 
 def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
-    """As `fused`, with the choice that is best for all buckets together."""
+    """As `fused`, with the one choice that is best for all buckets."""
     choices = job.choices()
     coded = [choice for choice in choices if choice.encodes]
     drafts = [fused(job, strategy, choice) for choice in coded or choices]
-    # where none keeps to a limit of memory, any one tells how much is needed
+    # if all exceed the memory limit, return the smallest: the caller reports how much it needs
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
 def _gaps(job: PlanningJob, places: Sequence[int]) -> list[float]:
     """Backward between a class's gradients."""
-    total, gaps, at = 0.0, [], 0
-    for place in places:
-        total = sum(tensor.backward_us for tensor in job.profile.tensors[at : place + 1])
-        gaps.append(total)
-        at = place + 1
-    return gaps
+    ends = [0, *(place + 1 for place in places)]
+    return [sum(each.backward_us for each in job.profile.tensors[start:end]) for start, end in pairwise(ends)]
 
 
 def _costs(job: PlanningJob, choice: Choice) -> FusionCosts:
-    rules, prices = job.rules, job.simulator.prices
+    rules, costs = job.rules, job.simulator.prices.codecs.costs
     folded = fold(
-        choice.option,
-        choice.spec,
-        job.cluster,
-        prices.codecs.costs,
-        routing=rules.routing,
-        decode_calls=rules.decode_calls,
+        choice.option, choice.spec, job.cluster, costs, routing=rules.routing, decode_calls=rules.decode_calls
     )
     encode, exchange, decode = ((max(0.0, line.alpha_us), max(0.0, line.us_per_byte)) for line in folded)
     return FusionCosts(encode=encode, exchange=exchange, decode=decode)
@@ -107,7 +80,7 @@ def close_after(
     *,
     limits: Iterable[float] = _TRIED_BYTES,
 ) -> tuple[int, ...]:
-    """Cupcake's bucket fusion: a bucket closes with the tensor that brings it above a limit. The best of 2, 4, ... 64 MB."""
+    """Cupcake's bucket fusion: a bucket closes with the tensor that exceeds the limit. The best limit of 2, 4, ... 64 MB."""
 
     def boundaries(limit: float) -> tuple[int, ...]:
         ends, filled = [], 0.0
@@ -124,7 +97,7 @@ def close_after(
 def close_before(
     backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limit: float = 5 * _MIB
 ) -> tuple[int, ...]:
-    """A buffer that is never exceeded: a bucket closes before the tensor that would do so, and a larger tensor is alone.
+    """A bucket closes before the tensor that would exceed the limit; a tensor larger than the limit is alone.
 
     5 MB is DeAR-FB; DDP's is 25, Horovod's 64.
     """
@@ -141,7 +114,7 @@ def close_before(
 def shortest(
     candidates: Iterable[tuple[int, ...]], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
 ) -> tuple[int, ...]:
-    """Of several boundaries those with the shortest step."""
+    """The boundaries with the shortest step."""
     check_tensors(backward_us, nbytes)
     return min(candidates, key=lambda ends: evaluate(ends, backward_us, nbytes, costs))
 
@@ -164,40 +137,19 @@ def _policy_buckets(job: PlanningJob, spec: Spec) -> list[tuple[int, ...]]:
     return [tuple(place[name] for name in bucket.tensors) for bucket in made.buckets]
 
 
-def _size_buckets(job: PlanningJob, choice: Choice, limit: int) -> list[tuple[int, ...]]:
-    """Those that hold at most so many bytes."""
-    free = FusionCosts(encode=(0.0, 0.0), exchange=(0.0, 0.0))
-    buckets = []
-    for places in job.classes(choice):
-        sizes = [job.profile.tensors[place].nbytes for place in places]
-        ends = close_before([0.0] * len(places), sizes, free, limit=limit)
-        buckets += [tuple(places[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
-    return buckets
-
-
-def _filled(job: PlanningJob, buckets: Sequence[tuple[int, ...]], choice: Choice) -> Draft:
-    """These buckets with a choice, and with the first uncompressed one where they may not have it."""
-    return Draft(sorted_parts([Part(b, choice if job.may(b, choice) else job.plain[0]) for b in buckets]))
-
-
 class Moved(NamedTuple):
     """A draft after ByteComp's Algorithm 2."""
 
     draft: Draft
     way: str
-    """How it was searched what to offload, in words."""
+    """How the offload was searched, in words."""
 
 
-def bytecomp(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Draft:
+def bytecomp(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Moved:
     """ByteComp's selection and offload, every tensor alone, with the first spec.
 
     looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not.
     """
-    return bytecomp_moved(job, looks, most).draft
-
-
-def bytecomp_moved(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Moved:
-    """As `bytecomp`, with what was done about CPUs."""
     restrict = job.limits.restrict
     choices = list(job.plain)
     if job.specs:
@@ -207,7 +159,7 @@ def bytecomp_moved(job: PlanningJob, looks: int | None = None, most: int = MOST)
         if exempt:
             cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
             raise PlanError(
-                f"restrict is 'all-compressed', and {len(exempt)} tensors must stay uncompressed. {numbered(cures)}"
+                f"restrict is 'all-compressed', but {len(exempt)} tensors must stay uncompressed. {numbered(cures)}"
             )
         choices = choices[len(job.plain) :] or choices
     tensors = job.profile.tensors
@@ -230,48 +182,45 @@ def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:
     if not job.offloads:
         return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
     parts = draft.parts
-    for spec, option in {part.choice for part in parts if part.choice.encodes}:
-        if not carries(on_cpu(option), spec, job.rules.device):
-            return Moved(
-                draft, f"Nothing is offloaded: what {spec!r} encodes travels by one way only, from its own device."
-            )
-    elsewhere = {
-        place: part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option)))
-        for place, part in enumerate(parts)
-        if part.choice.encodes
-    }
+    elsewhere = {}
+    for place, part in enumerate(parts):
+        spec, option = part.choice.spec, on_cpu(part.choice.option)
+        if spec.encodes:
+            if not carries(option, spec, job.rules.device):
+                way = f"Nothing is offloaded: payloads of {spec!r} can only be encoded on the device of the gradients."
+                return Moved(draft, way)
+            elsewhere[place] = part._replace(choice=Choice(spec, option))
     moved = {place: job.program(part) for place, part in elsewhere.items()}
     groups = [(job.profile.tensors[place].nbytes, part.choice) for place, part in enumerate(parts)]
     found = offload(job.line, [job.program(part) for part in parts], moved, groups, most=most)
-    taken = set(found.tensors)
-    way = (
-        "all products of counts" if found.exhaustive else "coordinate descent, group by group, which may miss the best"
-    )
+    way = "all products of counts" if found.exhaustive else "coordinate descent over groups, which may miss the best"
     return Moved(
-        draft._replace(parts=tuple(elsewhere[p] if p in taken else part for p, part in enumerate(parts))),
-        f"Offloaded to CPUs: {len(taken)} of {len(moved)} compressed tensors, searched by {way}; {found.simulated} steps.",
+        draft._replace(parts=tuple(elsewhere[p] if p in found.tensors else part for p, part in enumerate(parts))),
+        f"Offloaded to CPUs: {len(found.tensors)} of {len(moved)} compressed tensors, searched by {way}; "
+        f"{found.simulated} steps simulated.",
     )
 
 
 def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
-    """What the joint planner compares first, the cheapest to make first."""
+    """The plans that the joint planner compares first, in ascending order of planning time."""
     yield ddp(job)
     choices = job.choices(6)
-    by_spec: dict[Spec, list[list[tuple[int, ...]]]] = {}
+    by_policy: dict[Spec, list[tuple[int, ...]]] = {}
     for choice in choices:
-        if choice.spec not in by_spec:
-            by_size = [_size_buckets(job, choice, limit * _MIB) for limit in (5, 8, 16, 32)]
-            by_spec[choice.spec] = [*by_size, _policy_buckets(job, choice.spec)]
-        for buckets in by_spec[choice.spec]:
-            yield _filled(job, buckets, choice)
+        for limit in (5, 8, 16, 32):
+            yield fused(job, partial(close_before, limit=limit * _MIB), choice)
+        if choice.spec not in by_policy:
+            by_policy[choice.spec] = _policy_buckets(job, choice.spec)
+        parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
+        yield Draft(sorted_parts(parts))
     for choice in choices:
         yield fused(job, _optimal, choice)
     if len(job.profile.tensors) <= FEW:
-        yield bytecomp(job, looks=1)
+        yield bytecomp(job, looks=1).draft
 
 
 def best_of(job: PlanningJob, drafts: Iterator[Draft]) -> Draft | None:
-    """The draft with the shortest step, of equal ones the first; None where none keeps to the limits."""
+    """The first draft with the shortest step; None if all exceed the limits."""
     best, step = None, NEVER
     for draft in drafts:
         found = job.step(draft, step - 1)

@@ -1,11 +1,12 @@
-"""What if: step times over several clusters, by several methods, as scaling factors. Pure: no torch.
+"""Step times on several clusters, by several methods, as scaling factors. Pure: no torch.
 
-The **scaling factor** of n ranks is T_n / (n * T_1), where T is samples a second. A rank does the same work alone
-and among others, so it is the step of one rank alone, forward and backward, divided by the step of n ranks. 1 is perfect.
+The **scaling factor** of n ranks is T_n / (n * T_1), where T is samples a second. A rank does the same work alone and among
+others, so the factor is the step of one rank alone divided by the step of n ranks. 1 is perfect.
 """
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
@@ -25,20 +26,6 @@ from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
 from gradwire.sim.timeline import simulate
 
-__all__ = [
-    "LABELS",
-    "SWEPT",
-    "SweepRow",
-    "alone_us",
-    "as_json",
-    "as_table",
-    "check_some_may",
-    "clusters",
-    "methods_here",
-    "sweep_methods",
-    "sweep_plan",
-]
-
 LABELS = {
     "ddp": "plain DDP",
     "layerwise": "layer-wise",
@@ -52,10 +39,10 @@ LABELS = {
     "even": "even split",
     "plan": "the plan",
 }
-"""What a method of a sweep is called in pictures. bound: no plan has a higher scaling factor. plan: the same plan everywhere."""
+"""Names of methods in pictures. bound: no plan has a higher scaling factor. plan: the same plan everywhere."""
 
 SWEPT = ("ddp", "layerwise", "hipress", "fusion", "bytecomp", "joint", "bound")
-"""The methods of a sweep, if none are named. Cupcake's problem is solved exactly: its own search is stopped by a clock."""
+"""The default methods of a sweep, without Cupcake's own search, which stops by a clock: fusion solves its problem exactly."""
 
 
 class SweepRow(NamedTuple):
@@ -71,14 +58,14 @@ class SweepRow(NamedTuple):
 
 
 Seen = Callable[[int], None]
-"""Called after every planned step with how many there were."""
+"""Called after every planned step with the number of steps so far."""
 
 
 def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[int] | None) -> list[Cluster]:
-    """The cluster at each rate between nodes with each number of nodes; None: its own.
+    """The cluster at each rate between nodes with each number of nodes; None: the cluster's own.
 
-    What all-reduce reaches keeps its share of the rate between nodes. It is left out where it was measured on the other
-    link: inside one node, and now there are several, or the other way round.
+    The measured rate of all-reduce scales with the rate between nodes. It is left out if it was measured on the other link:
+    inside one node for several nodes, or the other way round.
     """
     rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
     return [_at(cluster, gbps, count) for gbps, count in product(rates, counts)]
@@ -96,33 +83,26 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
 
 def alone_us(profile: Profile) -> float:
     """Forward, backward and optimizer, as far as the profile has them: the step of one rank alone."""
-    return _compute_us(profile) + (profile.optimizer_us or 0.0)
-
-
-def _compute_us(profile: Profile) -> float:
-    return sum((tensor.forward_us or 0.0) + tensor.backward_us for tensor in profile.tensors)
+    return sum((each.forward_us or 0.0) + each.backward_us for each in profile.tensors) + (profile.optimizer_us or 0.0)
 
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
     """Raises PlanError where there are specs, and no tensor that they may compress."""
     if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
         raise PlanError(
-            f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in profiles that were "
-            "imported, and biases and norms stay uncompressed. Allow them: --all-tensors, or Limits(exempt_vectors=False)."
+            f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in imported profiles, and "
+            "the planner takes such tensors for biases and norms. Give --all-tensors, or Limits(exempt_vectors=False)."
         )
 
 
 def methods_here() -> list[str]:
-    """Those of `SWEPT` that are there: the rivals are in the repository only."""
-    return [method for method in SWEPT if method == "bound" or _is_here(method)]
-
-
-def _is_here(method: str) -> bool:
-    try:
-        method_named(method)
-    except GradwireError:
-        return False
-    return True
+    """The methods of `SWEPT` that are installed: only the repository has those of `RIVALS`."""
+    found = [method for method in SWEPT if method not in RIVALS]
+    for method in RIVALS:
+        with suppress(GradwireError):
+            method_named(method)
+            found.append(method)
+    return [method for method in SWEPT if method in found]
 
 
 def sweep_methods(
@@ -135,7 +115,7 @@ def sweep_methods(
     methods: Sequence[str] = SWEPT,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """Each method's plan on each cluster. Raises PlanError for a method that is none, and as planning does."""
+    """Each method's plan on each cluster. Raises PlanError for an unknown method, and as planning does."""
     for method in methods:
         word("method", method, (*METHODS, *RIVALS, "bound"), error=PlanError)
         if method != "bound":
@@ -149,16 +129,11 @@ def sweep_methods(
                 step_us = alone_us(profile)
             else:
                 job = PlanningJob(profile, point, costs, specs, limits, rules)
-                step_us = job.lower_bound_us() if method == "bound" else _step_us(job, method)
+                prediction = None if method == "bound" else make(job, method).plan.prediction
+                step_us = job.lower_bound_us() if prediction is None else prediction.step_us
             rows.append(_row(profile, point, method, step_us))
             seen(len(rows))
     return rows
-
-
-def _step_us(job: PlanningJob, method: str) -> float:
-    prediction = make(job, method).plan.prediction
-    assert prediction is not None
-    return prediction.step_us
 
 
 def sweep_plan(
@@ -169,7 +144,7 @@ def sweep_plan(
     rules: Rules | None = None,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """One plan on each cluster as it is, beside plain DDP. Raises PlanError where it cannot be simulated."""
+    """One unchanged plan on each cluster, beside plain DDP. Raises PlanError where the plan cannot be simulated."""
     _check_compute(profile)
     rows = []
     for point in points:
@@ -185,10 +160,10 @@ def sweep_plan(
 
 
 def _check_compute(profile: Profile) -> None:
-    if not _compute_us(profile):
+    if not any(tensor.forward_us or tensor.backward_us for tensor in profile.tensors):
         raise PlanError(
-            f"the profile of {show(profile.model)} has no times: with 0 us of computation there is no scaling factor. Profile "
-            "the model, or write backward_us and forward_us."
+            f"the profile of {show(profile.model)} has no times. With 0 us of computation there is no scaling factor. Profile "
+            "the model, or write backward_us and forward_us into the profile."
         )
 
 
@@ -198,7 +173,7 @@ def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> Sweep
 
 
 def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:
-    """One line for each cluster, one column for each method, and what the numbers are."""
+    """One line for each cluster, one column for each method, and a legend."""
     methods = list(dict.fromkeys(row.method for row in rows))
     points = list(dict.fromkeys((row.inter_gbps, row.nodes, row.ranks) for row in rows))
     cells = {(row.inter_gbps, row.nodes, row.method): f"{row.scaling:.3f}" for row in rows}
@@ -212,7 +187,7 @@ def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:
     )
     lines.append(", ".join(f"{method}: {LABELS[method]}" for method in methods) + ".")
     if all(tensor.forward_us is None for tensor in profile.tensors):
-        lines.append("The profile has no forward times: with them all factors would be higher.")
+        lines.append("The profile has no forward times; with forward times all factors would be higher.")
     return "\n".join(lines) + "\n"
 
 

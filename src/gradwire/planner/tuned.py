@@ -8,8 +8,6 @@ from gradwire.core.checks import show, whole, word
 from gradwire.errors import PlanError
 from gradwire.planner.policy import Policy
 
-__all__ = ["SEARCHES", "Tuned"]
-
 SEARCHES = ("bayes", "random", "grid")
 """bayes: Bayesian optimisation. random: sizes drawn at random. grid: sizes spaced evenly. All on a logarithmic scale."""
 _MB = 2**20

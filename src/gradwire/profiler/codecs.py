@@ -15,7 +15,7 @@ from gradwire.compressors import Context, compressor_for
 from gradwire.core.costs import CodecCosts, Costs, Points
 from gradwire.core.made import Made
 from gradwire.core.specs import ElementRun, Spec
-from gradwire.costs.points import fit_points
+from gradwire.costs.fit import fit_points
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
 

@@ -2,17 +2,17 @@
 
 Whole numbers make sums independent of their order and ties true ties, so a step has one timeline, to the last bit.
 
-Everything follows from one rule: when something ends, first all that ends at the same moment is noted, then every resource
-that is free takes what comes first in its queue. Queues are ordered:
-- on compute: codec tasks that a link waits for, in launch order, then last decodes, then backward and forward, then late
-  decodes;
-- on a link: strictly by launch order, or, with lanes, by the moment of being ready;
-- in the CPU pool: by the moment of being ready.
+One rule decides everything. When a task ends, the loop first ends all tasks of the same moment; then every free resource takes
+the first task of its queue. Queues are ordered:
+- on compute: codec tasks that a link waits for, in launch order; then last decodes; then backward and forward; then late decodes;
+- on a link: strictly by launch order, or, with lanes, by the time at which tasks became ready;
+- in the CPU pool: by the time at which tasks became ready.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 __all__ = [
@@ -22,20 +22,20 @@ __all__ = [
     "POOL",
     "RESOURCES",
     "WHOLE_STEP",
+    "EventLoop",
     "EventRun",
     "SimTask",
     "SimWork",
     "Span",
-    "run",
 ]
 
 COMPUTE, POOL, INTRA, INTER = range(4)
 RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
 
 NOTHING, WHOLE_STEP = -2, -1
-"""What a part of the computation waits for, beside a bucket's index: nothing, or an earlier step's whole exchange."""
+"""Values of `SimWork.waits` beside a bucket's index: wait for nothing, or for an earlier step's whole exchange."""
 AWAITED, LAST, LATE = 0, 1, 2
-"""Of tasks on compute: a link waits for it; nothing but the step's end does; it goes behind backward and forward."""
+"""Urgency of a task on compute: a link waits for it; only the end of the step waits; it runs after backward and forward."""
 
 
 class SimTask(NamedTuple):
@@ -44,16 +44,17 @@ class SimTask(NamedTuple):
     resource: int
     length: int
     order: int
-    """Place in the step's launch order of the link task that it is, that waits for it, or, for last decodes, before it."""
+    """Place in the step's launch order: of this link task, of the link task that waits for this codec task, or of the last link
+    task before a last decode."""
     urgency: int = AWAITED
     gate: int = -1
     """The bucket whose gradients must be ready, for the first task of a piece; else -1."""
     ends: int = -1
-    """The bucket of which it ends a piece, for the last task of one; else -1."""
+    """The bucket, for the last task of a piece; else -1."""
 
 
 class SimWork(NamedTuple):
-    """What a step has to do."""
+    """The work of one step."""
 
     lengths: Sequence[int]
     """Of the computation's parts in their order: forward, tensor by tensor, then backward."""
@@ -62,13 +63,13 @@ class SimWork(NamedTuple):
     releases: Sequence[Sequence[int]]
     """Buckets that are ready when a part ends."""
     rows: Sequence[Sequence[SimTask]]
-    """Tasks that are done one after the other: the pieces' own, or those of lanes."""
+    """Tasks of one piece, or of one lane, that follow each other."""
     pieces: Sequence[int]
     """How many pieces each bucket has."""
 
 
 class Span(NamedTuple):
-    """What a resource did."""
+    """One task of a resource, or consecutive parts of the computation."""
 
     start: int
     end: int
@@ -82,7 +83,7 @@ class Span(NamedTuple):
 
 
 class EventRun(NamedTuple):
-    """What came out."""
+    """The result of the event loop."""
 
     computed: list[int]
     """When the backward of each step ended."""
@@ -92,23 +93,22 @@ class EventRun(NamedTuple):
     """In the order of their starts; empty if not asked for."""
 
 
-def run(works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> EventRun:
-    """Simulate so many steps; step s does works[s % len(works)].
+class EventLoop:
+    """Simulates so many steps; step s does works[s % len(works)].
 
-    lag: a part that waits for WHOLE_STEP waits for the exchange of so many steps before. lanes: rows are lanes, which go on
-    in the next step where they ended; else each row begins when its gradients are ready. workers: tasks that the CPU pool
-    does at once.
+    lag: a part that waits for WHOLE_STEP waits for the exchange of so many steps before. lanes: rows are lanes, which go on in
+    the next step where they ended; without lanes each row begins when its gradients are ready. workers: tasks that the CPU pool
+    does at once. record: whether to keep spans.
     """
-    return _Loop(works, steps, lag, lanes, workers, record).run()
 
-
-class _Loop:
-    def __init__(self, works: Sequence[SimWork], steps: int, lag: int, lanes: bool, workers: int, record: bool) -> None:
+    def __init__(
+        self, works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool
+    ) -> None:
         self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
         self.cycle = works
         self.works = [works[step % len(works)] for step in range(steps)]
         self.width = max(len(work.rows) for work in works)
-        self.after = [_sums(work.lengths) for work in works] * (steps // len(works) + 1)
+        self.after = [list(accumulate(work.lengths, initial=0)) for work in works] * (steps // len(works) + 1)
         self.breaks = [_breaks(work) for work in works] * (steps // len(works) + 1)
         self.left = [list(work.pieces) for work in self.works]
         self.left_all = [sum(work.pieces) for work in self.works]
@@ -125,7 +125,7 @@ class _Loop:
         self.result = EventRun([], [0] * steps, [])
 
     def _launch_order(self, link: int) -> list[int]:
-        """Orders of all link tasks of all steps on a link, first to last."""
+        """The orders of all link tasks on a link over all steps, ascending."""
         if self.lanes or link not in (INTRA, INTER):
             return []
         span = 1 << 32
@@ -155,7 +155,7 @@ class _Loop:
                     self._done(what, now)
 
     def _begin_row(self, row: int, now: int) -> None:
-        """Start a row; of a lane, the first that it has from this step on."""
+        """Start a row; with lanes, the lane's first row from this step on."""
         step, index = divmod(row, self.width)
         while self.lanes and step < self.steps and index >= len(self.works[step].rows):
             step += 1
@@ -184,11 +184,11 @@ class _Loop:
         heappush(self.queues[task.resource], key)
 
     def _start(self, resource: int, now: int) -> None:
-        """Give a link or the pool what comes first."""
+        """Give a link or the pool the first task of its queue."""
         queue = self.queues[resource]
         while self.free[resource] and queue:
             if self.due[resource] and queue[0][0] != self.due[resource][self.launched[resource]]:
-                return  # what is ready is not its turn
+                return  # it is the turn of another task, which is not ready
             self.launched[resource] += 1
             self._take(resource, heappop(queue)[2], now)
 
@@ -202,7 +202,7 @@ class _Loop:
             self.result.spans.append(Span(now, end, step, index, at, 0))
 
     def _compute(self, now: int) -> None:
-        """Give compute a codec task, or as many parts of the computation as nothing can come between."""
+        """Give compute a codec task, or as many parts of the computation as no codec task can interrupt."""
         queue = self.queues[COMPUTE]
         possible = self._may_go_on()
         if queue and (queue[0][0] < LATE or not possible):
@@ -252,16 +252,8 @@ class _Loop:
         self._next(row, now)
 
 
-def _sums(lengths: Sequence[int]) -> list[int]:
-    """Time before each part, and after all."""
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
-
-
 def _breaks(work: SimWork) -> list[int]:
-    """For each part, the first later one before which something may happen: buckets become ready, or it waits."""
+    """For each part, the first later part that may wait, or before which buckets become ready."""
     breaks, following = [], len(work.lengths)
     for part in reversed(range(len(work.lengths))):
         if work.releases[part] or (part + 1 < len(work.waits) and work.waits[part + 1] != NOTHING):

@@ -1,49 +1,30 @@
-"""The planner's inner loops in C++ (csrc/planner.cpp), through ctypes: the timelines of `gradwire.sim.replay` and the searches on
-them, some hundred times as fast, with the same result to the femtosecond. Where it was not built, Python does it.
+"""The planner's inner loops in C++ (csrc/planner.cpp), called through ctypes.
+
+The library has the timelines of `gradwire.sim.replay` and the searches on them. It is some hundred times as fast as Python, with
+the same result to the femtosecond. Where the library was not built, Python does the work.
 """
 
 import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from gradwire.core import native
 
 if TYPE_CHECKING:
     from gradwire.sim.replay import ReplayProgram
 
-__all__ = ["Native", "NativeOffload", "NativeSelection", "TooLongError", "native_line"]
+__all__ = ["Native", "TooLongError", "native_line"]
 
 _ABOVE_LIMIT, _TOO_LONG = -1, -2
 _LONGEST = 2**62
-"""Femtoseconds, over an hour: longer steps are left to Python, whose whole numbers have no end."""
+"""Femtoseconds, over an hour. Longer steps are left to Python: its whole numbers have no end."""
 
 
 class TooLongError(Exception):
-    """A step may take longer than 64 bits of femtoseconds can say: ask the Python twin."""
-
-
-class NativeSelection(NamedTuple):
-    """What Algorithm 1 found; see `gradwire.planner.select.Selection`."""
-
-    chosen: list[int]
-    step: int
-    begins: list[int]
-    ends: list[int]
-    candidates: int
-    simulated: int
-    ruled_out: int
-
-
-class NativeOffload(NamedTuple):
-    """What Algorithm 2 found; see `gradwire.planner.offload.Offload`."""
-
-    counts: list[int]
-    step: int
-    begins: list[int]
-    ends: list[int]
-    simulated: int
+    """A step may take more femtoseconds than 64 bits hold: use the Python search instead."""
 
 
 @cache
@@ -60,7 +41,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def native_line(after: Sequence[int], workers: int) -> "Native | None":
-    """The C++ twin of a Replayer; None where it was not built, or if the times are too long for it."""
+    """The C++ version of a Replayer; None where the library was not built, or if the times are too long for it."""
     library = _library()
     if library is None or after[-1] >= _LONGEST:
         return None
@@ -68,7 +49,7 @@ def native_line(after: Sequence[int], workers: int) -> "Native | None":
 
 
 class Native:
-    """One model's computation, and every program that was ever asked for."""
+    """One model's computation, and every program used so far."""
 
     def __init__(self, library: ctypes.CDLL, after: Sequence[int], workers: int) -> None:
         self._library = library
@@ -98,8 +79,11 @@ class Native:
         skew: int,
         prune: bool,
         looks: int | None,
-    ) -> NativeSelection:
-        """Algorithm 1. sizes: whole numbers from 0 on, equal where sizes are. order: of the visits. Raises TooLongError."""
+    ) -> tuple[list[int], int, list[int], list[int], list[int]]:
+        """Algorithm 1: chosen options, step, begins, ends, and the counts of candidates, simulated and ruled out.
+
+        sizes: numbers from 0 on, equal for equal sizes. order: of the visits. Raises TooLongError.
+        """
         count, width = len(tables), max(map(len, tables))
         rows: dict[int, list[int]] = {}
         for table in tables:
@@ -107,26 +91,14 @@ class Native:
                 rows[id(table)] = [self._number(program) for program in table] + [-1] * (width - len(table))
         numbers = _ints([number for table in tables for number in rows[id(table)]])
         chosen, begins, ends, counts = _ints([0] * count), _longs([0] * count), _longs([0] * count), _longs([0] * 3)
+        found = (chosen, begins, ends, counts)
         cut = -1 if looks is None else looks
-        found: int = self._library.gw_select(
-            self._line,
-            numbers,
-            count,
-            width,
-            _ints(sizes),
-            _ints(order),
-            len(order),
-            skew,
-            prune,
-            cut,
-            chosen,
-            begins,
-            ends,
-            counts,
+        step: int = self._library.gw_select(
+            self._line, numbers, count, width, _ints(sizes), _ints(order), len(order), skew, prune, cut, *found
         )
-        if found == _TOO_LONG:
+        if step == _TOO_LONG:
             raise TooLongError
-        return NativeSelection(list(chosen), found, list(begins), list(ends), *counts)
+        return list(chosen), step, list(begins), list(ends), list(counts)
 
     def offload(
         self,
@@ -135,43 +107,27 @@ class Native:
         members: Sequence[Sequence[int]],
         skew: int,
         exhaustive: bool,
-    ) -> NativeOffload:
-        """Algorithm 2. moved: None where a tensor stays. members: tensors of each group, ascending. Raises TooLongError."""
+    ) -> tuple[list[int], int, list[int], list[int], int]:
+        """Algorithm 2: counts by group, step, begins, ends, and how many steps were simulated.
+
+        moved: None where a tensor stays. members: tensors of each group, ascending. Raises TooLongError.
+        """
         count, groups = len(programs), len(members)
+        numbers = self._all(programs)
         elsewhere = _ints([-1 if program is None else self._number(program) for program in moved])
-        flat = [tensor for group in members for tensor in group]
-        until = [sum(map(len, members[: group + 1])) for group in range(groups)]
-        counts, begins, ends, simulated = (
-            _ints([0] * groups),
-            _longs([0] * count),
-            _longs([0] * count),
-            _longs([0]),
+        flat = _ints([tensor for group in members for tensor in group])
+        until = _ints(list(accumulate(map(len, members))))
+        counts, begins, ends, simulated = _ints([0] * groups), _longs([0] * count), _longs([0] * count), _longs([0])
+        found = (counts, begins, ends, simulated)
+        step: int = self._library.gw_offload(
+            self._line, numbers, elsewhere, count, flat, until, groups, skew, exhaustive, *found
         )
-        found: int = self._library.gw_offload(
-            self._line,
-            self._all(programs),
-            elsewhere,
-            count,
-            _ints(flat),
-            _ints(until),
-            groups,
-            skew,
-            exhaustive,
-            counts,
-            begins,
-            ends,
-            simulated,
-        )
-        if found == _TOO_LONG:
+        if step == _TOO_LONG:
             raise TooLongError
-        return NativeOffload(list(counts), found, list(begins), list(ends), simulated[0])
+        return list(counts), step, list(begins), list(ends), simulated[0]
 
     def _all(self, programs: "Sequence[ReplayProgram]") -> "ctypes.Array[ctypes.c_int32]":
-        known = self._numbers
-        try:
-            return _ints([known[id(program)] for program in programs])
-        except KeyError:
-            return _ints([self._number(program) for program in programs])
+        return _ints([self._number(program) for program in programs])
 
     def _number(self, program: "ReplayProgram") -> int:
         number = self._numbers.get(id(program))

@@ -1,18 +1,20 @@
-"""From plans to step times: what planners call thousands of times.
+"""From plans to step times. Planners call this thousands of times.
 
-A simulator is made once for a model and a cluster. For each plan it prices the buckets, lays out what every resource has to
-do, and runs the event loop until the steps' rhythm repeats.
+Make one simulator for a model and a cluster. For each plan the simulator prices the buckets, lays out the tasks of every
+resource, and runs the event loop until steps repeat.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import msgspec
 
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import LINKS
 from gradwire.core.costs import Costs
 from gradwire.core.launch import launch_tasks
-from gradwire.core.plan import Bucket
+from gradwire.core.plan import Bucket, Plan
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Schedule
 from gradwire.costs import Price, PricedBucket, Prices
@@ -27,14 +29,14 @@ from gradwire.sim.events import (
     NOTHING,
     POOL,
     WHOLE_STEP,
+    EventLoop,
     EventRun,
     SimTask,
     SimWork,
-    run,
 )
 from gradwire.sim.rules import Rules
 
-__all__ = ["FS_PER_US", "Label", "Layout", "Planned", "SimulatedSteps", "Simulator", "fs_of"]
+__all__ = ["FS_PER_US", "Label", "Layout", "LightPlan", "SimulatedSteps", "Simulator", "fs_of"]
 
 LONGEST_US = 1e13
 """No task of a step takes so long, in microseconds."""
@@ -44,21 +46,16 @@ _FEWEST_CYCLES, _MOST_CYCLES = 5, 80
 """Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
 
 
-class Planned(Protocol):
-    """The part of a Plan that is simulated. A planner may use a lighter class of its own for its candidates."""
+class LightPlan(NamedTuple):
+    """The part of a Plan that is simulated: what planners make of their candidates."""
 
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def buckets(self) -> Sequence[Bucket]: ...
-
-    @property
-    def launch(self) -> Sequence[tuple[int, str]]: ...
+    buckets: Sequence[Bucket]
+    launch: Sequence[tuple[int, str]]
+    schedule: Schedule
 
 
 class Label(NamedTuple):
-    """What a task of a row is."""
+    """The bucket, the chunk and the price of one task of a row."""
 
     bucket: int
     chunk: int
@@ -68,7 +65,7 @@ class Label(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One step of a plan, and what its tasks are."""
+    """One step of a plan, and the labels of its tasks."""
 
     work: SimWork
     labels: list[list[Label]]
@@ -77,7 +74,7 @@ class Layout(NamedTuple):
 
 
 class SimulatedSteps(NamedTuple):
-    """What simulating a plan gave."""
+    """The result of simulating a plan."""
 
     layouts: list[Layout]
     """One for each kind of step, in the order of the steps, repeated."""
@@ -85,25 +82,15 @@ class SimulatedSteps(NamedTuple):
     steps: int
     """Steps simulated."""
     window: tuple[int, int]
-    """From when to when the last cycle of steps lasted, in femtoseconds."""
+    """Start and end of the last cycle of steps, in femtoseconds."""
     cycle: int
     """Steps in it."""
     steady: bool
-    """Whether cycles last exactly alike by then."""
+    """Whether the last cycles took exactly the same time."""
 
 
 class Simulator:
-    """Simulates plans for one model on one cluster.
-
-    >>> from gradwire.core import Identity, Link, TensorInfo, TensorProfile
-    >>> from gradwire.planner import Uniform
-    >>> tensor = TensorProfile(name="w", shape=(250,), dtype="float32", backward_us=100.0, forward_us=50.0)
-    >>> profile = Profile(model="one", batch=1, device="V100", tensors=[tensor])
-    >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
-    >>> simulator = Simulator(profile, cluster, Costs(codecs=()))
-    >>> simulator.step_us(Uniform(Identity()).plan(profile.tensor_infos("gpu")))  # forward, backward, 2 alpha, 1000 bytes
-    171.0
-    """
+    """Simulates plans for one model on one cluster; `gradwire.sim.timeline` has an example."""
 
     def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
         self.profile, self.rules = profile, rules or Rules()
@@ -121,16 +108,16 @@ class Simulator:
         forward[0] += self.optimizer
         self._lengths = [*forward, *(fs_of(tensor.backward_us) for tensor in tensors)]
 
-    def step_us(self, plan: Planned) -> float:
+    def step_us(self, plan: Plan | LightPlan) -> float:
         """Microseconds of one step in the long run; of `delayed`, the mean over corrections and other steps.
 
-        The plan must be of the simulator's model: that is `simulate`'s to check. Raises PlanError for what cannot be priced.
+        The plan must be of the simulator's model; only `simulate` checks that. Raises PlanError for what cannot be priced.
         """
         outcome = self.outcome(plan, record=False)
         return (outcome.window[1] - outcome.window[0]) / outcome.cycle / FS_PER_US
 
-    def outcome(self, plan: Planned, record: bool) -> SimulatedSteps:
-        """Simulate so many steps that their rhythm repeats; `record` keeps what every resource did."""
+    def outcome(self, plan: Plan | LightPlan, record: bool) -> SimulatedSteps:
+        """Simulate until steps repeat; `record` keeps every task of every resource."""
         layouts = self._layouts(plan)
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
         overlaps = plan.schedule.gathers_in_forward or plan.schedule.hides_exchange
@@ -138,14 +125,15 @@ class Simulator:
         cycles = _FEWEST_CYCLES if overlaps else 1
         while True:
             steps = cycle * cycles
-            done = run(works, steps, lag=lag, lanes=rules.lanes > 0, workers=rules.cpu_workers, record=record)
+            lanes, workers = rules.lanes > 0, rules.cpu_workers
+            done = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record).run()
             if not overlaps:
                 return SimulatedSteps(
                     layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True
                 )
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
-            # exchanges too: they may fall behind for many steps before the computation has to wait. The last one is not
-            # like the others, as no further step runs beside it
+            # exchanges must repeat too: they may fall behind for many steps before the computation has to wait. The last
+            # exchange differs from the others, as no further step runs beside it
             rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
             steady = len(rhythms) == 1
             if steady or cycles >= _MOST_CYCLES:
@@ -154,7 +142,7 @@ class Simulator:
                 return SimulatedSteps(layouts, done, steps, window, spanned, steady)
             cycles *= 2
 
-    def _layouts(self, plan: Planned) -> list[Layout]:
+    def _layouts(self, plan: Plan | LightPlan) -> list[Layout]:
         schedule = plan.schedule
         if schedule.gathers_in_forward:
             self._check_forward()
@@ -165,19 +153,20 @@ class Simulator:
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
-            corrected = [self.prices.with_spec(bucket, schedule.correction) for bucket in plan.buckets]
+            changed = [msgspec.structs.replace(bucket, spec=schedule.correction) for bucket in plan.buckets]
+            corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
 
     def _check_forward(self) -> None:
         missing = [tensor.name for tensor in self.profile.tensors if tensor.forward_us is None]
         if missing:
             raise PlanError(
-                f"the schedule is pipelined, and {len(missing)} of {len(self.profile.tensors)} tensors of the profile have no "
-                f"forward_us, {missing[0]!r} first: gathers run in the next forward, so its times are needed. Profile the "
-                "model's forward, or use the backward schedule."
+                f"{len(missing)} of {len(self.profile.tensors)} tensors of the profile have no forward_us, {missing[0]!r} first. "
+                "The pipelined schedule gathers in the next forward, so the simulation needs forward times. Profile the model's "
+                "forward, or use the backward schedule."
             )
 
-    def _layout(self, plan: Planned, priced: list[PricedBucket]) -> Layout:
+    def _layout(self, plan: Plan | LightPlan, priced: list[PricedBucket]) -> Layout:
         count = len(self._position)
         waits = [NOTHING] * (2 * count)
         releases: list[list[int]] = [[] for _ in range(2 * count)]
@@ -194,7 +183,9 @@ class Simulator:
         work = SimWork(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
         return Layout(work, labels, priced)
 
-    def _rows(self, plan: Planned, priced: list[PricedBucket]) -> tuple[list[list[SimTask]], list[list[Label]]]:
+    def _rows(
+        self, plan: Plan | LightPlan, priced: list[PricedBucket]
+    ) -> tuple[list[list[SimTask]], list[list[Label]]]:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
         launch = _launched(plan.launch, [len(phases) for phases in segments])
@@ -240,17 +231,17 @@ class Simulator:
 
 
 def fs_of(us: float) -> int:
-    """Femtoseconds. Raises PlanError for a time that no step has."""
+    """Microseconds as femtoseconds. Raises PlanError for a task that is longer than any step."""
     if us > LONGEST_US:
         raise PlanError(
             f"one task of a step would take {us:.3g} us, more than 100 days: a time in the profile or the costs, or a rate in "
-            "the cluster, is wrong by many powers of ten. Measure or write it again."
+            "the cluster, is wrong by many powers of ten. Measure it again, or correct the file."
         )
     return round(us * FS_PER_US)
 
 
 def _segments(tasks: Sequence[Price]) -> list[list[int]]:
-    """Indices of a bucket's tasks, cut after each link task and the decode that follows it: what a lane does at once."""
+    """Indices of a bucket's tasks, cut after each link task and the decode that follows: a lane does one segment at once."""
     segments: list[list[int]] = [[]]
     sent = False
     for index, price in enumerate(tasks):
@@ -264,8 +255,7 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
 
 
 def _launched(launch: Sequence[tuple[int, str]], phases: Sequence[int]) -> Sequence[tuple[int, str]]:
-    """The launch order of buckets with so many phases each: the plan's, unless corrections have fewer, which run bucket by
-    bucket."""
+    """The plan's launch order; corrections with fewer phases run bucket by bucket."""
     if len(launch) == sum(phases):
         return launch
     return [(bucket, "") for bucket in dict.fromkeys(bucket for bucket, _ in launch) for _ in range(phases[bucket])]

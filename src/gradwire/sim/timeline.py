@@ -1,4 +1,4 @@
-"""The timeline of one step: who works when, and what of it nothing hides.
+"""The timeline of one step: the tasks of every resource, and the exposed time.
 
 >>> from gradwire.core import Costs, Identity, Link, TensorProfile
 >>> from gradwire.planner import Uniform
@@ -35,8 +35,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One task of the timeline."""
 
     what: str
-    """optimizer, forward, backward, or the word of a task: comp, decomp, allreduce, ..., or launch, what a lane does for an
-    exchange."""
+    """optimizer, forward, backward, or the word of a task: comp, decomp, allreduce, ..., or launch (of an exchange by a lane)."""
     resource: str
     """compute, cpu pool, intra link or inter link."""
     start_us: float
@@ -45,11 +44,11 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """-1 for computation."""
     chunk: int = -1
     index: int = -1
-    """Of the task in the bucket's option, launches counted where there are any."""
+    """Place of the task in the bucket's option, with launches."""
     tensor: str = ""
     """The tensor, for computation."""
     step: int = 0
-    """Of which step it is: 0 the one that the timeline begins with, -1 the one before, whose gathers may still run."""
+    """The event's step: 0 for the first one of the timeline, -1 for the step before, with gathers that still run."""
 
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,11 +57,11 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     busy_us: float
     exposed_us: float
-    """Of that, without the computation (optimizer, forward, backward) running at the same time."""
+    """Busy time without computation (optimizer, forward, backward) at the same time."""
 
 
 class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All links idle between the exchanges of two buckets: compressing what was sent before it gains nothing."""
+    """All links idle between the exchanges of two buckets. Compressing buckets sent before gains nothing."""
 
     start_us: float
     end_us: float
@@ -85,11 +84,11 @@ class Timeline(Document, frozen=True, kw_only=True):
     schedule: str
     """backward, pipelined or delayed."""
     steps: int
-    """Steps that the timeline shows and its sums are over: 1, or those from one correction to the next."""
+    """Steps in the timeline and in its sums: 1, or the steps from one correction to the next."""
     simulated_steps: int
     """How many steps were simulated until they repeated."""
     steady: bool
-    """Whether they repeated exactly; else the timeline shows the later half of the steps, and step_us is their mean."""
+    """Whether steps repeated exactly. Else the timeline shows the later half of the steps, and step_us is their mean."""
     step_us: float
     optimizer_us: float = 0.0
     """All optimizer steps of the timeline, where the profile has them."""
@@ -105,15 +104,15 @@ class Timeline(Document, frozen=True, kw_only=True):
     cupcake_comm_us: float
     """Cupcake's communication overhead: some link is busy, and neither computation nor codec runs."""
     sent_bytes: float
-    """Bytes that one rank sends. Where one sends more than others, as a root does, the most."""
+    """Bytes that one rank sends; the most of any rank, where a root sends more than others."""
     intra_bytes: float
     """Bytes over a rank's intra link."""
     inter_bytes: float
-    """Bytes over a node's inter link, of all its ranks."""
+    """Bytes over a node's inter link, from all ranks of the node."""
     resources: tuple[Resource, ...]
     bubbles: tuple[Bubble, ...]
     events: tuple[Event, ...]
-    """By start, then resource: those that begin in the timeline. The last ones may end after it, in the next step."""
+    """Events that begin in the timeline, by start, then resource. The last ones may end in the next step."""
 
     @property
     def length_us(self) -> float:
@@ -128,7 +127,7 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> Timeline:
-    """The timeline of a plan. rules: what the plan leaves open; None is gradwire's engine on the profile's device.
+    """The timeline of a plan. rules: None is gradwire's engine on the profile's device.
 
     Raises PlanError if the plan was made for another model, if a codec was not measured, if an option cannot be priced, or if
     the schedule is pipelined and the profile has no forward times.
@@ -167,7 +166,8 @@ class _Reader:
         exposed_links = minus(links, computing)
         codec_alone = minus(minus(coding, computing), links)
         length, outcome = self.end - self.begin, self.outcome
-        forward, backward = self._computation()
+        lengths = outcome.layouts[0].work.lengths
+        half, cycles = len(lengths) // 2, outcome.cycle
         cycle = outcome.layouts * (outcome.cycle // len(outcome.layouts))
         prices = [(p, b.pieces) for layout in cycle for b in layout.priced for p in b.tasks]
         return Timeline(
@@ -177,8 +177,8 @@ class _Reader:
             steady=outcome.steady,
             step_us=length / outcome.cycle / FS_PER_US,
             optimizer_us=self.simulator.optimizer * outcome.cycle / FS_PER_US,
-            forward_us=forward,
-            backward_us=backward,
+            forward_us=(sum(lengths[:half]) - self.simulator.optimizer) * cycles / FS_PER_US,
+            backward_us=sum(lengths[half:]) * cycles / FS_PER_US,
             exposed_comm_us=total(exposed_links) / FS_PER_US,
             exposed_codec_us=total(codec_alone) / FS_PER_US,
             idle_us=(length - total(union(computing + coding + links))) / FS_PER_US,
@@ -195,7 +195,7 @@ class _Reader:
         )
 
     def _resource(self, span: Span) -> tuple[str, bool]:
-        """Who did it, and whether it is the work of a rank for exchanges: a codec task, or a launch."""
+        """The resource, and whether the task is a codec task or a launch."""
         if span.row < 0:
             return "compute", False
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
@@ -234,15 +234,8 @@ class _Reader:
     def _us(self, fs: int) -> float:
         return (fs - self.begin) / FS_PER_US
 
-    def _computation(self) -> tuple[float, float]:
-        """Forward and backward of the timeline's steps."""
-        lengths = self.outcome.layouts[0].work.lengths
-        half = len(lengths) // 2
-        forward, backward = sum(lengths[:half]) - self.simulator.optimizer, sum(lengths[half:])
-        return forward * self.outcome.cycle / FS_PER_US, backward * self.outcome.cycle / FS_PER_US
-
     def _bubbles(self, links: list[Interval], events: list[Event]) -> Iterator[Bubble]:
-        """Gaps of the links, but for those in the middle of a bucket's own exchange."""
+        """Gaps of the links, except inside the exchange of one bucket."""
         sent = [event for event in events if event.resource.endswith("link")]
         for start, end in gaps(links):
             start_us, end_us = self._us(start), self._us(end)

@@ -94,7 +94,7 @@ def test_a_budget_for_all_takes_the_smallest_of_each():
 
 def test_what_cannot_be_is_refused():
     tensor = Sensitivity("w", (1, 2), (4.0, 1.0))
-    with pytest.raises(PlanError, match="at least 1 whatever bits"):
+    with pytest.raises(PlanError, match="at least 1 with any bits"):
         exact([tensor], 0.5)
     with pytest.raises(PlanError, match="0 tensors"):
         linear([], 1.0)

@@ -16,14 +16,16 @@ from benchmarks.papers.strawmen import (
     STRATEGIES,
     compare,
     even_split,
-    hipress_compresses,
+    hipress,
     layer_names,
     layer_wise,
     mg_wfbp,
     nearby_layers,
 )
+from gradwire.costs.fold import AffineCost
 from gradwire.errors import PlanError
-from gradwire.planner.fusion import AffineCost, Fusion, FusionCosts, evaluate, optimal
+from gradwire.planner.fusion import optimal
+from gradwire.planner.partition import Fusion, FusionCosts, evaluate
 from gradwire.planner.starts import close_after, close_before
 
 Pair = tuple[float, float]
@@ -262,14 +264,12 @@ def test_mg_wfbp_merges_what_the_link_waits_for_less_than_a_start() -> None:
 
 
 def test_hipress_compresses_what_alone_gains() -> None:
-    costs = FusionCosts(encode=(5, 0), exchange=(1, 0.1), decode=(2, 0), plain=(1, 1))
-    assert hipress_compresses([1, 8, 100], costs) == [False, True, True]
-    alone = compare([1, 1, 1], [1, 8, 100], costs)["HiPress"]
+    costs = FusionCosts(encode=(5, 0), exchange=(1, 0.1), decode=(2, 0))
+    compressed, alone = hipress([1, 1, 1], [1, 8, 100], costs, AffineCost(1, 1))
+    assert compressed == [False, True, True]
     # plain: 1 + 2 us; then encode until 2 + 5: 7 + 1.8; then encode until 3 + 10: 13 + 11, and its decode
-    assert alone == Fusion((1, 2, 3), 26.0)
-    assert "HiPress" not in compare([1], [1], FusionCosts(encode=(5, 0), exchange=(1, 0.1)))
-    with pytest.raises(PlanError, match="plain is None"):
-        hipress_compresses([1], FusionCosts(encode=(5, 0), exchange=(1, 0.1)))
+    assert alone == Fusion((1, 2, 3), 26.0) == compare([1, 1, 1], [1, 8, 100], costs, plain=AffineCost(1, 1))["HiPress"]
+    assert "HiPress" not in compare([1], [1], costs)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -285,7 +285,7 @@ def test_every_rule_gives_a_partition(name: str, tensors: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], [], (1, 1), (1, 1)), "empty: there is nothing to fuse"),
+        (([], [], (1, 1), (1, 1)), "empty: there is no tensor to fuse"),
         (([1], [1, 2], (1, 1), (1, 1)), "backward_us has 1 entries and nbytes 2"),
         (([1, -2.0], [1, 1], (1, 1), (1, 1)), r"backward_us\[1\] is -2.0: it must be a time"),
         (([1, 1], [1, math.nan], (1, 1), (1, 1)), r"nbytes\[1\] is nan: it must be bytes"),
@@ -296,7 +296,7 @@ def test_every_rule_gives_a_partition(name: str, tensors: int) -> None:
         (([1], [1], (1, 1), (1, math.inf)), r"exchange\[1\] is inf: it must be microseconds per byte"),
         (([1], [1], (1, 1), (1, 1, 1)), r"exchange is \(1, 1, 1\): it must be a pair"),
         (([1], [1], (1, 1), 5), "exchange is 5, a int"),
-        (([1], [1], flat_then_linear, (1, 1)), "encode is .*: the exact search is for affine costs"),
+        (([1], [1], flat_then_linear, (1, 1)), "encode is .*: the exact search needs affine costs"),
         (([1], [1], (1, 1), (1, 1), (1, 1), "hidden"), "decoding is 'hidden': it must be one of exposed, lumped"),
     ],
 )
@@ -319,13 +319,6 @@ def test_bad_input_is_refused_by_name(arguments: Any, message: str) -> None:
 def test_evaluate_refuses_what_is_no_partition(boundaries: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         evaluate(boundaries, [1, 1, 1], [1, 1, 1], FREE)
-
-
-def test_evaluate_refuses_masks_that_do_not_fit() -> None:
-    with pytest.raises(PlanError, match="compressed has 1 entries for 2 buckets"):
-        evaluate([1, 2], [1, 1], [1, 1], FREE, compressed=[True])
-    with pytest.raises(PlanError, match="plain is None"):
-        evaluate([1, 2], [1, 1], [1, 1], FREE, compressed=[True, False])
 
 
 def test_what_is_exponential_refuses_what_it_cannot_do() -> None:

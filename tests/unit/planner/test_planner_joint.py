@@ -169,7 +169,7 @@ def test_lanes_are_simulated_whole():
 
 def test_bytecomp_takes_every_tensor_alone():
     job = job_of(6, 6, gbps=1.0, nodes=4)
-    draft = bytecomp(job)
+    draft = bytecomp(job).draft
     assert [part.tensors for part in draft.parts] == [(place,) for place in range(6)]
     assert job.step(draft) <= min(job.step(Draft(tuple(Part((p,), c) for p in range(6)))) for c in job.plain)
 
