@@ -316,3 +316,88 @@ def test_several_exchanges_work_beside_a_handle(worlds: Worlds) -> None:
 
 def test_what_a_planner_knows_of_a_tensor() -> None:
     assert info_of("a", torch.ones(2, 3, dtype=torch.bfloat16)) == TensorInfo("a", (2, 3), "bfloat16", "cpu")
+
+
+# ---- what a review found
+
+
+def careless(case: str) -> str:
+    rank = dist.get_rank()
+    if case == "memory order":
+        values = torch.arange(12.0).reshape(3, 4)
+        return refused(lambda: gw.Exchange({"a": values if rank == 0 else values.t().contiguous().t()}, gw.Identity()))
+    if case == "expanded":
+        return refused(lambda: gw.Exchange({"a": torch.ones(1).expand(5)}, gw.Identity()))
+    tensors = {f"t{at}": torch.ones(3000) for at in range(4)}
+    exchange = gw.Exchange(tensors, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=12_000))
+    if case == "last first":
+        exchange.begin()
+        exchange.ready("t3")
+        said = refused(lambda: exchange.wait("t3"))
+    if case == "one does not fit":
+        said = refused(lambda: exchange.average_({"t1": torch.ones(2)}))
+        exchange.average_()
+    exchange.close()
+    exchange.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("memory order", "DisagreementError: ranks disagree on the memory formats"),
+        ("expanded", "PlanError: tensors['a'] has elements that share memory"),
+        ("last first", "StepStateError: wait() was called before 't0' and 2 more became ready"),
+        ("one does not fit", "StepStateError: tensor 't1' has shape (2,)"),
+    ],
+)
+def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(worlds: Worlds, case: str, words: str) -> None:
+    assert [said[: len(words)] for said in worlds.run(2, careless, case)] == [words] * 2
+
+
+def owed_once() -> list[float]:
+    """Means of zeros after a residual was loaded that the plan keeps nowhere."""
+    first = gw.Exchange({"w": torch.full((100,), 2.0)}, plan=gw.ErrorFeedback(gw.TopK(0.1)))
+    first.average_()
+    own: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(own, first.state_dict())
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    second = gw.Exchange({"w": torch.zeros(100)}, gw.Identity(), alone)
+    second.load_state_dict({key: value for each in own for key, value in each.items()})
+    sums = []
+    for _ in range(3):
+        zeros = {"w": torch.zeros(100)}
+        second.average_(zeros)
+        sums.append(zeros["w"].sum().item())
+    first.close()
+    second.close()
+    return sums
+
+
+def test_what_is_owed_is_sent_once(worlds: Worlds) -> None:
+    for sums in worlds.run(2, owed_once):
+        assert sums[0] > 0 and sums[1:] == [0.0, 0.0]
+
+
+def dropped(busy: bool) -> int:
+    import gc
+    import threading
+
+    def lanes() -> int:
+        return sum(thread.name.startswith("gradwire-") for thread in threading.enumerate())
+
+    before = lanes()
+    exchange = gw.Exchange({"w": torch.ones(100)}, gw.QSGD(bits=4))
+    if busy:
+        exchange.begin()
+    del exchange
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while lanes() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return lanes() - before
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_threads_end_with_an_exchange_that_is_dropped(worlds: Worlds, busy: bool) -> None:
+    assert worlds.run(2, dropped, busy) == [0, 0]

@@ -1,5 +1,6 @@
 """The pipelined schedule learns the same model as plain DDP and as the backward schedule, whatever scripts do between steps."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,3 +129,32 @@ def test_any_ranks_are_as_in_the_backward_schedule(worlds: Worlds, ranks: int, s
     ends = worlds.run(ranks, compare, momentum, 12, spec, ("pipelined", "backward"))
     assert all(rank == ends[0] for rank in ends), "ranks differ"
     assert ends[0][0] == ends[0][1]
+
+
+# ---- a model that is dropped while a part of it lives on
+
+
+def backbone_of(schedule: Any) -> str:
+    """The weights of a part whose model was dropped right after the last step."""
+
+    def train() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = gw.Uniform(gw.Identity(), scheme="alltoall", schedule=schedule, bucket_bytes=1000)
+        gw.parallelize(model, optimizer, plan=plan)
+        for step in range(4):
+            model(torch.randn(8, 20, generator=seeded(dist.get_rank(), step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[0]
+
+    part = train()
+    gc.collect()
+    return digest([part.weight.detach() + 0, part.bias.detach() + 0])
+
+
+def test_a_part_of_a_dropped_model_has_the_last_step(worlds: Worlds) -> None:
+    expected = worlds.run(2, backbone_of, "backward")
+    for schedule in ("pipelined", gw.Pipelined(shard_optimizer=True)):
+        assert worlds.run(2, backbone_of, schedule) == expected

@@ -12,16 +12,15 @@ The states of a step, `StepState`:
    as zeros and the control exchange says so. So all ranks raise in the same step, and `reset` makes all of them IDLE again.
 5. BROKEN, after a collective failed. It stays so.
 
-A rank without batches takes part in steps with zeros and without a backward (`run_out`).
-Reentrant checkpointing runs backwards inside the backward. When the graph shows that beforehand, gradients are only collected,
-and everything is sent when the outermost backward ends.
+A rank without batches takes part in steps with zeros and without a backward (`run_out`). Where reentrant checkpointing runs
+backwards inside the backward, everything is sent when the outermost backward ends.
 """
 
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 
 import torch
@@ -79,8 +78,6 @@ class Reducer:
         self._outer_task = -1
         self._release: weakref.finalize[..., ScheduleEvents] | None = None
         self._hooks = GradientHooks(self, Reducer.gradient_coming, Reducer.gradient_ready)
-
-    # ---- what it runs
 
     @property
     def schedule(self) -> ScheduleEvents:
@@ -165,7 +162,7 @@ class Reducer:
             if self._deferred:
                 for output in outputs:
                     # the graph keeps the schedule alive, also when the model is dropped before its backward
-                    output.register_hook(partial(_outermost, self, schedule))
+                    output.register_hook(lambda gradient, keeps=schedule: self._outermost())
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
 
@@ -185,7 +182,7 @@ class Reducer:
                     "(reentrant checkpointing), and gradwire cannot see where the outer one ends. Nothing was sent. Call "
                     "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
                 )
-            self.begin_in_backward()
+            self._begin_in_backward()
         elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred and not reentrant.inside():
             # inside the backward we know each parameter's gradient is still counted once
             raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
@@ -204,8 +201,11 @@ class Reducer:
             )
         self._fill(index, parameter)
 
-    def begin_in_backward(self) -> None:
-        """The first gradient of a step came, or the outermost of backwards inside each other begins."""
+    def _outermost(self) -> None:
+        if self.synchronise and not self.in_hand:
+            self._begin_in_backward()
+
+    def _begin_in_backward(self) -> None:
         self.lanes.check()
         if torch._C._current_graph_task_id() == -1:
             raise StepStateError(
@@ -315,8 +315,6 @@ class Reducer:
         if (parameter := self.parameters[missing.index]()) is not None:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
-    # ---- closing
-
     def tell(self, state: BackwardState, used: int | None = None) -> "Future[list[RankReport]]":
         """Tell all ranks how this rank's backward went, and hear the same of them. `used`: bit i for parameter i, where the
         reducer did not see the gradients come."""
@@ -325,11 +323,9 @@ class Reducer:
         self._state = StepState.CLOSING
         return self.control.tell(self.step, state, len(self.filled), self._used)
 
-    @torch.no_grad()
     def _close(self) -> None:
         self._end(BackwardState.DONE)
 
-    @torch.no_grad()
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""
         self.lanes.check()
@@ -340,6 +336,7 @@ class Reducer:
         schedule.on_begin()
         self._end(BackwardState.OUT)
 
+    @torch.no_grad()
     def _end(self, state: BackwardState) -> None:
         kept: dict[int, torch.Tensor | None] = {}
         if self._deferred:
@@ -398,8 +395,3 @@ class Reducer:
         self._state = StepState.IDLE
         if next_step is not None:
             self.step, self._used = next_step, 0
-
-
-def _outermost(reducer: Reducer, schedule: ScheduleEvents, gradient: torch.Tensor) -> None:
-    if reducer.synchronise and not reducer.in_hand:
-        reducer.begin_in_backward()

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import LinkError, Meter, share_scratch
+from gradwire.collectives import Meter, share_scratch
 from gradwire.core.checks import near, printable, show
 from gradwire.core.plan import Plan
-from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskFailed, TaskTimes
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskTimes
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import Slot, build_buckets, random_streams
 from gradwire.exchange.memory import Remembered, added_up
@@ -26,6 +26,7 @@ from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
+from gradwire.exchange.telling import failures_told, lane_error
 from gradwire.exchange.tensors import TensorLike, check_fits, checked_tensors, like, tensor_facts
 
 __all__ = ["Exchange"]
@@ -66,10 +67,6 @@ class Exchange:
         problem, made, checked, device = None, None, {}, None
         try:
             checked = checked_tensors(tensors)
-            if isinstance(plan, str) and plan == "auto":
-                raise PlanError(
-                    "plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec."
-                )
             infos = [info_of(name, like(tensor)) for name, tensor in checked.items()]
             made, _ = plan_for(plan, infos, lanes.group.world_size)
             device = like(next(iter(checked.values()))).device
@@ -203,7 +200,7 @@ class Exchange:
         if name is None:
             self._meters = self.finish()
         else:
-            self.open_gate()
+            self.executor.open_gate()
             self.await_bucket(self.slots[name].bucket)
         for each in names:
             if (source := self._sources.pop(each, None)) is not None:
@@ -312,54 +309,30 @@ class Exchange:
         """No rank uses the sum of this slot: residuals take it back."""
         self.buckets[slot.bucket].take_back(slot)
 
-    def open_gate(self) -> None:
-        """See `Executor.open_gate`."""
-        self.executor.open_gate()
-
     def await_bucket(self, bucket: int) -> None:
         """Wait for all tasks of a bucket."""
-        with self._told():
+        with failures_told(self.executor, self.step):
             self.executor.await_bucket(bucket)
 
     def await_gate(self) -> None:
         """Wait for all tasks before the gate."""
-        with self._told():
+        with failures_told(self.executor, self.step):
             self.executor.await_gate()
 
     def await_result(self, other: "Future[T]") -> T:
         """Wait for something else while lanes go on."""
-        with self._told():
+        with failures_told(self.executor, self.step):
             return self.executor.await_result(other)
 
     def finish(self, *others: "Future[Any]") -> list[Meter]:
         """Open the gate, wait for all tasks and for other futures; what the lanes measured."""
-        with self._told():
+        with failures_told(self.executor, self.step):
             return self.executor.finish(*others)
 
     def check_lanes(self) -> None:
         """Raises if a lane has failed in this step."""
         if (failed := self.executor.failure()) is not None:
-            raise self._lane_failed(failed)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Around waiting for lanes: what they raise becomes an error that names what was waited for."""
-        try:
-            yield
-        except TaskFailed as error:
-            raise self._lane_failed(error) from error.cause
-        except LinkError as error:
-            last = self.plan.launch[-1][0]
-            waited_for = (
-                self.executor.waiting_for() or f"the control exchange at the end of backward, after bucket {last}"
-            )
-            raise self.lanes.broken(waited_for, error, self.step) from error
-
-    def _lane_failed(self, failed: TaskFailed) -> GradwireError:
-        what = self.executor.in_words(failed.task)
-        if isinstance(failed.cause, LinkError):
-            return self.lanes.broken(what, failed.cause, self.step)
-        return self.lanes.failed_here(what, failed.cause, self.step)
+            raise lane_error(self.executor, failed, self.step)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,6 +26,8 @@ def plan_for(plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int) -> tuple
 
     Raises PlanError where it does not fit the tensors, and for what is no plan; FormatError for a wrong file.
     """
+    if isinstance(plan, str) and plan == "auto":
+        raise PlanError("plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec.")
     if callable(plan):
         plan = plan(list(tensors), ranks)
     if isinstance(plan, (str, os.PathLike)):

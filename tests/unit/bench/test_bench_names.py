@@ -81,7 +81,7 @@ def test_policy_may_be_a_plan_file(tmp_path):
         ("gradwire:", FormatError, "''"),
         ('gradwire:{"id": "qsgd", "bit": 4}', SpecError, "bit is not a field"),
         ('gradwire:{"id": ', FormatError, "not JSON"),
-        ("gradwire:" + '{"id":' * 10_000, FormatError, "nest too deep"),
+        ("gradwire:" + '{"id":' * 10_000, FormatError, "nested deeper"),
         ('gradwire:{"id": "qsgd", "bits": 1' + "0" * 5000 + "}", FormatError, "not JSON"),
         ('gradwire:{"id": "qsgd", "id": "cast"}', FormatError, "id stands twice"),
         ("gradwire:qsgd" + "9" * 5000, FormatError, "is no policy"),

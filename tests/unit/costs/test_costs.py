@@ -181,8 +181,8 @@ class TestSteps:
             (("comp:gpu", "allreduce:inter", "decomp:gpu"), "cannot be added on the wire"),
             (("comp:gpu", "alltoall:inter", "decomp:gpu"), "ends before all ranks"),
             (("comp:gpu", "allgather:inter"), "ends before all ranks"),
-            (("broadcast:inter",), "brought to one root"),
-            (("reducescatter:inter", "broadcast:inter"), "brought to one root|allgather"),
+            (("broadcast:inter",), "sent to a root"),
+            (("reducescatter:inter", "broadcast:inter"), "sent to a root|allgather"),
         ],
     )
     def test_options_that_are_none_are_refused(self, option, said):

@@ -118,7 +118,7 @@ class PipelinedSchedule:
     # ---- the end of backward
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._reducer.running.open_gate()
+        self._reducer.running.executor.open_gate()
         self._reducer.running.await_result(told)
 
     def on_closed(self, closed: Closed) -> None:

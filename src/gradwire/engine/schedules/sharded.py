@@ -151,8 +151,6 @@ class ShardedSchedule:
             )
         self._shards.forget_state(optimizer)
 
-    # ---- backward
-
     def on_forward(self, module: torch.nn.Module) -> None:
         if not torch.is_grad_enabled():
             self.settle()
@@ -209,8 +207,6 @@ class ShardedSchedule:
 
     def _is_stand_in(self, index: int, parameter: torch.nn.Parameter) -> bool:
         return parameter.grad is not None and parameter.grad is self._reducer.gradients[index].stand_in
-
-    # ---- stepping
 
     def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
         with self._gathers.lock:
@@ -280,15 +276,14 @@ class ShardedSchedule:
         """Let the lanes bring all ranks all shards."""
         self._step_is_due = False
         self._gathers.begin()
-        self._reducer.running.open_gate()
+        self._reducer.running.executor.open_gate()
 
     def _use_parameters_later(self) -> None:
         for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
             if parameter is not None:
                 use_later(parameter, partial(self._settle_bucket, slot.bucket))
 
-    def _settle_bucket(self, bucket: int) -> None:
-        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it, also when the model is gone."""
+    def _settle_bucket(self, bucket: int) -> None:  # tensors that wait keep the schedule alive by this method
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
