@@ -244,7 +244,7 @@ def codec_fails() -> tuple[str, str, float]:
     model(model.random_gradients(0)).backward()
     if dist.get_rank() == 1:
         scheme = handle.session.exchange.buckets[0].chunks[0]
-        scheme.codec.encode = lambda *arguments: torch.zeros(2) + torch.zeros(3)
+        scheme.phases[0][0].before[0].codec.encode = lambda *arguments: torch.zeros(2) + torch.zeros(3)
     began = time.monotonic()
     with pytest.raises(gw.GradwireError) as caught:
         model(model.random_gradients(1)).backward()

@@ -327,7 +327,7 @@ def test_a_spec_may_name_the_collective_that_carries_it() -> None:
     with pytest.raises(PlanError, match=r"scheme is 'allgather', .* Use scheme='passing'"):
         gw.Uniform(Passed(), scheme="allgather").plan(tensors)
     Passed.schemes = ("elsewhere",)  # type: ignore[misc]
-    with pytest.raises(PlanError, match="travels by 'elsewhere', and no package that is installed has a collective"):
+    with pytest.raises(PlanError, match="travels by 'elsewhere', but no installed package has a collective"):
         gw.Uniform(Passed()).plan(tensors)
 
 

@@ -12,8 +12,8 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parents[2]
 SAID = {
-    "average_models.py": r"rank [01]: norm (\S+), \d+ bytes sent",
-    "ddp_hook.py": r"rank [01]: loss \S+, weights (\S+)",
+    "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
+    "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
 }
 
 
