@@ -3,6 +3,7 @@
 The interpreter is switched on for a whole process before Triton is loaded, and tests of the rest of gradwire need it off.
 """
 
+import copy
 import multiprocessing
 import os
 import re
@@ -48,7 +49,8 @@ class Interpreter:
 
     def check(self, function: Run, *arguments: Any) -> None:
         """Raise AssertionError unless both make the same."""
-        found = self._process.submit(_interpreted, function, arguments)
+        # copies: tensors move to shared memory while a thread sends them, and the reference may read them at that moment
+        found = self._process.submit(_interpreted, function, copy.deepcopy(arguments))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the reference's many small operations are slower on several
         try:
