@@ -9,7 +9,7 @@ from gradwire.collectives.streams import Streams
 from gradwire.errors import PlanError
 from gradwire.exchange.layout import BucketBuffers, Slot
 
-__all__ = ["check_two_phases", "own_runs", "put_back_shards", "take_shards"]
+__all__ = ["check_two_phases", "own_runs", "put_back_shards", "shards_of", "take_shards"]
 
 
 def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
@@ -26,7 +26,7 @@ def own_runs(buckets: Sequence[BucketBuffers]) -> dict[str, list[tuple[int, int]
     """See `Exchange.own_shards`."""
     runs: dict[str, list[tuple[int, int]]] = {slot.name: [] for buffers in buckets for slot in buffers.slots}
     for buffers in buckets:
-        for slot, low, high, _ in _shards(buffers):
+        for slot, low, high, _ in shards_of(buffers):
             runs[slot.name].append((low - slot.offset, high - slot.offset))
     return runs
 
@@ -35,7 +35,7 @@ def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) ->
     """Give a tensor this rank's part of the mean, after a reduce phase alone."""
     own = torch.empty_strided(slot.view.shape, slot.view.stride(), dtype=tensor.dtype, device=tensor.device)
     flat = own.copy_(tensor).as_strided((own.numel(),), (1,))
-    for of, low, high, values in _shards(buffers):
+    for of, low, high, values in shards_of(buffers):
         if of is slot:
             flat[low - slot.offset : high - slot.offset] = values
     tensor.detach().copy_(own)
@@ -48,7 +48,7 @@ def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
         chunk.take_shard(streams)
 
 
-def _shards(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
     """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums."""
     for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
         assert isinstance(chunk, (TwoPhase, ShardedSum))

@@ -2,7 +2,7 @@
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
-`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.engine.memory`. Of the `delayed` schedule also the rank's
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.memory`. Of the `delayed` schedule also the rank's
 own weights, `local/0/{tensor}`, `weights`, checksums of the global ones that they belong to, and what compressors of
 corrections remember, `correction_{what}/..`. Where gradwire chose the plan itself also `decided`, its JSON in
 bytes, and `searching` where it was only being tried.

@@ -10,15 +10,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.collectives import Link, ShardedSum
+from gradwire.collectives import Link
 from gradwire.engine.seams.optimizer_state import in_order, part_of_state
 from gradwire.exchange.agreement import broadcast_bytes, gather_bytes
 from gradwire.exchange.layout import BucketBuffers, Slot
+from gradwire.exchange.phases import shards_of
 
 __all__ = ["Shard", "Shards", "State"]
 
@@ -68,16 +68,9 @@ class Shards:
         self.all: list[Shard] = []
         index_of = {id(slot): index for index, slot in enumerate(slots)}
         for buffers in buckets:
-            for (begin, _), scheme in zip(pairwise(buffers.bounds), buffers.chunks, strict=True):
-                assert isinstance(scheme, ShardedSum)
-                start = begin + scheme.start
-                end = start + scheme.total.numel()
-                for slot in buffers.slots:
-                    low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
-                    if low < high:
-                        weight = torch.nn.Parameter(buffers.flat[low:high])
-                        total = scheme.total[low - start : high - start]
-                        self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
+            for slot, low, high, total in shards_of(buffers):
+                weight = torch.nn.Parameter(buffers.flat[low:high])
+                self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
 
     def take_weights(self) -> None:
         """Copy the parameters' present values into the shards."""
