@@ -28,7 +28,7 @@ from benchmarks import convergence, paired
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from benchmarks.paired import PLAIN, REFERENCE, Arm
-from gradwire.auto.bits import UNIFORM, WIDTHS, measured, sensitivities, ways_of
+from gradwire.auto.bits import UNIFORM, WIDTHS, measured, sensitivities
 from gradwire.bench.jobs import make_job
 from gradwire.core.tensors import TensorInfo
 from gradwire.planner.bits import Sensitivity, error_budget, exact, kmeans, linear
@@ -95,7 +95,7 @@ def sizes_of(job_name: str) -> dict[str, dict[str, float]]:
     found = {}
     for step in range(max(MEASURED) + 1):
         means = {name: torch.zeros_like(p) for name, p in named.items()}
-        rows = torch.zeros(len(infos), len(ways_of(adaptive)) + 2, dtype=torch.float64)
+        rows = torch.zeros(len(infos), len(adaptive.ways(WIDTHS)) + 2, dtype=torch.float64)
         for rank in range(RANKS):
             model.zero_grad()
             job.loss(model, job.batch(rank, RANKS, step)).backward()

@@ -39,7 +39,7 @@ from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.named import RESTRICTED
+from gradwire.planner.schemes import RESTRICTED
 from gradwire.report.pictures import Panel, draw_lines
 from gradwire.sim.events import COMPUTE
 

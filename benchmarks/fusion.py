@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.common import RESULTS, write
 from benchmarks.papers.cupcake import algorithm_1
 from benchmarks.papers.strawmen import compare, layer_names
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.planner.fusion import optimal
 from gradwire.planner.partition import FusionCosts
 

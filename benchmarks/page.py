@@ -16,7 +16,7 @@ from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
 from gradwire.core.files import write_whole
 from gradwire.core.specs import ElementRun, example_specs
-from gradwire.planner.added import collective_rows, compressor_rows, schedule_rows
+from gradwire.planner.listing import collective_rows, compressor_rows, schedule_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, OPTIONS, SCHEDULES = DOCS / "compressors.md", DOCS / "options.md", DOCS / "schedules.md"

@@ -14,8 +14,8 @@ from gradwire.core.specs import DGC, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.costs.imported import import_file
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.named import RESTRICTED, SYSTEMS
 from gradwire.planner.options import Option, select
+from gradwire.planner.schemes import RESTRICTED, SYSTEMS
 from gradwire.planner.starts import FUSIONS, best_of, bytecomp, close_before, fused
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US

@@ -29,7 +29,7 @@ LONGEST_FIRST = (
 )  # fmt: skip
 """Files that take longest, or wait most. A worker that took one of them up last would leave the others idle."""
 
-QUICK_CASES = {"ranks": 6, "kernels": 50, "compressors": 50, "costs": 50, "planner": 50}
+QUICK_CASES = {"ranks": 3, "scripts": 2, "kernels": 12, "compressors": 50, "costs": 50, "planner": 50}
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
 
@@ -37,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow cases, and order files for the workers of xdist, each of which takes up the next when it is done with one."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if "for_cuda" in item.name:  # a compiler starts for them
+            item.add_marker("slow")
         many = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES
         if many and item.get_closest_marker("slow") is None:
             cases[str(item.path), item.originalname].append(item)

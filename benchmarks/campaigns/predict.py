@@ -20,9 +20,10 @@ from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
+from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.costs import Costs
 from gradwire.core.made import Made
-from gradwire.core.plan import CODEC_TASKS, Plan
+from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError

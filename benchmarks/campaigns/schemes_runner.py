@@ -18,9 +18,9 @@ from benchmarks.campaigns.schemes import (
     SchemesWork,
     repeats_for,
 )
-from gradwire.bench.events import parse_event
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
+from gradwire.bench.results import parse_event
 from gradwire.bench.table import milliseconds
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError

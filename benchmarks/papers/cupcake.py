@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 

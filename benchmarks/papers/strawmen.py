@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, shortest

@@ -15,8 +15,8 @@ import gradwire as gw
 from gradwire.api.handle import Handle
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
-from gradwire.auto.pace import Pace
 from gradwire.auto.trial import Candidate, Trial
+from gradwire.auto.watch import Pace
 from gradwire.engine.session import Session
 
 ALL = ("backward", "pipelined", "delayed")

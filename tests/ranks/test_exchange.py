@@ -90,6 +90,61 @@ def test_the_bits_are_those_of_parallelize(worlds: Worlds, spec: gw.Spec, ranks:
     assert all(other == first for other in others)
 
 
+def vectors_in_payloads(spec: gw.Spec, scheme: str) -> tuple[bool, list[bool], str]:
+    """Whether no bucket is uncompressed as a whole, whether vectors have the sum in rank order, and a digest of all means."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def given(of_rank: int) -> dict[str, torch.Tensor]:
+        generator = seeded(7, of_rank)
+        return {f"t{at}": torch.randn(shape, generator=generator) for at, shape in enumerate(SHAPES[:40])}
+
+    policy = gw.Policy(default=spec, scheme=scheme, bucket_bytes=4000, chunk_bytes=2000)
+    infos = [info_of(name, tensor) for name, tensor in given(0).items()]
+    means, plan = given(rank), policy.plan(infos, size)
+    exchange = gw.Exchange(means, plan=plan)
+    exchange.average_()
+    exchange.close()
+    exact = []
+    for name, tensor in means.items():
+        if tensor.dim() < 2:
+            total = given(0)[name] * (1.0 / size)
+            for other in range(1, size):
+                total = total + given(other)[name] * (1.0 / size)
+            exact.append(
+                torch.allclose(tensor, total, atol=1e-6) if scheme in ("ring", "tree") else torch.equal(tensor, total)
+            )
+    return all(bucket.main_spec.encodes for bucket in plan.buckets), exact, digest(means.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("scheme", ["alltoall", "allgather", "ring", "tree", "CGX between nodes"])
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(0.05)), gw.FP8()], ids=lambda spec: spec.id)
+def test_vectors_in_the_payloads_of_others_are_exact(worlds: Worlds, spec: gw.Spec, scheme: str, ranks: int) -> None:
+    told = worlds.run(ranks, vectors_in_payloads, spec, scheme)
+    assert all(carried and len(exact) == 20 and all(exact) for carried, exact, _ in told)
+    assert len({bits for _, _, bits in told}) == 1
+
+
+def owed_residual() -> tuple[bool, bool]:
+    """Whether a residual of another plan reaches the mean of an uncompressed vector, once."""
+    rank, own = dist.get_rank(), {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
+    exchange = gw.Exchange(own, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2))))
+    assert len(exchange.plan.buckets) == 1
+    exchange.memory.take_over({"residual/v": torch.full((40,), float(rank + 1))})
+    saved = exchange.state_dict()
+    exchange.average_()
+    once = torch.equal(own["v"], torch.full((40,), 3.0)) and not own["m"].any()
+    own["v"].zero_()
+    exchange.average_()
+    exchange.close()
+    return once and not own["v"].any(), f"rank{rank}/residual/left/v" in saved
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_vector_is_owed_the_residual_of_another_plan(worlds: Worlds, ranks: int) -> None:
+    assert worlds.run(ranks, owed_residual) == [(True, True)] * 2
+
+
 # ---- the interface
 
 
@@ -339,8 +394,22 @@ def careless(case: str) -> str:
         exchange.ready("t3")
         said = refused(lambda: exchange.wait("t3"))
     if case == "one does not fit":
-        said = refused(lambda: exchange.average_({"t1": torch.ones(2)}))
+        said = refused(lambda: exchange.average_({**tensors, "t1": torch.ones(2)}))
         exchange.average_()
+    if case == "a name left out":
+        said = refused(lambda: exchange.average_({name: tensors[name] for name in ("t0", "t1", "t3")}))
+        assert "zeros" in said and "'t0'" in refused(lambda: exchange.average_({}))
+        exchange.average_(dict(reversed(tensors.items())))
+    if case == "no gradient":
+        said = refused(lambda: exchange.average_({**tensors, "t1": None}))  # type: ignore[dict-item]
+    if case == "only described":
+        exchange.close()
+        exchange = gw.Exchange({"a": gw.TensorMeta((3,))}, gw.Identity())
+        assert "'a' was not given" in refused(exchange.average_)
+        exchange.begin()
+        said = refused(lambda: exchange.ready("a", None))
+        exchange.ready("a", torch.ones(3))
+        exchange.wait()
     exchange.close()
     exchange.close()
     return said
@@ -353,6 +422,9 @@ def careless(case: str) -> str:
         ("expanded", "PlanError: tensors['a'] has elements that share memory"),
         ("last first", "StepStateError: wait() was called before 't0' and 2 more became ready"),
         ("one does not fit", "StepStateError: tensor 't1' has shape (2,)"),
+        ("a name left out", "StepStateError: tensor 't2' was not given in this step"),
+        ("no gradient", "StepStateError: tensor 't1' was not given in this step"),
+        ("only described", "StepStateError: tensor 'a' was not given in this step"),
     ],
 )
 def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(worlds: Worlds, case: str, words: str) -> None:

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from outside import install, lay_out
 from worlds import Given, World, digest
 
 import gradwire as gw
-from gradwire.compressors import compressor_for
+from gradwire.compressors import Compressor, compressor_for, register_compressor
 from gradwire.core import TensorInfo, collectives, entry_points
 from gradwire.core.collectives import COLLECTIVES, ROUTINES, Collective, collective, collective_of, register_collective
-from gradwire.core.specs import base, registered_specs, spec_from_dict
+from gradwire.core.schedules import Schedule
+from gradwire.core.specs import ElementRun, base, registered_specs, spec_from_dict
 from gradwire.costs.steps import steps_of
+from gradwire.engine.schedules.backward import BackwardSchedule
 from gradwire.errors import FormatError, PlanError, SpecError
 from gradwire.exchange.options import scheme_of
-from gradwire.planner.corrections import correction_plan
-from gradwire.planner.named import beside_tree
+from gradwire.planner.schemes import beside_tree, correction_plan
 
 SRC = Path(gw.__file__).parents[1]
 
@@ -105,7 +107,7 @@ PLANNED = """
 import sys
 import gradwire as gw
 from gradwire.core import *
-from gradwire.planner.named import check_known
+from gradwire.planner.schemes import check_known
 from gradwire.sim.timeline import simulate
 from gradwire.sim.rules import Rules
 
@@ -256,6 +258,73 @@ def test_a_compressor_that_cannot_be_loaded_is_named(broken: Path) -> None:
         compressor_for(Lonely())
 
 
+class Forgetful(BackwardSchedule):
+    """A schedule whose author forgot the call."""
+
+    def on_begin(self) -> None:
+        pass
+
+
+class Lacking:
+    """A schedule whose author forgot methods."""
+
+    def __init__(self, reducer: object, schedule: object, job: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("traits", "settle", "detach"):
+            raise AttributeError(name)
+        return print
+
+
+class Unfinished(Schedule, frozen=True, tag="unfinished"):
+    runs: str
+
+    @property
+    def engine(self) -> str:
+        return f"{__name__}:{self.runs}"
+
+
+class Short(gw.Spec, frozen=True):
+    id = "short"  # type: ignore[misc]
+
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
+        return 3
+
+
+class ShortCompressor(Compressor):
+    def encode(self, src: Any, state: Any, segments: Any, context: Any, payload: torch.Tensor) -> None:
+        payload[:] = torch.zeros(4, dtype=torch.uint8)
+
+    def decode(self, payload: Any, segments: Any, dtype: Any, add: bool, dst: Any, context: Any) -> None:
+        pass
+
+
+def refused() -> list[str]:
+    """What scripts are told in their first step, with what its author has not finished."""
+    register_compressor(Short, ShortCompressor)
+    told = []
+    for plan in (
+        gw.Policy(default=gw.QSGD(), schedule=Unfinished("Lacking")),
+        gw.Policy(default=gw.QSGD(), schedule=Unfinished("Forgetful")),
+        gw.Uniform(Short()),
+    ):
+        with pytest.raises(gw.GradwireError) as caught:
+            model = Given([20])
+            gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+            model(model.random_gradients(0, 0)).backward()
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_its_author_has_not_finished_is_named() -> None:
+    with World(1) as world:
+        lacking, forgetful, short = world.run(refused)[0]
+    assert "Lacking, which runs the schedule 'unfinished', has no traits, settle, detach" in lacking
+    assert "on_begin of Forgetful did not call reducer.begin(exchange)" in forgetful
+    assert "Does `encode` write more than `payload_bytes` of the spec declares?" in short
+
+
 RELAY = {
     "name": "passing", "about": "passes", "tasks": ("comp", "pass:inter", "decomp"), "phases": ("whole",),
     "runs": "nowhere:Pass", "steps": "nowhere:steps",
@@ -285,8 +354,16 @@ def test_words_that_nobody_has_are_refused_by_plans_and_policies() -> None:
     for option in (("pass:inter",), ("comp:cpu", "pass:inter", "decomp:cpu")):
         with pytest.raises(FormatError, match=r"option\[\d\] is 'pass:inter': .* one of comp, decomp, allreduce"):
             gw.Bucket(tensors=("w",), spec=gw.Identity(), option=option)
-    with pytest.raises(FormatError, match=r"scheme is 'rings'.*did you mean 'ring'"):
+    absent = "No installed package has an entry point"
+    with pytest.raises(
+        FormatError, match=rf"scheme is 'rings'.*did you mean 'ring'.*{absent} 'rings' in gradwire.coll"
+    ):
         gw.Policy(default=gw.QSGD(), scheme="rings")
+    for schedule in ("halfway", {"kind": "halfway"}):
+        with pytest.raises(FormatError, match=rf"{absent} 'halfway' in gradwire.schedules"):
+            gw.Policy(default=gw.QSGD(), schedule=schedule)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"schedule is 3: .*\}\.$"):
+        gw.Policy(default=gw.QSGD(), schedule=3)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -304,8 +381,9 @@ TWO_PHASES = ("comp:cpu", "pass:inter", "decomp:cpu", "comp:cpu", "allgather:int
 
 @pytest.mark.usefixtures("passing")
 def test_the_phases_of_the_record_decide_what_runs_in_the_next_forward() -> None:
-    tensors = [TensorInfo(name, (300, 300), "float32") for name in "abc"] + [TensorInfo("bias", (9,), "float32")]
-    policy = gw.Policy(default=gw.QSGD(), scheme="passing", schedule="pipelined", bucket_bytes=300_000)
+    tensors = [TensorInfo(name, (300, 300), "float32") for name in "abc"] + [TensorInfo("last", (9, 1), "float32")]
+    whole = [("last", gw.Identity())]
+    policy = gw.Policy(default=gw.QSGD(), rules=whole, scheme="passing", schedule="pipelined", bucket_bytes=300_000)
     plan = policy.plan(tensors)
     assert [bucket.option for bucket in plan.buckets] == [*[TWO_PHASES] * 3, ("allreduce:inter",)]
     assert plan.launch == (

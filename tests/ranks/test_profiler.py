@@ -20,8 +20,8 @@ from gradwire.collectives import Grid
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.made import Made
 from gradwire.core.specs import Spec
-from gradwire.costs.codecs import time_at
 from gradwire.costs.fit import fit_points
+from gradwire.costs.prices import time_at
 from gradwire.errors import FormatError, PlanError, StepStateError
 from gradwire.exchange.executor import Executor
 from gradwire.profiler.links import measured_links

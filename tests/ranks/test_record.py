@@ -15,7 +15,7 @@ from gradwire.errors import StepStateError
 from gradwire.exchange.executor import PhaseTask, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
-from gradwire.record.timeline import measured_timeline
+from gradwire.record.timeline import Moments, measured_timeline
 from gradwire.sim.timeline import Timeline
 
 STEPS = 7
@@ -186,7 +186,7 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
 
     before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
     own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
-    watched = Watched(1.0, 0.0, 1.1, 1.4, [("w", 1.9)], before, own, 2.0)
+    watched = Watched(Moments(1.0, 1.1, 1.4, [("w", 1.9)], [], 2.0), 0.0, before, own)
     timeline = measured_timeline(watched.moments(), "pipelined", 1, (0, 0, 0))
     shown = [
         (e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"

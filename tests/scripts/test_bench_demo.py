@@ -22,6 +22,7 @@ def demo(tmp_path_factory):
     return result, out
 
 
+@pytest.mark.slow
 def test_summary_is_written(demo):
     result, out = demo
     assert result.exit_code == 0
@@ -36,6 +37,7 @@ def test_summary_is_written(demo):
     assert summary["speedup"] > 0
 
 
+@pytest.mark.slow
 def test_picture_and_raw_results_are_written(demo):
     _, out = demo
     assert (out / "demo.png").read_bytes().startswith(PNG)
@@ -49,12 +51,14 @@ def test_picture_and_raw_results_are_written(demo):
     ]
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_said(demo):
     result, _ = demo
     assert "computed, not measured" in result.output
     assert "this test has no permission" in result.output
 
 
+@pytest.mark.slow
 def test_without_a_slow_link_there_is_nothing_to_decide_by(demo):
     result, out = demo
     summary = json.loads((out / "summary.json").read_text())

@@ -58,6 +58,7 @@ def bench_run(tmp_path_factory):
     return run_bench(request, PROBLEM, silent(), path), path
 
 
+@pytest.mark.slow
 def test_file_has_every_key_and_is_the_result(bench_run):
     run, path = bench_run
     assert not run.failures
@@ -76,6 +77,7 @@ def test_file_has_every_key_and_is_the_result(bench_run):
         assert len(cell["loss"]) == len(cell["step_us"]) == STEPS + WARMUP
 
 
+@pytest.mark.slow
 def test_limited_links_are_said_to_be_left_out(bench_run):
     run, _ = bench_run
     assert run.network == "loopback"
@@ -83,6 +85,7 @@ def test_limited_links_are_said_to_be_left_out(bench_run):
     assert {cell.link for cell in run.cells} == {"unlimited"}
 
 
+@pytest.mark.slow
 def test_bytes_on_the_interface_are_those_planned(bench_run):
     run, _ = bench_run
     floor, ddp, powersgd = run.cells
@@ -95,6 +98,7 @@ def test_bytes_on_the_interface_are_those_planned(bench_run):
     assert any("other programs" in note for note in run.notes)
 
 
+@pytest.mark.slow
 def test_methods_begin_from_the_same_model_and_batches(bench_run):
     run, _ = bench_run
     assert run.cells[0].loss[0] == run.cells[1].loss[0] == run.cells[2].loss[0]

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from gradwire.core.made import Made
-from gradwire.doctor.facts import Facts
-from gradwire.doctor.links import Direction
+from gradwire.doctor.facts import Facts, GlooChoice, Interface, bindable_address
+from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings
-from gradwire.doctor.network import GlooChoice, Interface, bindable_address
-from gradwire.doctor.ranks import rate_text, survey_findings
+from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.survey import Survey
 from gradwire.errors import TestbedError, WriteError
-from gradwire.testbed.output import print_with_prefix
+from gradwire.testbed.supervisor import print_with_prefix
 
 BLOCKED = """
 import importlib.abc, sys

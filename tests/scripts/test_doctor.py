@@ -16,14 +16,21 @@ from rich.console import Console
 from gradwire.core.made import Made
 from gradwire.doctor import Finding, Report, examine, summary, tables
 from gradwire.doctor.differences import differences, rank_list
-from gradwire.doctor.facts import Facts, gather_facts
-from gradwire.doctor.links import Direction, follow, lead, ring_links, seconds_each
-from gradwire.doctor.machine import emulation_finding, machine_findings
+from gradwire.doctor.facts import (
+    Facts,
+    GlooChoice,
+    Interface,
+    gather_facts,
+    gloo_choice,
+    interfaces,
+    is_loopback,
+    nccl_choice,
+)
+from gradwire.doctor.links import Direction, follow, lead, rate_text, ring_links, seconds_each
+from gradwire.doctor.machine import TRAPS, emulation_finding, machine_findings, traps_of
 from gradwire.doctor.meeting import Job, Meeting, bounded
-from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces, is_loopback, nccl_choice
-from gradwire.doctor.ranks import rate_text, survey_findings
+from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.survey import Survey
-from gradwire.doctor.traps import TRAPS, traps_of
 
 LO, ETH = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.5")
 HEALTHY = Facts(

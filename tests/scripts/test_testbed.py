@@ -1,7 +1,6 @@
 """Emulated clusters: what ranks are given and return, that links keep their rate, and that nothing is left behind."""
 
 import doctest
-import importlib
 import logging
 import os
 import shutil
@@ -16,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import TestbedError
-from gradwire.testbed import EmulatedCluster, emulate, namespaces, parse_rate, permission_problem
-from gradwire.testbed.permission import needs_user_namespace
+from gradwire.testbed import EmulatedCluster, emulate, namespaces, network, parse_rate, permission_problem
+from gradwire.testbed.namespaces import needs_user_namespace
 from gradwire.testbed.supervisor import Grace, RankCommand, Supervisor
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -98,8 +97,7 @@ def test_lines_do_not_depend_on_how_bytes_arrive(size: int) -> None:
 
 
 def test_examples_in_docstrings() -> None:
-    for name in ("rates", "network"):
-        assert doctest.testmod(importlib.import_module(f"gradwire.testbed.{name}")).failed == 0
+    assert doctest.testmod(network).failed == 0
 
 
 def test_the_room_needs_no_torch() -> None:

@@ -124,7 +124,7 @@ def alone(seed: int) -> list[str]:
 
 def possible() -> bool:
     """Whether clusters can be emulated here."""
-    from gradwire.testbed.permission import needs_user_namespace, permission_problem
+    from gradwire.testbed.namespaces import needs_user_namespace, permission_problem
 
     return os.name == "posix" and permission_problem() is None and not needs_user_namespace()
 

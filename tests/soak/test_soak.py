@@ -19,6 +19,7 @@ def test_a_sample_of_the_faults(tmp_path: Path) -> None:
     assert len(summary["faults"]) + len(summary["not_possible_here"]) == 12
 
 
+@pytest.mark.slow
 def test_a_few_faults(tmp_path: Path) -> None:
     summary = soak(tmp_path, kills=2, trials=2, steps=0)
     assert len(summary["faults"]) == 3

@@ -355,7 +355,7 @@ HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
         ("gradwire.sim.timeline", HEAVY),
         ("gradwire.record.run", HEAVY),
         ("gradwire.report.page", HEAVY),
-        ("gradwire.report.sweep", HEAVY),
+        ("gradwire.report.pictures", HEAVY),
         ("gradwire.testbed", TORCH),
     ],
 )

@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 
+from gradwire.collectives import Meter, SilentLink
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
-from gradwire.engine.recovery import reset
+from gradwire.engine.leaving import reset
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import load_state, state_of
 from gradwire.engine.schedules.base import ClipsGradients, Corrects, ShardsOptimizer
 from gradwire.engine.session import Session
 from gradwire.errors import PayloadError, PlanError, StepStateError
-from gradwire.exchange.codec_time import codec_seconds
+from gradwire.exchange import Exchange
 from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats
 from gradwire.profiler import Profiling
 from gradwire.record.recording import Recording
 from gradwire.record.run import Decision
 from gradwire.sim.timeline import Timeline
-
-__all__ = ["Handle"]
 
 _WHOLE = (
     "this handle's schedule leaves optimizers whole, on every rank. Call {}() of the optimizer itself; only "
@@ -97,7 +96,7 @@ class Handle:
         """
         self.session.settle()
         try:
-            return codec_seconds(self.session.exchange, repeats)
+            return _codec_seconds(self.session.exchange, repeats)
         except PayloadError as error:
             raise StepStateError(
                 f"the codecs cannot be timed before the present plan has run a step: {error}. Call this after one."
@@ -271,3 +270,23 @@ class Handle:
         session = self.session
         session.detach()
         REGISTRY.forget(session.model, session.parameters.values())
+
+
+def _codec_seconds(exchange: Exchange, repeats: int) -> float:
+    """CPU seconds of one step's encodes and decodes: the median of `repeats`. Sends nothing; all is as before afterwards."""
+    link: Any = SilentLink(exchange.group)
+    changed = [*exchange.memory.held(), *exchange.flats]
+    copies = [tensor.clone() for tensor in changed]
+    seconds = []
+    try:
+        for _ in range(repeats):
+            meter = Meter()
+            for task in sorted((t for tasks in exchange.executor.tasks for t in tasks), key=lambda t: t.phase):
+                scheme = exchange.buckets[task.bucket].chunks[task.chunk]
+                scheme.post(link, 0, (task.phase,))
+                scheme.run(task.phase, link, meter, None)
+            seconds.append(meter.codec_seconds)
+    finally:
+        for tensor, copy in zip(changed, copies, strict=True):
+            tensor.copy_(copy)
+    return statistics.median(seconds)

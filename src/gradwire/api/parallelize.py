@@ -15,18 +15,14 @@ from gradwire.auto.tuning import Tuning
 from gradwire.core.checks import show, whole
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
-from gradwire.engine.driver import FirstDriver
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import Session
+from gradwire.engine.session import FirstDriver, Session
 from gradwire.errors import PlanError
 from gradwire.exchange import Lanes
-from gradwire.planner.adaptive import AdaptiveBits
+from gradwire.planner.adaptive import AdaptiveBits, Tuned
 from gradwire.planner.policy import Policy
-from gradwire.planner.tuned import Tuned
-
-__all__ = ["parallelize"]
 
 
 def parallelize(

@@ -7,22 +7,7 @@ from gradwire.core.schedules import Delayed, Pipelined, Schedule
 from gradwire.core.specs import QSGD, EFSignSGD, ErrorFeedback, Identity, PowerSGD, Spec, TopK
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.planner.policy import Policy, Uniform
-from gradwire.planner.rules import Where
-
-__all__ = [
-    "ACCURACIES",
-    "SCHEDULES",
-    "STEPS_FOR_ONE",
-    "all_specs",
-    "check_accuracy",
-    "check_schedules",
-    "first_policy",
-    "policy_of",
-    "schedules_of",
-    "specs_of",
-    "steps_for_one",
-]
+from gradwire.planner.policy import Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
 """exact: nothing is encoded. safe: the final loss is within 3 % of plain DDP's on every job of docs/compressors.md. aggressive:
@@ -39,12 +24,6 @@ STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.0
 _EIGHT_BITS = QSGD(bits=8)
 _SAFE_DELAYED = (Delayed(k=2), Delayed(k=2, correction=_EIGHT_BITS), Delayed(k=5), Delayed(k=5, correction=_EIGHT_BITS))
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def check_accuracy(accuracy: str) -> str:
-    """Return `accuracy`. Raises PlanError if it is no accuracy class."""
-    word("accuracy", accuracy, ACCURACIES, error=PlanError)
-    return accuracy
 
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ only if tensors get blocks of different sizes.
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -29,11 +30,10 @@ from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, 
 from gradwire.planner.policy import Policy
 from gradwire.record.run import Decision
 
-__all__ = ["UNIFORM", "WIDTHS", "Assigned", "Bits", "assign", "measured", "sensitivities", "with_bits"]
-
 WIDTHS = tuple(range(2, 9))
+"""Bits to choose from. The specs of these widths, `adaptive.ways(WIDTHS)`, are the ways to encode a tensor."""
 UNIFORM = WIDTHS.index(4)
-"""The index in `ways_of` of 4 bits, whose error sets the error budget."""
+"""The index of 4 bits among the ways, whose error sets the error budget."""
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
 _TOP = 0.01
@@ -79,17 +79,11 @@ class Errors:
     """Measures the gradients of one step, until `remove`: rows of `measured` by name."""
 
     def __init__(
-        self,
-        adaptive: AdaptiveBits,
-        parameters: Mapping[str, torch.nn.Parameter],
-        names: set[str],
-        step: int,
-        rank: int,
+        self, parameters: Mapping[str, torch.nn.Parameter], wanted: set[str], measure: Callable[..., list[float]]
     ) -> None:
         self.rows: dict[str, list[float]] = {}
         self.us = 0.0
-        self._adaptive, self._names, self._step, self._rank = adaptive, list(parameters), step, rank
-        self._wanted = names
+        self._names, self._wanted, self._measure = list(parameters), wanted, measure
         self._hooks = GradientHooks(self, Errors._came, None, parameters.values())
 
     def _came(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -98,24 +92,19 @@ class Errors:
             return
         began = time.perf_counter()
         with torch.no_grad():
-            self.rows[name] = measured(self._adaptive, name, gradient.detach().reshape(-1), self._step, self._rank)
+            self.rows[name] = self._measure(name=name, gradient=gradient.detach().reshape(-1))
         self.us += 1e6 * (time.perf_counter() - began)
 
     def remove(self) -> None:
         self._hooks.remove()
 
 
-def ways_of(adaptive: AdaptiveBits) -> tuple[QSGD, ...]:
-    """The specs to choose from."""
-    return adaptive.ways(WIDTHS)
-
-
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """For a flat gradient of one rank: the squared error of each spec in `ways_of`, the squared norm, and that of its top."""
+    """For a flat gradient of one rank: the squared error of each of the ways, the squared norm, and that of its top."""
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)
-    for spec in ways_of(adaptive):
+    for spec in adaptive.ways(WIDTHS):
         compressor = compressor_for(spec)
         segments = Segments((Segment(0, numel, tensor_key(name), 0, spec.bits),), device)
         payload = torch.empty(compressor.payload_bytes(segments, gradient.dtype), dtype=torch.uint8, device=device)
@@ -131,7 +120,7 @@ def sensitivities(
     adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
 ) -> list[Sensitivity]:
     """The input of the rules. Rows are sums of `measured` over ranks, one for each tensor."""
-    tensors, ways = [], ways_of(adaptive)
+    tensors, ways = [], adaptive.ways(WIDTHS)
     for info, row in zip(infos, rows, strict=True):
         sizes = [spec.payload_bytes([ElementRun(info.numel, spec.bits)], 4) for spec in ways]
         errors, (square, top) = tuple(row[: len(ways)]), row[len(ways) :]
@@ -140,7 +129,7 @@ def sensitivities(
 
 
 def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
-    """The index in `ways_of` for each tensor, from rows as in `sensitivities`. Raises PlanError if an error is not finite."""
+    """The index of each tensor's way, from rows as in `sensitivities`. Raises PlanError if an error is not finite."""
     tensors = sensitivities(adaptive, infos, rows)
     return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
 
@@ -181,7 +170,7 @@ class Bits:
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Why a saved plan cannot come from the policy with other bits; '' if it can."""
-        return unlike(plan, own, ways_of(self.adaptive))
+        return unlike(plan, own, self.adaptive.ways(WIDTHS))
 
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
         """Keep nothing but the plan."""
@@ -198,12 +187,12 @@ class Bits:
             self._choose(live, self._errors)
         first = min(_FIRST, self.adaptive.period - 1)
         if live.step % self.adaptive.period == first:  # of the next step
-            adapting = self._adapting(live)
-            self._errors = Errors(self.adaptive, live.session.parameters, adapting, live.step, live.group.rank)
+            measure = partial(measured, self.adaptive, step=live.step, rank=live.group.rank)
+            self._errors = Errors(live.session.parameters, self._adapting(live), measure)
 
     def _adapting(self, live: Live) -> set[str]:
         """The tensors whose bits are chosen: those that match no rule of the policy."""
-        ways = set(ways_of(self.adaptive))
+        ways = set(self.adaptive.ways(WIDTHS))
         ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
         found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
         return found - ruled
@@ -217,7 +206,7 @@ class Bits:
         self._stop()
         adapting = self._adapting(live)
         infos = [info for info in live.infos if info.name in adapting]
-        ways = ways_of(self.adaptive)
+        ways = self.adaptive.ways(WIDTHS)
         zeros = [0.0] * (len(ways) + 2)
         flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
         if not flat:

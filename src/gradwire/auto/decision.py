@@ -9,8 +9,6 @@ from gradwire.core.specs import Spec
 from gradwire.record.run import Alternative
 from gradwire.record.run import Decision as Recorded
 
-__all__ = ["AutoDecision", "Tried", "say", "unlike"]
-
 _LOGGER = logging.getLogger("gradwire")
 
 
@@ -47,8 +45,7 @@ class AutoDecision:
     cost_us: float
     """Time of these steps and of measuring and planning, minus the time of equally many steps of the chosen plan."""
     exposed_us: float
-    """Time that a step of the chosen plan waits for exchanges, on the rank that waits least: an upper bound on the gain of other
-    schedules."""
+    """Time that a step waits for exchanges, on the rank that waits least: an upper bound on the gain of other schedules."""
     elsewhere: tuple[Tried, ...] = ()
     """For each schedule that `schedules=` does not allow: its best plan by prediction."""
     refused: tuple[str, ...] = ()
@@ -117,8 +114,7 @@ def say(line: str) -> None:
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
-    """Why a saved plan cannot come from the policy of the plan `own`; '' if it can. Buckets may differ, and specs in `ways` may
-    replace each other.
+    """Why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ, and specs in `ways` replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
     >>> from gradwire.planner.policy import Uniform

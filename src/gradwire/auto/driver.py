@@ -19,25 +19,23 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-import torch
 
 from gradwire.auto.accuracy import (
+    ACCURACIES,
     SCHEDULES,
     all_specs,
-    check_accuracy,
     check_schedules,
     first_policy,
     schedules_of,
     specs_of,
 )
 from gradwire.auto.decision import AutoDecision, Tried, say
-from gradwire.auto.live import Live
+from gradwire.auto.live import Live, Stepped
 from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, profile_of, scaled
-from gradwire.auto.pace import Pace
 from gradwire.auto.planning import Offer, foreseen, offers
-from gradwire.auto.stepped import Stepped
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.auto.watch import WINDOW, Drift, Watch
+from gradwire.auto.watch import WINDOW, Drift, Pace, Watch
+from gradwire.core.checks import word
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
@@ -50,8 +48,6 @@ from gradwire.errors import FormatError, GradwireError, PlanError
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.profiler.clock import Clock
 from gradwire.record.run import Decision as Recorded
-
-__all__ = ["Auto"]
 
 SETTLE_STEPS, LOOK_STEPS = 2, 3
 _MOST_SECONDS = 0.3
@@ -69,7 +65,8 @@ class Auto:
 
     def __init__(self, accuracy: str, schedules: tuple[str, ...]) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
-        self.accuracy = check_accuracy(accuracy)
+        word("accuracy", accuracy, ACCURACIES, error=PlanError)
+        self.accuracy = accuracy
         self.schedules = check_schedules(schedules)
         self.decisions: list[AutoDecision] = []
         self._watch = Watch()
@@ -140,9 +137,7 @@ class Auto:
         live = Live(session)
         if live.infos is not self._infos:  # the model changed
             self._begin(live)
-        if live.device.type != "cpu":
-            # of the computation alone: gathers may run beside the next forward
-            torch.accelerator.current_stream(live.device).synchronize()
+        live.wait()
         now = self.clock()
         began_s = live.began_s
         if began_s is None:
@@ -254,12 +249,10 @@ class Auto:
             self._stepped.remove()
             for schedule in schedules_of(self.accuracy, self.schedules):
                 own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
-        refused: dict[str, str] = {}
-        for told in live.from_all(msgspec.json.encode(own).decode()):
-            for kind, why in msgspec.json.decode(told, type=dict[str, str]).items():
-                if why:
-                    refused.setdefault(kind, why)
-        return refused
+        told = [
+            msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())
+        ]
+        return {kind: why for each in reversed(told) for kind, why in each.items() if why}
 
     # ---- try
 

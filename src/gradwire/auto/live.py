@@ -1,19 +1,19 @@
-"""The part of a session that drivers use: its ranks, steps and plan."""
+"""The part of a session that drivers use: its ranks, steps and plan; and how a script calls its optimizers."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from gradwire.collectives import Link, LinkError
 from gradwire.core.plan import Plan
 from gradwire.core.schedules import Schedule
+from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.session import Session
 from gradwire.exchange.agreement import gather_bytes
-
-__all__ = ["Live"]
 
 T = TypeVar("T")
 
@@ -61,6 +61,11 @@ class Live:
         reports = self.session.reports
         return 1e6 * reports[-1].exposed_s if reports else 0.0
 
+    def wait(self) -> None:
+        """Wait for the computation on the device, and for nothing else: gathers may run beside the next forward."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
     def hold(self, on: bool) -> None:
         """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
         self.session.lanes.hold = on
@@ -104,3 +109,34 @@ class Live:
             return result()
         except LinkError as error:
             raise self.steps.broken(what, error) from error
+
+
+class Stepped:
+    """Watches the steps of optimizers until `remove`: some schedules step them themselves, which not every script allows."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._handles: list[Any] = []
+        self._seen = False
+        self.problem = ""
+        """Why gradwire cannot step the optimizers; '' if it can."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._handles.append(optimizer.register_step_pre_hook(ModelHook(self, Stepped._steps)))
+            else:
+                self.problem = f"{type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be watched"
+
+    def _steps(self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._seen = True
+        name = type(optimizer).__name__
+        if any(argument is not None for argument in [*arguments[1:], *named.values()]):
+            self.problem = f"{name}.step is called with a closure, which runs backward inside the step"
+        elif getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+            self.problem = f"a GradScaler unscales gradients inside {name}.step"
+
+    def remove(self) -> None:
+        """Leave the optimizers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles and not self._seen and not self.problem:
+            self.problem = "the script did not call step() of the optimizers that it passed"
+        self._handles = []

@@ -23,8 +23,6 @@ from gradwire.profiler.clock import Clock
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
-__all__ = ["StepMoments", "cluster_of", "codecs_of", "profile_of", "scaled"]
-
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
 _UNKNOWN_GBPS = 100.0

@@ -21,8 +21,6 @@ from gradwire.planner.joint import EVALUATIONS, joint
 from gradwire.planner.policy import Policy, Uniform, launch_of
 from gradwire.planner.starts import ddp
 
-__all__ = ["MOST_TRIED", "Offer", "foreseen", "offers", "words_of"]
-
 MOST_TRIED = 3
 """Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""
 _WORTH = 1.5

@@ -19,9 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import harmonic_mean
 
 from gradwire.errors import PlanError
-from gradwire.planner.tuned import Tuned
-
-__all__ = ["SizeSearch", "check_library", "spaced"]
+from gradwire.planner.adaptive import Tuned
 
 XI = 0.1
 """The improvement that the search looks for, in units of the first trial's throughput (DeAR)."""
@@ -36,8 +34,7 @@ LOOKS = 3
 _NOISE = 0.02
 """Standard deviation of a trial's throughput, in units of the first trial's."""
 _OCTAVES, _VARIANCE = 1.0, 0.1
-"""Length scale of the Gaussian process in octaves of size, and its least variance. Not fitted: fits to few trials end the search
-too early."""
+"""Length scale (octaves of size) and least variance of the process. Not fitted: fits to few trials end the search too early."""
 
 
 class SizeSearch:
@@ -56,7 +53,7 @@ class SizeSearch:
         self._with: dict[Hashable, int] = {}
         """The size of each grouping's last trial."""
         self._proposed = tuned.start_bytes
-        self._next = _SEARCHES[tuned.search](self)
+        self._next = {"bayes": self._bayes, "random": self._random, "grid": self._grid}[tuned.search]()
 
     @property
     def tried(self) -> int:
@@ -122,13 +119,6 @@ class SizeSearch:
             yield sizes[len(sizes) // 2]
         while len(self._rates) > 1 and len(self._rates[self._best]) < LOOKS:
             yield self.best
-
-
-_SEARCHES: Mapping[str, Callable[[SizeSearch], Iterator[int]]] = {
-    "bayes": SizeSearch._bayes,
-    "random": SizeSearch._random,
-    "grid": SizeSearch._grid,
-}
 
 
 def _improvement(gain: float, std: float) -> float:

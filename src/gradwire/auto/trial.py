@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-__all__ = ["Candidate", "Trial", "TrialTurn", "allowance_us"]
-
 GAIN = 0.02
 """Plain all-reduce is chosen unless another plan is faster by more than this part."""
 ALIKE = 0.02

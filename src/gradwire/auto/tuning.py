@@ -10,19 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-import torch
-
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch, check_library
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
+from gradwire.planner.adaptive import Tuned
 from gradwire.planner.policy import Policy
-from gradwire.planner.tuned import Tuned
 from gradwire.record.run import Decision
-
-__all__ = ["TriedSize", "TunedSize", "Tuning"]
 
 _PAUSE = 3.0
 """A step that takes so many times as long as the trial's median contains a pause, and counts as the median."""
@@ -143,9 +139,7 @@ class Tuning:
         return tuple(bucket.tensors for bucket in plan.buckets)
 
     def _step(self, live: Live) -> None:
-        if live.device.type != "cpu":
-            # of the computation alone: gathers may run beside the next forward
-            torch.accelerator.current_stream(live.device).synchronize()
+        live.wait()
         now = self.clock()
         if live.everybody:
             self._steps_us.append(1e6 * (now - self._mark))

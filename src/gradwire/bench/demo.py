@@ -8,8 +8,9 @@ favours DDP.
 """
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from gradwire.core.strict import Document
 from gradwire.errors import GradwireError, TestbedError
 from gradwire.record.run import Run
 from gradwire.report.page import write_report
+from gradwire.report.pictures import save
 from gradwire.testbed import parse_rate
 
 JOB = "transformer"
@@ -35,8 +37,6 @@ LINK = "500mbit"
 NODES = 2
 METHODS = {"floor": "floor", "ddp": "ddp", "gradwire": "gradwire:auto"}
 """The methods by their names in the summary."""
-METHODS_WITHOUT_LINK = METHODS | {"gradwire": "gradwire:qsgd4"}
-"""Over loopback auto would send uncompressed gradients, because loopback is fast."""
 MEASURED = "measured"
 COMPUTED = "computed, not measured"
 SPECS = [QSGD(bits=4), ErrorFeedback(QSGD(bits=2))]
@@ -48,6 +48,12 @@ GIVEN = "4 bits for all tensors, a fixed plan: auto needs a slow link to choose 
 UNDECIDED = "4 bits, and trials: auto had not decided yet (a decision takes 40 to 80 steps)"
 FINAL_STEPS = 10
 """The final loss is the mean over the last steps that all methods made."""
+# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
+BLUE, VERMILION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
+COLOURS = {"ddp": VERMILION, "gradwire": BLUE}
+LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire"}
+SMOOTHED_STEPS = 10
+"""The drawn loss is the mean over so many steps."""
 
 
 class DemoMethod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,8 +114,6 @@ def run_demo(steps: int, out: Path, problem: str | None, watch: ProgressView) ->
     With an emulated link, also write the profile for the page's prediction. `problem` is
     `gradwire.bench.runner.emulation_problem()`. Raises `GradwireError` if one of the methods fails.
     """
-    from gradwire.bench.picture import draw_demo
-
     make_folder(out)
     link = LINK if problem is None else UNLIMITED
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
@@ -220,7 +224,8 @@ def _at_rate(recorded: Run, run: BenchRun, link: str, problem: str | None) -> Ru
 
 
 def _methods(problem: str | None) -> dict[str, str]:
-    return METHODS if problem is None else METHODS_WITHOUT_LINK
+    """Over loopback auto would send uncompressed gradients, because loopback is fast."""
+    return METHODS if problem is None else METHODS | {"gradwire": "gradwire:qsgd4"}
 
 
 def _cell(run: BenchRun, link: str, method: str) -> Cell:
@@ -236,3 +241,54 @@ def _steps_at_rate(cell: Cell) -> list[float]:
         return cell.step_us
     wire = wire_us(cell.planned_bytes, parse_rate(LINK) / 1e9)
     return [max(us, wire) for us in cell.step_us]
+
+
+def draw_demo(summary: DemoSummary, curves: Mapping[str, DemoCurve], path: Path) -> None:
+    """Write the PNG: left the loss over time, right the step split into compute and exposed exchange."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
+        speed = "" if summary.problem is None else f" ({summary.speed})"
+        figure.suptitle(
+            f"A 6M-parameter transformer on {summary.nodes} nodes at {summary.link}{speed}:\n"
+            f"gradwire {summary.speedup:.2f} times as fast as plain DDP"
+        )
+        _draw_loss(left, curves, speed)
+        _draw_split(right, summary, speed)
+        save(figure, path)
+        pyplot.close(figure)
+
+
+def _draw_loss(axes: Any, curves: Mapping[str, DemoCurve], speed: str) -> None:
+    for name, curve in curves.items():
+        axes.plot(curve.seconds, curve.loss, color=COLOURS[name], linewidth=0.7, alpha=0.3)
+        style, loss = "-" if name == "gradwire" else "--", curve.loss
+        mean = [np.mean(loss[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(loss) + 1)]
+        axes.plot(curve.seconds, mean, style, color=COLOURS[name], linewidth=2.2, label=LABELS[name])
+    axes.set_xlabel(f"seconds of training{speed}")
+    axes.set_ylabel("training loss")
+    axes.set_xlim(left=0)
+    axes.set_title("Loss over time, including the steps before the decision", loc="left", fontsize=12)
+    axes.legend(frameon=False)
+
+
+def _draw_split(axes: Any, summary: DemoSummary, speed: str) -> None:
+    names = list(summary.methods)
+    compute_ms = summary.methods["floor"].step_ms
+    totals = [summary.methods[name].step_ms for name in names]
+    compute = [min(compute_ms, total) for total in totals]
+    exposed = [total - part for total, part in zip(totals, compute, strict=True)]
+    labels = [LABELS[name] for name in names]
+    hatched = {"color": YELLOW, "hatch": "//", "edgecolor": "black"}
+    axes.bar(labels, compute, color=GREY, width=0.6, label="compute")
+    axes.bar(labels, exposed, bottom=compute, width=0.6, label="exposed exchange", **hatched)
+    for position, total in enumerate(totals):
+        axes.annotate(f"{total:.0f}", (position, total), (0, 4), textcoords="offset points", ha="center")
+    axes.set_ylabel(f"milliseconds a step{speed and ' at ' + summary.link}")
+    axes.set_ylim(0, 1.25 * max(totals))
+    axes.set_title("Where a step's time goes", loc="left", fontsize=12)
+    axes.legend(frameon=False, loc="upper right", ncols=2)

@@ -3,24 +3,26 @@
 import os
 import signal
 import socket
-from typing import Self
+from contextlib import AbstractContextManager
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.output import LineCallback
-from gradwire.testbed.signals import exit_on_termination
-from gradwire.testbed.supervisor import Grace, RankCommand, Supervisor, rank_variables
+from gradwire.testbed.supervisor import (
+    Grace,
+    LineCallback,
+    RankCommand,
+    Supervisor,
+    exit_on_termination,
+    rank_variables,
+)
 
 LOOPBACK = "lo"
 
 
-class Loopback:
-    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.Cluster`."""
+class Loopback(AbstractContextManager["Loopback"]):
+    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.EmulatedCluster`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None: ...
 

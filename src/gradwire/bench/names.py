@@ -9,9 +9,9 @@ import msgspec
 
 from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_from_dict
 from gradwire.core.checks import show
-from gradwire.core.reading import check_plain, parse
 from gradwire.core.repository import from_repository
 from gradwire.core.specs import Spec, installed_specs, spec_from_text
+from gradwire.core.strict import check_plain, parse
 from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform

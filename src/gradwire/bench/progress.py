@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from gradwire.bench.events import StepEvent
+from gradwire.bench.results import StepEvent
 
 
 class ProgressView:

@@ -39,7 +39,6 @@ class Ranks:
         return dist.new_group(timeout=self._timeout) if self.distributed else None
 
     def meet(self) -> None:
-        """Wait for all ranks."""
         if self.distributed:
             dist.barrier()
 

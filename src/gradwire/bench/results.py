@@ -1,9 +1,10 @@
-"""The formats of the bench: the record of the ranks, and the results file of a run.
+"""The formats of the bench: the lines that the worker prints after each step, the record of the ranks, the results file.
 
-Both are strict (`gradwire.core.strict.Document`). Times are microseconds, sizes are bytes, rates are gigabits per
+The files are strict (`gradwire.core.strict.Document`). Times are microseconds, sizes are bytes, rates are gigabits per
 second. Lists over steps include the warm-up steps; statistics exclude them.
 """
 
+import contextlib
 from typing import ClassVar
 
 import msgspec
@@ -11,6 +12,34 @@ import msgspec
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.record.run import Interval
+
+PREFIX = "gradwire-bench "
+
+
+class StepEvent(msgspec.Struct, frozen=True):
+    """One step of one method on rank 0."""
+
+    method: str
+    step: int
+    us: float
+    loss: float
+
+
+def print_event(event: StepEvent) -> None:
+    """Print the event as one line.
+
+    >>> print_event(StepEvent("ddp", 3, 120000.0, 2.5))
+    gradwire-bench {"method":"ddp","step":3,"us":120000.0,"loss":2.5}
+    """
+    print(PREFIX + msgspec.json.encode(event).decode(), flush=True)
+
+
+def parse_event(line: str) -> StepEvent | None:
+    """The event in a line; None for any other line."""
+    if line.startswith(PREFIX):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(line[len(PREFIX) :], type=StepEvent)
+    return None
 
 
 class WorkerOrder(Document, frozen=True, kw_only=True):

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire.bench.events import parse_event
 from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.recorded import complete_runs
-from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord
+from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core.files import make_folder
 from gradwire.core.made import Made
@@ -106,7 +105,8 @@ def run_bench(request: BenchRequest, problem: str | None, watch: ProgressView, s
     runner = _Runner(request, problem, notes, watch, save_to)
     for job in request.jobs if request.alone_steps else ():
         runner.measure_alone(job)
-    with runner.open_network() as network:
+    emulated = EmulatedCluster(request.nodes, request.ranks_per_node)
+    with emulated if problem is None else Loopback(request.world_size) as network:
         for link in links:
             network.set_inter(None if link == UNLIMITED else link)
             for job in request.jobs:
@@ -122,19 +122,8 @@ def run_profile(
     Raises TestbedError with the output of the ranks if the profiling fails.
     """
     said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
-    argv = [
-        sys.executable,
-        "-u",
-        "-m",
-        "gradwire",
-        "profile",
-        "--job",
-        job,
-        "--out",
-        str(folder),
-        "--steps",
-        str(steps),
-    ]
+    argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job]
+    argv += ["--out", str(folder), "--steps", str(steps)]
     argv += [word for spec in specs for word in ("--spec", repr(spec))]
     with EmulatedCluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
         with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
@@ -187,11 +176,6 @@ class _Runner:
         self.alone: list[Alone] = []
         self.cells: list[Cell] = []
         self.made = Made.now()
-
-    def open_network(self) -> Network:
-        if self.problem is not None:
-            return Loopback(self.request.world_size)
-        return EmulatedCluster(self.request.nodes, self.request.ranks_per_node)
 
     def measure_alone(self, job: str) -> None:
         """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""

@@ -6,7 +6,6 @@ from typing import Literal
 from rich.table import Table
 
 from gradwire.bench.results import BenchRun, Cell
-from gradwire.record.run import Interval
 
 NOTHING = "-"
 COLUMNS = {
@@ -72,10 +71,6 @@ def speedup_of_most(cell: Cell) -> str:
     return f"{cell.speedup_alone:.2f} of {cell.max_speedup:.2f}, {share:.0%}"
 
 
-def _ratio(interval: Interval | None) -> str:
-    return NOTHING if interval is None else f"{interval.ratio:.2f}x ({interval.low:.2f}-{interval.high:.2f})"
-
-
 def _title(run: BenchRun, job: str) -> str:
     alone = next((a for a in run.alone if a.job == job and a.step is not None), None)
     size = f", {alone.parameters / 1e6:.2f}M parameters" if alone else ""
@@ -88,12 +83,12 @@ def _texts(cell: Cell) -> dict[str, str]:
     texts = {"link": cell.link, "method": cell.method}
     if cell.failure is not None or cell.step is None:
         return texts | {"step ms": "FAILED"}
-    step = cell.step
+    step, ratio = cell.step, cell.speedup
     texts |= {
         "step ms": milliseconds(step.median_us),
         "p10-p90": f"{milliseconds(step.p10_us)}-{milliseconds(step.p90_us)}",
         "min": milliseconds(step.minimum_us),
-        "vs ddp": _ratio(cell.speedup),
+        "vs ddp": f"{ratio.ratio:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else NOTHING,
         "exposed": milliseconds(cell.exposed_us),
         "ideal": milliseconds(cell.ideal_us),
         "attain.": milliseconds(cell.attainable_us),

@@ -25,12 +25,11 @@ from typing import Any
 import msgspec
 import torch
 
-from gradwire.bench.events import StepEvent, print_event
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.methods import Method, build
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.recorded import method_folder
-from gradwire.bench.results import Decided, MethodRecord, WorkerOrder, WorkerRecord
+from gradwire.bench.results import Decided, MethodRecord, StepEvent, WorkerOrder, WorkerRecord, print_event
 from gradwire.collectives import Grid, Group, Link, LinkError
 from gradwire.errors import GradwireError
 from gradwire.profiler.links import measure_links, measured_links
@@ -83,19 +82,16 @@ class Contest:
         for contestant in self.contestants:
             self._take_turn(contestant, self.order.warmup_steps)
         before = [len(contestant.loss) for contestant in self.contestants]
-        self._take_turns()
+        for turn, done in enumerate(range(0, self.order.steps, self.order.turn_steps)):
+            begin = turn % len(self.contestants)
+            for contestant in self.contestants[begin:] + self.contestants[:begin]:
+                self._take_turn(contestant, min(self.order.steps - done, self.order.turn_steps))
         for contestant, first in zip(self.contestants, before, strict=True):
             contestant.counted = (first, len(contestant.loss))
             self._guarded(contestant, self._look_at_plan)
         self._go_on()
         for contestant in self.contestants:
             self._guarded(contestant, self._finish)
-
-    def _take_turns(self) -> None:
-        for turn, done in enumerate(range(0, self.order.steps, self.order.turn_steps)):
-            first = turn % len(self.contestants)
-            for contestant in self.contestants[first:] + self.contestants[:first]:
-                self._take_turn(contestant, min(self.order.steps - done, self.order.turn_steps))
 
     def _let_decide(self, contestant: Contestant) -> None:
         """All ranks decide in the same step, so all ranks leave the loop together."""

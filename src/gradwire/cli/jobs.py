@@ -203,9 +203,9 @@ def profile(
     Start it with torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
     _check_extra("sklearn")
+    from gradwire.bench.jobs import profile_job
     from gradwire.bench.names import parse_spec
-    from gradwire.bench.profiling import profile_job
-    from gradwire.profiler.words import described
+    from gradwire.profiler.profiling import described
 
     specs = [parse_spec(each) for each in spec or ("QSGD(bits=4)",)]
     found = profile_job(job, out, steps, specs, specs[0])

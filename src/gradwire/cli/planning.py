@@ -1,13 +1,22 @@
-"""Commands that plan and predict. No GPU, no network, no torch."""
+"""Commands that plan and predict, also for lists of rates and nodes. No GPU, no network, no torch."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, Json, Specs, app
-from gradwire.cli.sweeping import Inter, Nodes, Picture, bar, points_of, refuse_with_sweep, show_sweep
 from gradwire.errors import FormatError
+
+if TYPE_CHECKING:
+    from gradwire.core import Cluster, Profile
+    from gradwire.planner.sweep import SweepRow
+
+Inter = Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")]
+Nodes = Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")]
+Picture = Annotated[Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")]
 
 
 @app.command()
@@ -39,7 +48,7 @@ def options(
     from gradwire.planner.listing import as_json, as_table, choose, shape_note
 
     if collectives:
-        from gradwire.planner.added import collective_rows
+        from gradwire.planner.listing import collective_rows
 
         _print_rows(collective_rows(), json)
         return
@@ -67,7 +76,7 @@ def options(
 @app.command()
 def compressors(json: Json = False) -> None:
     """List the compressors of gradwire and of other packages: a usual spec, the law, and the schemes of each."""
-    from gradwire.planner.added import compressor_rows
+    from gradwire.planner.listing import compressor_rows
 
     _print_rows(compressor_rows(), json)
 
@@ -75,13 +84,13 @@ def compressors(json: Json = False) -> None:
 @app.command()
 def schedules(json: Json = False) -> None:
     """List the schedules of gradwire and of other packages: when each exchanges gradients, and its costs."""
-    from gradwire.planner.added import schedule_rows
+    from gradwire.planner.listing import schedule_rows
 
     _print_rows(schedule_rows(), json)
 
 
 def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:
-    from gradwire.planner.added import rows_as_json, rows_as_text
+    from gradwire.planner.listing import rows_as_json, rows_as_text
 
     typer.echo(rows_as_json(rows) if json else rows_as_text(rows), nl=False)
 
@@ -114,9 +123,8 @@ def simulate(
     from gradwire.core.files import write_whole
     from gradwire.planner.sweep import sweep_plan
     from gradwire.sim.rules import changed_rules
-    from gradwire.sim.table import as_table
     from gradwire.sim.timeline import simulate as simulate_plan
-    from gradwire.sim.trace import as_trace
+    from gradwire.sim.views import as_table, as_trace
 
     times = Profile.load(profile)
     rules = changed_rules(
@@ -124,8 +132,7 @@ def simulate(
     )
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
     links = Cluster.load(cluster)
-    points = points_of(links, inter, nodes, picture)
-    if points:
+    if points := points_of(links, inter, nodes, picture):
         refuse_with_sweep(trace=trace)
         with bar("Simulating", 2 * len(points)) as seen:
             rows = sweep_plan(Plan.load(plan), times, points, codecs, rules, seen)
@@ -135,6 +142,62 @@ def simulate(
     if trace is not None:
         write_whole(trace, as_trace(timeline))
     typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
+
+
+def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":
+    """The clusters of a sweep, or none. Raises FormatError for unreadable lists, and for --picture without a sweep."""
+    from gradwire.planner.ranges import read_nodes, read_rates
+    from gradwire.planner.sweep import clusters
+    from gradwire.report.pictures import check_picture
+
+    if inter is None and nodes is None:
+        if picture is not None:
+            raise FormatError(
+                f"--picture {picture} without a sweep: one cluster gives one point. Add --inter, such as 1,10,25,100, or "
+                "--nodes, such as 1,2,4,...,64."
+            )
+        return []
+    rates = None if inter is None else read_rates(inter)
+    counts = None if nodes is None else read_nodes(nodes)
+    if picture is not None:
+        check_picture(picture, min(len(rates or (0,)), len(counts or (0,))))
+    return clusters(cluster, rates, counts)
+
+
+def refuse_with_sweep(**options: object) -> None:
+    """Raises FormatError if an option is given that needs a single cluster."""
+    for name, value in options.items():
+        if value is not None:
+            raise FormatError(
+                f"--{name} {value} needs one cluster, not a sweep. Leave out --{name}, or --inter and --nodes."
+            )
+
+
+@contextmanager
+def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
+    """A progress bar on stderr, or one line if stderr is no terminal. Gives a function of the number of finished steps."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: {steps} steps", highlight=False)
+        yield lambda done: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | None, json: bool) -> None:
+    """Print the table or the JSON, and draw the picture."""
+    from gradwire.planner.sweep import as_json, as_table
+    from gradwire.report.pictures import draw_sweep
+
+    typer.echo((as_json if json else as_table)(rows, profile), nl=False)
+    if picture is not None:
+        draw_sweep(rows, profile.model, picture)
+        typer.echo(f"Picture: {picture}", err=True)
 
 
 def _bytes_of(megabytes: float) -> int:
@@ -203,8 +266,7 @@ def plan(
     )
     specs = [parse_spec(each) for each in spec or ()]
     rules, links = changed_rules(times, decode_calls=decode_calls), Cluster.load(cluster)
-    points = points_of(links, inter, nodes, picture)
-    if points:
+    if points := points_of(links, inter, nodes, picture):
         refuse_with_sweep(out=out, method=None if method == "joint" else method)
         chosen = methods_here() if methods is None else split_names(methods)
         if methods is None and (absent := [method for method in SWEPT if method not in chosen]):

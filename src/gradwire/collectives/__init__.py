@@ -7,8 +7,7 @@ from gradwire.collectives.memory import Memory, share_scratch
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece, Program
 from gradwire.collectives.route import Route
-from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, TwoPhase
-from gradwire.collectives.sharded import ShardedSum
+from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, ShardedSum, TwoPhase
 from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers
 
 __all__ = [

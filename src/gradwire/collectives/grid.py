@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gradwire.errors import PlanError
 
-__all__ = ["Grid", "node_name"]
-
 
 @dataclass(frozen=True)
 class Grid:

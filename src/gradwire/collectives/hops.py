@@ -14,8 +14,6 @@ from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.schemes import OneEncode
 from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, Work
 
-__all__ = ["Ring", "Tree"]
-
 
 class _Hops(Transfers, OneEncode):
     """The common part of ring and tree: partial sums in `reduce_dtype`, encoded and decoded by shard."""

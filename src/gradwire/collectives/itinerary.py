@@ -13,8 +13,6 @@ from typing import NamedTuple
 from gradwire.collectives.grid import Grid
 from gradwire.core.collectives import ROUTINES
 
-__all__ = ["Encode", "Leg", "Parcel", "ParcelMove", "ParcelRun", "itinerary"]
-
 Cut = Callable[[int, int, int], Sequence[int]]
 """cut(start, end, parts): parts + 1 edges at which the codec allows a cut."""
 

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from gradwire.collectives.link import Link
 from gradwire.collectives.slices import short_slices
 
-__all__ = ["Lane"]
-
 T = TypeVar("T")
 
 

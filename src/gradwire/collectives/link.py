@@ -3,12 +3,18 @@
 A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
 not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
 could connect to wrong ranks or wait for each other forever.
+
+Gloo neither shows its TCP connections nor closes them while a thread waits. Shutting them down is the only way to end such a
+wait: the waiting thread and the ranks at the other ends get an error.
 """
 
 import ctypes
+import os
 import secrets
+import socket
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradwire.collectives.connections import Connections
 from gradwire.collectives.grid import Grid
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
 
-__all__ = ["AllToAll", "Group", "Link", "LinkError", "SilentLink"]
+_DESCRIPTORS = "/dev/fd"
 
 
 class LinkError(Exception):
@@ -217,6 +222,58 @@ class SilentLink:
         pass
 
     wait = finish = send
+
+
+class Connections:
+    """The connections that this process opened inside a block.
+
+    >>> connections = Connections()
+    >>> with connections.opened_here(expected=0):
+    ...     pass
+    >>> connections.shut_down()
+    """
+
+    def __init__(self) -> None:
+        self._inodes: dict[int, int] = {}
+
+    @contextmanager
+    def opened_here(self, expected: int) -> Iterator[None]:
+        """Remember the connections opened inside. If their number is not `expected`, because another thread opened one or the
+        backend connects later, remember none: connections of others must not be shut down."""
+        before = _connected()
+        yield
+        opened = {number: inode for number, inode in _connected().items() if before.get(number) != inode}
+        self._inodes = opened if len(opened) == expected else {}
+
+    def shut_down(self) -> None:
+        """Shut down both directions of the remembered connections. Their owner keeps the descriptors."""
+        now = _connected()
+        for number, inode in self._inodes.items():
+            if now.get(number) == inode:
+                with suppress(OSError), _borrowed(number) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._inodes = {}
+
+
+def _connected() -> dict[int, int]:
+    """Descriptors of connected TCP sockets with their inodes, since numbers are reused."""
+    found = {}
+    with suppress(OSError):  # no such folder on this system
+        for entry in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile, or not connected
+                status = os.fstat(int(entry))
+                if stat.S_ISSOCK(status.st_mode):
+                    with _borrowed(int(entry)) as connection:
+                        if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
+                            connection.getpeername()
+                            found[int(entry)] = status.st_ino
+    return found
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    with socket.socket(fileno=os.dup(number)) as connection:
+        yield connection
 
 
 def _handles_cpu(pg: dist.ProcessGroup) -> bool:

@@ -13,8 +13,6 @@ import torch
 
 from gradwire.collectives.streams import Mark, Streams
 
-__all__ = ["Memory", "Store", "share_scratch"]
-
 
 class Store(Protocol):
     """A residual in fewer bytes; see gradwire.compressors.stores."""

@@ -8,8 +8,6 @@ import torch
 
 from gradwire.collectives.memory import Memory, Store
 
-__all__ = ["Codec", "Piece", "Program", "Runs", "SummedCodec"]
-
 
 class Codec(Protocol):
     """The part of a compressor that schemes use; see gradwire.compressors.base."""

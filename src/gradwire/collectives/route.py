@@ -29,8 +29,6 @@ from gradwire.collectives.works import (
     payload_buffers,
 )
 
-__all__ = ["Route"]
-
 
 class Route(Transfers):
     """An option's tasks, run by one rank."""

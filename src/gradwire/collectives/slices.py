@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["short_slices"]
-
 SLICE_NS = 100_000  # the shortest that Linux grants
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Mark", "Streams", "streams_for"]
-
 Mark = torch.Event | None
 """A moment in a stream's queue; None on CPU."""
 

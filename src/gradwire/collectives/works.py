@@ -92,7 +92,8 @@ class Transfer:
     received: list[torch.Tensor]
     """The buffer for the part from each rank."""
     arrivals: dict[int, list[Work]] = field(default_factory=dict)
-    """Work on the part from each rank. The ranks' parts are awaited in the order of this dict."""
+    """Work on the part from each rank. The ranks' parts are awaited in the order of this dict, which has a key for each rank
+    that sends a part: [] where there is nothing to do."""
     after: list[Work] = field(default_factory=list)
     """Work after all parts have arrived."""
 
@@ -109,6 +110,13 @@ class Transfers:
         self.phases, self.rank = phases, rank
         self.shared: dict[str, torch.Tensor] = {}
         every = [transfer for phase in phases for transfer in phase]
+        for each in every:
+            for source, part in enumerate(each.received):
+                if part.numel() and source != rank and source not in each.arrivals:
+                    raise ValueError(
+                        f"a transfer of rank {rank} has a buffer for rank {source} and no arrivals[{source}]: nobody would wait "
+                        f"for this part. Set arrivals[{source}] to the list of work on the part, or to [] if there is none."
+                    )
         self.exchanges = len(every)
         self.bytes_to = [sum(each.sent[to].nbytes for each in every if to != rank) for to in range(world_size)]
         self._done: Mark = None

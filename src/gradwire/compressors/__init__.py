@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
+from gradwire.compressors.beside import BesideCompressor
 from gradwire.compressors.block_topk import BlockTopKCompressor
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.dgc import DGCCompressor
@@ -22,69 +23,50 @@ from gradwire.compressors.threshold import ThresholdCompressor
 from gradwire.compressors.topk import TopKCompressor
 from gradwire.compressors.truncate import TruncateCompressor
 from gradwire.compressors.twobit import TwoBitCompressor
-from gradwire.core import entry_points
-from gradwire.core.specs import (
-    DGC,
-    FP8,
-    QSGD,
-    BlockTopK,
-    Cast,
-    EFSignSGD,
-    ErrorFeedback,
-    Identity,
-    Int8,
-    Natural,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    SignSGD,
-    Signum,
-    Spec,
-    TernGrad,
-    Threshold,
-    TopK,
-    Truncate,
-    TwoBit,
-)
+from gradwire.core import entry_points, specs
 from gradwire.errors import SpecError
 
-__all__ = ["Compressor", "Context", "compressor_for", "register_compressor"]
+__all__ = ["BesideCompressor", "Compressor", "Context", "compressor_for", "register_compressor"]
 
-_BY_SPEC: dict[type[Spec], Callable[[Any], Compressor]] = {
-    Identity: IdentityCompressor,
-    Cast: CastCompressor,
-    QSGD: QSGDCompressor,
-    PowerSGD: PowerSGDCompressor,
-    SignSGD: SignSGDCompressor,
-    Signum: SignumCompressor,
-    EFSignSGD: MeanSignCompressor,
-    OneBit: MeanSignCompressor,
-    TwoBit: TwoBitCompressor,
-    TernGrad: TernGradCompressor,
-    Int8: Int8Compressor,
-    FP8: FP8Compressor,
-    Natural: NaturalCompressor,
-    ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
-    TopK: TopKCompressor,
-    Threshold: ThresholdCompressor,
-    BlockTopK: BlockTopKCompressor,
-    RandomK: lambda spec: CommonRandomKCompressor(spec) if spec.indices == "common" else OwnRandomKCompressor(spec),
-    DGC: lambda spec: DGCCompressor(spec, compressor_for(ErrorFeedback(TopK(spec.ratio, spec.selection)))),
-    Truncate: TruncateCompressor,
+_BY_SPEC: dict[type[specs.Spec], Callable[[Any], Compressor]] = {
+    specs.Identity: IdentityCompressor,
+    specs.Cast: CastCompressor,
+    specs.QSGD: QSGDCompressor,
+    specs.PowerSGD: PowerSGDCompressor,
+    specs.SignSGD: SignSGDCompressor,
+    specs.Signum: SignumCompressor,
+    specs.EFSignSGD: MeanSignCompressor,
+    specs.OneBit: MeanSignCompressor,
+    specs.TwoBit: TwoBitCompressor,
+    specs.TernGrad: TernGradCompressor,
+    specs.Int8: Int8Compressor,
+    specs.FP8: FP8Compressor,
+    specs.Natural: NaturalCompressor,
+    specs.ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
+    specs.TopK: TopKCompressor,
+    specs.Threshold: ThresholdCompressor,
+    specs.BlockTopK: BlockTopKCompressor,
+    specs.RandomK: lambda spec: (
+        CommonRandomKCompressor(spec) if spec.indices == "common" else OwnRandomKCompressor(spec)
+    ),
+    specs.DGC: lambda spec: DGCCompressor(
+        spec, compressor_for(specs.ErrorFeedback(specs.TopK(spec.ratio, spec.selection)))
+    ),
+    specs.Truncate: TruncateCompressor,
 }
 
 
-def register_compressor(spec_class: type[Spec], make: Callable[[Any], Compressor]) -> None:
+def register_compressor(spec_class: type[specs.Spec], make: Callable[[Any], Compressor]) -> None:
     """Register the compressor of a spec class. `make` takes the spec and returns the compressor."""
     _BY_SPEC[spec_class] = make
 
 
-def compressor_for(spec: Spec) -> Compressor:
+def compressor_for(spec: specs.Spec) -> Compressor:
     """The compressor that runs a spec. Raises SpecError if none is registered for its class.
 
     >>> from gradwire.core.specs import QSGD
-    >>> compressor_for(QSGD(bits=4)).granularity
-    128
+    >>> compressor_for(QSGD(bits=4)).spec
+    QSGD(bits=4, block=128)
     """
     if type(spec) not in _BY_SPEC and spec.id in entry_points.names(entry_points.COMPRESSORS):
         entry_points.load(entry_points.COMPRESSORS, spec.id, partial(register_compressor, type(spec)), SpecError)

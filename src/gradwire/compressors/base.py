@@ -20,8 +20,7 @@ class Context:
 
     random: int64 tensor of (seed, step, encode number, rank) on the tensor's device: the key of the random stream. A resumed
     run repeats the stream, and ranks differ. A tensor, since graph capture would freeze a host number.
-    stream: the device stream of the work, which is torch's current stream; None on CPU, where the work is done when the call
-    returns.
+    stream: torch's current stream, in which the work is done; None on CPU, where the work is done when the call returns.
     """
 
     random: Tensor
@@ -35,13 +34,11 @@ class Context:
 class Compressor(ABC):
     """Encodes runs of elements of a flat buffer to payloads. One instance serves all tensors of a family of specs.
 
-    A flat buffer is a contiguous 1-D tensor, and `segments` says which elements of which tensors it holds. The caller makes
-    buffers, once.
+    A flat buffer is a contiguous 1-D tensor; `segments` says which elements of which tensors it holds. Callers make it once.
     """
 
     encodes_own_part = False
-    """Whether the sum over ranks has decoded values only. Then the owner encodes and decodes its own part too, instead of adding
-    the uncompressed gradient."""
+    """Whether the sum over ranks has decoded values only. Then the owner encodes and decodes its own part too."""
 
     ranks = 1
     """The number of ranks, by which src was divided already. Set by the engine."""
@@ -62,7 +59,7 @@ class Compressor(ABC):
         """Bytes of the payload of these segments for a gradient of this dtype. Independent of values."""
         key = self.spec, dtype
         if (found := segments.payload_bytes.get(key)) is None:  # asked in every decode
-            found = segments.payload_bytes[key] = self.spec.payload_bytes(runs_of(segments), dtype.itemsize)
+            found = segments.payload_bytes[key] = self.spec.bytes_beside(runs_of(segments), dtype.itemsize)
         return found
 
     @abstractmethod

@@ -1,8 +1,7 @@
 """Signs with their mean magnitudes: EF-SignSGD (Karimireddy et al. 2019) and OneBit (Seide et al. 2014).
 
 Law: contractive. Every element becomes a mean of elements, so the error is never larger than the input, even with the mean in
-bfloat16. The residual keeps the error. A block with a NaN or an Inf decodes to NaN throughout, and its residual stays as it
-was.
+bfloat16. The residual keeps the error. A block with a NaN or an Inf decodes to NaN throughout and keeps its residual.
 """
 
 from gradwire.compressors.base import KernelCompressor

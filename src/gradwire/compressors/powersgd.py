@@ -42,7 +42,7 @@ class PowerSGDCompressor(Compressor):
 
 
 class PowerProgram:
-    """See `gradwire.collectives.schemes.Program`."""
+    """See `gradwire.collectives.piece.Program`."""
 
     def __init__(self, spec: PowerSGD, flat: Tensor, residual: Tensor | None, segments: Segments) -> None:
         self.spec, self.flat, self.residual = spec, flat, residual

@@ -37,11 +37,9 @@ class CommonRandomKCompressor(Compressor):
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
-        values = torch.empty(payload.numel() // 4, dtype=torch.float32, device=src.device)
-        kernels_for(src.device.type).gather_random(
-            src, residual_in(state), segments, context.random, self.ratio, values
-        )
-        payload.copy_(values.view(torch.uint8))
+        program = self.program(src, state, segments)
+        program.fill(0, context)
+        payload.copy_(program.payloads[0].view(torch.uint8))
 
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segments, kernels_for
-from gradwire.kernels.reference.numbers import equal_blocks
-from gradwire.kernels.reference.planes import pack
+from gradwire.kernels.reference.numbers import equal_blocks, pack
 
 BITS, BLOCK = 8, 128
 TOP = 2 ** (BITS - 1) - 1

@@ -1,7 +1,6 @@
 """Threshold: the elements of at least a fixed magnitude; if they do not all fit, the largest.
 
-Law: contractive, with delta 0. Smaller elements are sent as zero. With error feedback the residual keeps them until they have
-grown.
+Law: contractive, with delta 0. Smaller elements are sent as zero. With error feedback the residual keeps them until they grow.
 """
 
 from gradwire.compressors.base import KernelCompressor

@@ -2,8 +2,9 @@
 
 from gradwire.core.cluster import Cluster, Link
 from gradwire.core.costs import CodecCosts, Costs
+from gradwire.core.made import Made
 from gradwire.core.plan import Bucket, Plan, Prediction
-from gradwire.core.profile import Made, Profile, TensorProfile
+from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule
 from gradwire.core.specs import (
     DGC,

@@ -4,6 +4,7 @@ The message of an error begins with the name of the field. The reader of a docum
 the enclosing object before the name.
 """
 
+import functools
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -88,8 +89,6 @@ def word(field: str, value: object, words: Collection[str], *, error: type[Gradw
 
 def unique(field: str, names: Collection[str], part: str, *, error: type[GradwireError] = FormatError) -> None:
     """Refuse duplicate names; `part` follows the index in the message, as in `tensors[3].name`."""
-    if len(set(names)) == len(names):
-        return
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in first:
@@ -129,9 +128,12 @@ def each(field: str, values: Iterable[object], kind: type) -> None:
             )
 
 
+_fields = functools.cache(msgspec.structs.fields)
+
+
 def changed(owner: msgspec.Struct) -> dict[str, Any]:
     """The fields of a struct without a default, and those that differ from their default, in order."""
-    values = ((info, getattr(owner, info.name)) for info in msgspec.structs.fields(owner))
+    values = ((info, getattr(owner, info.name)) for info in _fields(type(owner)))
     return {info.name: value for info, value in values if info.required or value != info.default}
 
 

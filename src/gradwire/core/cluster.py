@@ -9,8 +9,6 @@ from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 
-__all__ = ["Cluster", "Link"]
-
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
@@ -55,13 +53,10 @@ class Cluster(Document, frozen=True, kw_only=True):
         whole("nodes", self.nodes, "a number of nodes", low=1)
         whole("ranks_per_node", self.ranks_per_node, "the ranks of one node", low=1)
         for field in ("intra", "inter"):
-            link = getattr(self, field)
-            if not isinstance(link, Link):
+            if not isinstance(link := getattr(self, field), Link):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link.")
-
         if not isinstance(self.allreduce, (Link, type(None))):
             raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
-
         if self.launch_us is not None:
             number("launch_us", self.launch_us, "a time in microseconds")
 

@@ -20,24 +20,6 @@ from gradwire.core.checks import show
 from gradwire.core.specs.base import Spec
 from gradwire.errors import PlanError
 
-__all__ = [
-    "ALL_REDUCE",
-    "CODEC_TASKS",
-    "COLLECTIVES",
-    "LINKS",
-    "LINK_TASKS",
-    "ROUTINES",
-    "Collective",
-    "Routine",
-    "collective",
-    "collective_of",
-    "installed_collectives",
-    "is_link_word",
-    "link_words",
-    "register_collective",
-    "uncompressed",
-]
-
 CODEC_TASKS = ("comp", "decomp")
 """Tasks of an option that run on a device: gpu or cpu."""
 LINKS = ("intra", "inter")
@@ -204,7 +186,7 @@ COLLECTIVES = {
             tasks=("comp", "reducescatter:inter", "allgather:inter", "decomp"),
             phases=("reduce", "gather"),
             runs="gradwire.collectives.hops:Ring",
-            steps="gradwire.costs.hops:ring_steps",
+            steps="gradwire.costs.steps:ring_steps",
             needs=("alltoall", "allgather"),
             encodes_sums=True,
         ),
@@ -214,7 +196,7 @@ COLLECTIVES = {
             tasks=("comp", "reduce:inter", "broadcast:inter", "decomp"),
             phases=("reduce", "gather"),
             runs="gradwire.collectives.hops:Tree",
-            steps="gradwire.costs.hops:tree_steps",
+            steps="gradwire.costs.steps:tree_steps",
             needs=("alltoall", "allgather"),
             encodes_sums=True,
         ),

@@ -10,15 +10,12 @@ from gradwire.core.specs.base import SpecField, as_spec
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 
-__all__ = ["CodecCosts", "Costs", "Points"]
-
 Points: TypeAlias = tuple[tuple[int, float], ...]
 """(input bytes, microseconds), bytes strictly increasing: points of a piecewise-linear function."""
 
 
 class CodecCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of one spec's codec on one device, by the bytes of the uncompressed input in float32. A 16-bit gradient counts as
-    four bytes an element."""
+    """Times of one spec's codec on one device, by bytes of the uncompressed input, 4 an element: for 16-bit gradients too."""
 
     spec: SpecField
     device: str

@@ -11,9 +11,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from gradwire.core.checks import show
 from gradwire.errors import GradwireError, PlanError
-
-__all__ = ["COLLECTIVES", "COMPRESSORS", "SCHEDULES", "SPECS", "load", "named", "names", "origin"]
 
 SPECS = "gradwire.specs"
 """Spec classes by id."""
@@ -38,6 +37,11 @@ def _group(group: str) -> dict[str, list[EntryPoint]]:
 def names(group: str) -> tuple[str, ...]:
     """The names of a group in all installed packages, sorted. Nothing is loaded."""
     return tuple(sorted(_group(group)))
+
+
+def absent(group: str, name: object) -> str:
+    """The end of the error for a word that nobody has: ' No installed package ...', or '' for what is no word."""
+    return f" No installed package has an entry point {show(name)} in {group}." if isinstance(name, str) else ""
 
 
 def load(group: str, name: str, use: Callable[[Any], T], error: type[GradwireError]) -> T:

@@ -16,6 +16,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
     """
     target = Path(os.path.realpath(path))
+    name = printable(os.fspath(path), longest=1024)
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         if target.exists() and not target.is_file():
@@ -23,12 +24,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         else:
             _replace(target, data)
     except FileNotFoundError as error:
-        name = printable(os.fspath(path), longest=1024)
         raise WriteError(
             f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it."
         ) from error
     except OSError as error:
-        name = printable(os.fspath(path), longest=1024)
         raise WriteError(
             f"{name}: cannot be written: {error.strerror or error}. The old file is unchanged. Make room, or choose "
             "another folder."
@@ -41,9 +40,9 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        name = printable(os.fspath(path), longest=1024)
         raise WriteError(
-            f"{name}: no folder can be made there: {error.strerror or error}. Choose another one."
+            f"{printable(os.fspath(path), longest=1024)}: no folder can be made there: {error.strerror or error}. Choose "
+            "another one."
         ) from error
     return folder
 

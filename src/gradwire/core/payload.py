@@ -3,17 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = [
-    "SCALE_ALIGN",
-    "SIGN_UNIT",
-    "Sections",
-    "coded_bytes",
-    "index_bytes",
-    "index_low_bits",
-    "kept_of",
-    "qsgd_bytes",
-]
-
+RAW = -1
+"""In place of the bits of an element: the elements travel uncompressed, beside compressed ones."""
 SCALE_ALIGN = 16
 """The codes of a payload begin after the scales, at a multiple of this number of bytes."""
 SIGN_UNIT = 512

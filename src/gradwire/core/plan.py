@@ -23,14 +23,13 @@ from gradwire.core.checks import (
     whole,
     word,
 )
-from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
+from gradwire.core.collectives import CODEC_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
+from gradwire.core.payload import RAW
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import FormatError, PlanError
-
-__all__ = ["CODEC_TASKS", "LINK_TASKS", "RESIDUAL_DTYPES", "Bucket", "Plan", "Prediction"]
 
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that residuals may be stored in."""
@@ -54,7 +53,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensors: tuple[str, ...]
     """Names in gradient-ready order, which is their order in the flat buffer."""
     spec: BucketSpec
-    """One spec, or one for each tensor by name, all of one family."""
+    """One spec, or one for each tensor by name, all of one family. Tensors with Identity() may be among tensors of a spec with
+    `carries_uncompressed`: they travel uncompressed in the same payload."""
     reduce_dtype: str = "float32"
     """dtype of the sum over ranks. Narrower: fewer bytes and more error where the sum is on the wire."""
     residual_dtype: str = "float32"
@@ -104,6 +104,24 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def spec_of(self, tensor: str) -> Spec:
         """The spec of one of the bucket's tensors."""
         return self.spec if isinstance(self.spec, Spec) else self.spec[tensor]
+
+    @property
+    def main_spec(self) -> Spec:
+        """The spec of the first tensor that is compressed; Identity if none is. Specs of one bucket are of its family."""
+        if isinstance(self.spec, Spec):
+            return self.spec
+        return next((spec for spec in self.spec.values() if spec.encodes), self.spec[self.tensors[0]])
+
+    def specs_with(self, spec: Spec) -> Spec | dict[str, Spec]:
+        """The bucket's specs with another one for the compressed tensors. It is for all, where it carries no others."""
+        if isinstance(self.spec, Spec) or not spec.carries_uncompressed:
+            return spec
+        return {name: spec if own.encodes else own for name, own in self.spec.items()}
+
+    def bits_of(self, tensor: str) -> int:
+        """`ElementRun.bits` of one of the bucket's tensors."""
+        spec = self.spec_of(tensor)
+        return spec.element_bits if spec.encodes or not self.main_spec.encodes else RAW
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -270,12 +288,18 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
             raise FormatError(
                 f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}."
             )
-    first = specs[tensors[0]]
-    for name in tensors[1:]:
-        if specs[name].family != first.family:
+    main = next((name for name in tensors if specs[name].encodes), tensors[0])
+    for name in tensors:
+        own, other = specs[name], specs[main]
+        if own.encodes != other.encodes and not other.carries_uncompressed:
             raise FormatError(
-                f"spec[{show(name)}] is {show(specs[name])} and spec[{show(tensors[0])}] is {show(first)}: two "
-                "families cannot share one exchange. Put the tensors in two buckets."
+                f"spec[{show(name)}] is {show(own)} and spec[{show(main)}] is {show(other)}, whose compressor takes whole "
+                "buckets: no tensor can travel uncompressed beside it. Put the tensors in two buckets."
+            )
+        if own.encodes and own.family != other.family:
+            raise FormatError(
+                f"spec[{show(name)}] is {show(own)} and spec[{show(main)}] is {show(other)}: two families cannot share "
+                "one exchange. Put the tensors in two buckets."
             )
     return {name: specs[name] for name in tensors}
 
@@ -312,8 +336,6 @@ def _check_tensors(buckets: tuple[Bucket, ...]) -> None:
         raise FormatError("buckets is []: a plan has at least one bucket.")
     for index, bucket in enumerate(buckets):
         unique(f"buckets[{index}].tensors", bucket.tensors, "")
-    if len({name for bucket in buckets for name in bucket.tensors}) == sum(len(bucket.tensors) for bucket in buckets):
-        return
     owner: dict[str, int] = {}
     for index, bucket in enumerate(buckets):
         for name in bucket.tensors:

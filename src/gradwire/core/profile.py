@@ -1,27 +1,19 @@
 """The profile: measured times of a model's backward and forward, tensor by tensor."""
 
-import math
 from typing import ClassVar
-
-import msgspec
 
 from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, only_version, text, unique, whole, word
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
-from gradwire.core.tensors import TensorInfo
+from gradwire.core.tensors import Shaped, TensorInfo
 from gradwire.errors import FormatError
 
-__all__ = ["Made", "Profile", "TensorProfile"]
 
-
-class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorProfile(Shaped, frozen=True, kw_only=True):
     """One tensor of a profile."""
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us", "backward_iqr_us", "forward_iqr_us")
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
     backward_us: float
     """Microseconds from the previous gradient-ready event to this one."""
     forward_us: float | None = None
@@ -41,16 +33,6 @@ class TensorProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in ("forward_us", "backward_iqr_us", "forward_iqr_us"):
             if getattr(self, field) is not None:
                 number(field, getattr(self, field), "a time in microseconds")
-
-    @property
-    def numel(self) -> int:
-        """Elements; 1 for a scalar."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradient, uncompressed."""
-        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 class Profile(Document, frozen=True, kw_only=True):
@@ -75,8 +57,7 @@ class Profile(Document, frozen=True, kw_only=True):
     steps: int | None = None
     """The number of steps of which the times are medians; None if unknown."""
     optimizer_us: float | None = None
-    """Microseconds from the end of a step's exchange to the next forward: the optimizer and the rest of the loop. None counts
-    as 0."""
+    """Microseconds from the end of a step's exchange to the next forward: the optimizer and the loop. None counts as 0."""
     loaded_backward_us: float | None = None
     """Microseconds of the whole backward beside exchanges, while backward_us is without exchanges. The difference is the time
     that codecs and messages take from computation. For display; no prediction uses this field."""

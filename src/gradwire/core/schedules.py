@@ -16,8 +16,6 @@ from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError
 
-__all__ = ["Backward", "Delayed", "Pipelined", "Schedule", "as_schedule", "schedule_class", "schedule_kinds"]
-
 if TYPE_CHECKING:
     OptionalSpec = Spec | None
 else:
@@ -27,15 +25,17 @@ else:
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """The properties of a schedule that planner and simulator read. The defaults are those of wait-free backpropagation."""
 
+    gathers_in_forward: ClassVar[bool] = False
+    """Whether gather phases run beside the next forward, the layers that come first in forward first."""
+    needs_optimizer: ClassVar[bool] = False
+    """Whether the schedule decides when the optimizer updates parameters."""
+    costs_accuracy: ClassVar[bool] = False
+    """Whether the trained model differs from plain DDP's even without compression."""
+
     @property
     def engine(self) -> str:
         """The class that runs the schedule, as "module:Class". See `gradwire.engine.schedules.base`."""
         raise NotImplementedError(f"{type(self).__name__} does not say which class runs the schedule: define `engine`.")
-
-    @property
-    def gathers_in_forward(self) -> bool:
-        """Whether gather phases run beside the next forward, the layers that come first in forward first."""
-        return False
 
     @property
     def shards_optimizer(self) -> bool:
@@ -50,16 +50,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     @property
     def sends_at_end(self) -> bool:
         """Whether all sending begins at the end of the backward."""
-        return False
-
-    @property
-    def needs_optimizer(self) -> bool:
-        """Whether the schedule decides when the optimizer updates parameters."""
-        return False
-
-    @property
-    def costs_accuracy(self) -> bool:
-        """Whether the trained model differs from plain DDP's even without compression."""
         return False
 
     @property
@@ -150,8 +140,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     warmup_steps: int = 0
     """Synchronous, uncompressed steps at the start. More: closer to plain SGD, no overlap."""
     local_lr: float | None = None
-    """Learning rate of the local update; None is the current rate of the param_group. 0: the next step computes on the global
-    weights, one update behind."""
+    """Learning rate of the local update; None: the param_group's. 0: the next step computes on global weights, one behind."""
     local_update: bool = True
     """Whether there is a local update. False: the next step waits for the exchange, and no communication is hidden."""
 
@@ -232,6 +221,7 @@ def as_schedule(value: object) -> Schedule:
         raise FormatError(
             f"schedule is {show(value)}: it must be Backward(), Pipelined() or Delayed(...), one of the words "
             f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
+            f"{entry_points.absent(SCHEDULES, kind)}"
         )
     if isinstance(value, str):
         return schedule_class(kind)()

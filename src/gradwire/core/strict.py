@@ -1,10 +1,11 @@
 """Reading and writing JSON documents: strict, frozen, errors that name the field, its value and the cure."""
 
 import json
+import math
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -12,8 +13,6 @@ import msgspec
 
 from gradwire.core.checks import changed, join, near, printable, show
 from gradwire.core.files import write_whole
-from gradwire.core.reading import TOO_DEEP, check_plain, parse
-from gradwire.core.units import other_unit, unit_note
 from gradwire.errors import FormatError, GradwireError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -29,6 +28,15 @@ _WORDS = {
     "null": "null",
 }
 _NAMED = re.compile(r"`([^`]*)`")
+_UNITS = {
+    "times are microseconds": {"ns", "us", "usec", "ms", "msec", "s", "sec", "seconds", "millis", "micros", "time"},
+    "rates are gigabits per second": {
+        *("bps", "kbps", "mbps", "gbps", "kbit", "mbit", "gbit", "mbits", "gbits", "bandwidth", "rate"),
+    },
+    "sizes are bytes": {"b", "byte", "bytes", "kb", "kib", "mb", "mib", "gb", "gib", "kilobytes", "megabytes", "size"},
+}
+"""Kinds of units, to recognise a field under another unit: `backward_ms` is `backward_us`, `mbps` is `gbps`."""
+_TOO_DEEP = "lists and objects are nested deeper than in any document of gradwire. Remove some levels."
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +93,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             check_plain(data)  # values that no field has refused
             return document
         except RecursionError as error:
-            raise FormatError(f"{source}: {TOO_DEEP}") from error
+            raise FormatError(f"{source}: {_TOO_DEEP}") from error
         except GradwireError as error:
             raise type(error)(f"{source}: {error}") from error
 
@@ -203,3 +211,87 @@ def _struct_of(kind: Any, data: Any) -> Any:
         if config.tag_field and isinstance(data, Mapping) and data.get(config.tag_field) == config.tag:
             return struct
     return structs[0] if structs else None
+
+
+def _split(field: str) -> tuple[frozenset[str], str]:
+    """The words of a field without its unit, and the kind of the unit ('' for none)."""
+    rest, unit = set(), ""
+    for token in field.lower().split("_"):
+        kind = next((kind for kind, words in _UNITS.items() if token in words), None)
+        if kind is None:
+            rest.add(token)
+        else:
+            unit = unit or kind
+    return frozenset(rest), unit
+
+
+def other_unit(field: str, known: Collection[str]) -> str:
+    """A sentence with the right field, if `field` is a known field with another unit or without a unit; else ''.
+
+    >>> other_unit("backward_ms", ["name", "backward_us"])
+    'Times are microseconds: backward_us.'
+    >>> other_unit("colour", ["name", "backward_us"])
+    ''
+    """
+    rest, unit = _split(field)
+    for name in known:
+        known_rest, known_unit = _split(name)
+        if known_unit and rest == known_rest and unit in ("", known_unit):
+            return f"{known_unit[0].upper()}{known_unit[1:]}: {name}."
+    return ""
+
+
+def unit_note(path: str) -> str:
+    """` (times are microseconds)` for the path of a field that has a unit in its name, else ''.
+
+    >>> unit_note("tensors[0].backward_us")
+    ' (times are microseconds)'
+    """
+    unit = _split(path.rpartition(".")[2])[1]
+    return f" ({unit})" if unit else ""
+
+
+def parse(text: str | bytes, source: str) -> object:
+    """Plain data of one JSON document. Raises FormatError that begins with `source`."""
+    try:
+        decoded = text.removeprefix("\ufeff") if isinstance(text, str) else text.decode("utf-8-sig")
+        return json.loads(decoded, object_pairs_hook=_no_twins)
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{source}: is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. Save it as UTF-8."
+        ) from error
+    except RecursionError as error:
+        raise FormatError(f"{source}: {_TOO_DEEP}") from error
+    except FormatError as error:
+        raise FormatError(f"{source}: {error}") from None
+    except ValueError as error:  # JSONDecodeError, or a number of thousands of digits
+        raise FormatError(f"{source}: is not JSON: {error}. Comments and trailing commas are not JSON.") from error
+
+
+def check_plain(data: object, *path: str) -> None:
+    """Raise FormatError, with the path, for numbers that are not finite and for text that is not Unicode."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise FormatError(
+            f"{join(*path) or 'the document'} is {data}, which is not a finite number. Correct the value."
+        )
+    if isinstance(data, str) and not data.isascii() and any("\ud800" <= char <= "\udfff" for char in data):
+        raise FormatError(
+            f"{join(*path) or 'the document'} is {show(data)}: half of a surrogate pair is no character, and a file cannot "
+            "store it. Correct the escape."
+        )
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            check_plain(key, *path, show(key))
+            check_plain(value, *path, printable(str(key)))
+    elif isinstance(data, (list, tuple)):
+        for index, value in enumerate(data):
+            check_plain(value, *path, f"[{index}]")
+
+
+def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    data: dict[str, object] = {}
+    for key, value in pairs:
+        if key in data:
+            raise FormatError(f"{printable(key)} stands twice in one object: a key has one value. Remove one.")
+        data[key] = value
+    return data

@@ -10,20 +10,33 @@ import msgspec
 from gradwire.core.checks import DTYPE_BYTES, freeze, text, under, whole, word
 from gradwire.errors import PlanError
 
-__all__ = ["TensorInfo", "fingerprint"]
+
+class Shaped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of every tensor, in plans and in profiles."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """float32, float64, float16 or bfloat16: torch's word without `torch.`"""
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient, uncompressed."""
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorInfo(Shaped, frozen=True):
     """One trainable tensor. Raises PlanError for a dtype or device that gradwire does not synchronise.
 
     >>> TensorInfo("fc.weight", (10, 4), "float32").nbytes
     160
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """float32, float64, float16 or bfloat16: torch's word without `torch.`"""
     device: str = "cpu"
     """cpu or gpu"""
 
@@ -35,16 +48,6 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 whole(f"shape[{index}]", extent, "an extent", error=PlanError)
             word("dtype", self.dtype, tuple(DTYPE_BYTES), error=PlanError)
             word("device", self.device, ("cpu", "gpu"), error=PlanError)
-
-    @property
-    def numel(self) -> int:
-        """Elements; 1 for a scalar."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradient, uncompressed."""
-        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 def fingerprint(tensors: Sequence[TensorInfo]) -> str:

@@ -20,8 +20,7 @@ from gradwire.errors import PlanError
 ROUTINGS = ("ring", "direct")
 """How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
 messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own
-exchanges on CPUs do (decisions 1 and 13). Only all-reduce goes around a ring in both. It matters where several ranks share a
-node's inter link."""
+exchanges on CPUs do (decisions 1 and 13). All-reduce is a ring in both. It matters where ranks share a node's inter link."""
 
 
 class Load(NamedTuple):
@@ -116,4 +115,4 @@ def _on_one_link(word: str, ranks: int, routing: str) -> tuple[float, float, flo
         if routing == "ring":
             return others, 1.0, 1.0
         return others, float(others), float(others) if word == "broadcast" else 1.0
-    raise PlanError(f"{word!r} is no collective of this table. Use one of gradwire.core.plan.LINK_TASKS.")
+    raise PlanError(f"{word!r} is no collective of this table. Use one of gradwire.core.collectives.LINK_TASKS.")

@@ -143,7 +143,8 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float]
     """alpha and beta, at least 0, with the least sum of squared relative residuals."""
     ones = [1 / us for _, us in points]
     sizes = [nbytes / us for nbytes, us in points]
-    aa, ab, bb = _dot(ones, ones), _dot(ones, sizes), _dot(sizes, sizes)
+    pairs = ((ones, ones), (ones, sizes), (sizes, sizes))
+    aa, ab, bb = (sum(x * y for x, y in zip(left, right, strict=True)) for left, right in pairs)
     a, b = sum(ones), sum(sizes)
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
@@ -154,16 +155,11 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float]
     return min(through_zero, flat, key=lambda line: sum((1 - (line[0] + line[1] * x) / us) ** 2 for x, us in points))
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(left, right, strict=True))
-
-
 def fit_points(samples: Sequence[tuple[int, float]], corners: Sequence[int]) -> Points:
     """A curve of straight pieces: times at the corners (bytes, ascending), by least squares of relative residuals.
 
-    samples: (bytes, microseconds); those outside of the corners do not count. Each sample counts for the two corners beside it,
-    so the equations are tridiagonal. Raises FormatError for a time that is not positive, and for a corner without a sample of
-    its size.
+    samples: (bytes, microseconds); those outside of the corners do not count. Each sample counts for the two corners beside it.
+    Raises FormatError for a time that is not positive, and for a corner without a sample of its size.
 
     >>> curve = fit_points([(0, 1.0), (50, 2.0), (100, 3.0), (150, 3.0), (200, 3.0)], corners=[0, 100, 200])
     >>> [(nbytes, round(us, 9)) for nbytes, us in curve]
@@ -176,33 +172,13 @@ def fit_points(samples: Sequence[tuple[int, float]], corners: Sequence[int]) -> 
             f"corners are {list(corners)}, but no time was measured of {missing[:3]} bytes: the curve would be arbitrary "
             "there. Measure these sizes, or leave the corners out."
         )
-    diagonal, beside, right = [0.0] * len(corners), [0.0] * len(corners), [0.0] * len(corners)
+    import numpy as np  # costs are read without numpy
+
     for index, (nbytes, us) in enumerate(samples):
         whole(f"samples[{index}][0]", nbytes, "bytes")
         number(f"samples[{index}][1]", us, "a time in microseconds", positive=True)
-        if not corners[0] <= nbytes <= corners[-1]:
-            continue
-        low = max(at for at, corner in enumerate(corners) if corner <= nbytes)
-        high = min(low + 1, len(corners) - 1)
-        part = (nbytes - corners[low]) / (corners[high] - corners[low]) if high > low else 0.0
-        weight = 1 / us**2
-        diagonal[low] += weight * (1 - part) ** 2
-        right[low] += weight * (1 - part) * us
-        if part:
-            diagonal[high] += weight * part**2
-            right[high] += weight * part * us
-            beside[low] += weight * part * (1 - part)
-    return tuple(zip(corners, _solved(diagonal, beside, right), strict=True))
-
-
-def _solved(diagonal: list[float], beside: list[float], right: list[float]) -> list[float]:
-    """Gauss on a symmetric tridiagonal matrix; times below 0 become 0."""
-    for at in range(1, len(diagonal)):
-        factor = beside[at - 1] / diagonal[at - 1]
-        diagonal[at] -= factor * beside[at - 1]
-        right[at] -= factor * right[at - 1]
-    solution = [0.0] * len(diagonal)
-    following = 0.0
-    for at in reversed(range(len(diagonal))):
-        following = solution[at] = (right[at] - beside[at] * following) / diagonal[at]
-    return [max(0.0, value) for value in solution]
+    inside, times = np.array([sample for sample in samples if corners[0] <= sample[0] <= corners[-1]]).T
+    # how much each sample is of each corner, over the measured time
+    shares = np.array([np.interp(inside, corners, corner) for corner in np.eye(len(corners))]) / times
+    solved = np.linalg.solve(shares @ shares.T, shares @ np.ones(len(times)))
+    return tuple((corner, max(0.0, float(us))) for corner, us in zip(corners, solved, strict=True))

@@ -14,8 +14,8 @@ from gradwire.core.checks import number, printable, show, text, under, whole
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.reading import parse
 from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
+from gradwire.core.strict import parse
 from gradwire.errors import FormatError, GradwireError
 
 _SUFFIX = "_comp_overhead"
@@ -31,8 +31,7 @@ _FORM = "gradwire.costs.imported describes the form. You can also write profile.
 
 
 def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
-    """Read either kind of file. batch, device: of the profile; the file does not hold them. Raises FormatError naming the
-    file."""
+    """Read either kind of file. batch, device: of the profile, which are not in the file. Raises FormatError naming the file."""
     source = printable(os.fspath(path), longest=4096)
     try:
         content = Path(path).read_bytes()

@@ -1,25 +1,70 @@
-"""Prices of a bucket's tasks on a cluster: microseconds, and bytes on the links."""
+"""Prices of a bucket's tasks on a cluster: microseconds, and bytes on the links. Times of codecs come from measured points.
+Cupcake's affine costs are folded from these prices (docs/papers/cupcake.md)."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core.checks import DTYPE_BYTES
+from gradwire.core.checks import DTYPE_BYTES, show
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import ALL_REDUCE, LINKS, collective_of
-from gradwire.core.costs import Costs
+from gradwire.core.costs import Costs, Points
 from gradwire.core.plan import Bucket
-from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
-from gradwire.core.tensors import TensorInfo
-from gradwire.costs.codecs import CodecTimes, time_at
+from gradwire.core.tensors import Shaped, TensorInfo
 from gradwire.costs.steps import Step, steps_of
+from gradwire.errors import PlanError
 
 DECODE_CALLS = ("each", "one")
 """How a Decomp decodes several payloads of the same elements. each: one call for each payload, as the engine does. one: one
 call for all their bytes; published codec times on GPUs seem to mean this."""
+_BETWEEN = (2**20, 64 * 2**20)
+"""Bytes of gradient between which codec times are taken to be affine."""
+
+
+def time_at(points: Points, nbytes: float) -> float:
+    """Microseconds at a size: linear between points, and along the last two points beyond them.
+
+    Below the first point the time stays that of the first point: it is the time of a launch. A single point is a constant. Beyond
+    the last point times never fall: if the last two points do, noise is the likelier reason.
+
+    >>> points = ((1000, 10.0), (2000, 30.0))
+    >>> time_at(points, 10), time_at(points, 1500), time_at(points, 3000)
+    (10.0, 20.0, 50.0)
+    """
+    if nbytes <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    right = min(bisect_right(points, nbytes, key=lambda point: point[0]), len(points) - 1)
+    (low, before), (high, after) = points[right - 1], points[right]
+    slope = (after - before) / (high - low)
+    return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
+
+
+class CodecTimes:
+    """Looks up times of a costs file by spec and device."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._codecs = {(codec.spec, codec.device): codec for codec in costs.codecs}
+
+    def __contains__(self, codec: tuple[Spec, str]) -> bool:
+        """Whether a spec was measured on a device."""
+        return codec in self._codecs
+
+    def points(self, spec: Spec, device: str, what: str) -> Points:
+        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
+        codec = self._codecs.get((spec, device))
+        if codec is None:
+            known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
+            raise PlanError(
+                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
+                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
+                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
+            )
+        return codec.encode if what == "encode" else codec.decode
 
 
 class Price(NamedTuple):
@@ -63,7 +108,7 @@ class Prices:
 
     def __init__(
         self,
-        tensors: Sequence[TensorInfo | TensorProfile],
+        tensors: Sequence[Shaped],
         cluster: Cluster,
         costs: Costs,
         routing: str = "ring",
@@ -86,15 +131,16 @@ class Prices:
         return found
 
     def _price(self, bucket: Bucket) -> PricedBucket:
-        rounds = bucket.spec_of(bucket.tensors[0]).rounds
+        rounds = bucket.main_spec.rounds
         steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
         tensors = [self._tensors[name] for name in bucket.tensors]
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
+        encodes = bucket.main_spec.encodes
+        coded = DTYPE_BYTES["float32"] * sum(t.numel for t in tensors if bucket.spec_of(t.name).encodes == encodes)
         whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
         payloads = self._payload_bytes(bucket, nbytes, rounds)
-        shares = self._shares(bucket, nbytes)
+        shares = self._shares(bucket)
         tasks = []
         for step in steps:
             if step.traffic is None:
@@ -112,20 +158,22 @@ class Prices:
         if not any(task.startswith("comp") for task in bucket.option):
             return nbytes, 0.0, 0.0
         tensors = [self._tensors[name] for name in bucket.tensors]
-        runs = [ElementRun(t.numel, bucket.spec_of(t.name).element_bits, t.shape) for t in tensors]
-        spec = bucket.spec_of(tensors[0].name)
-        first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
+        runs = [ElementRun(t.numel, bucket.bits_of(t.name), t.shape) for t in tensors]
+        spec = bucket.main_spec
+        first = spec.bytes_beside(runs, DTYPE_BYTES[tensors[0].dtype])
         if rounds:  # each round about as much; together exactly
             return nbytes, first / rounds, first / rounds
-        return nbytes, first, spec.payload_bytes(runs, DTYPE_BYTES[bucket.reduce_dtype])
+        return nbytes, first, spec.bytes_beside(runs, DTYPE_BYTES[bucket.reduce_dtype])
 
-    def _shares(self, bucket: Bucket, nbytes: int) -> dict[Spec, float]:
-        """The part of the bucket's bytes that each spec has."""
+    def _shares(self, bucket: Bucket) -> dict[Spec, float]:
+        """The part of the compressed bytes that each spec has."""
         if isinstance(bucket.spec, Spec):
             return {bucket.spec: 1.0}
+        nbytes = {name: self._tensors[name].nbytes for name, spec in bucket.spec.items() if spec.encodes}
         shares: dict[Spec, float] = {}
-        for name, spec in bucket.spec.items():
-            shares[spec] = shares.get(spec, 0.0) + self._tensors[name].nbytes / max(1, nbytes)
+        total = max(1, sum(nbytes.values()))
+        for name, size in nbytes.items():
+            shares[bucket.spec[name]] = shares.get(bucket.spec[name], 0.0) + size / total
         return shares
 
     def _codec_us(self, step: Step, shares: Mapping[Spec, float], nbytes: float) -> float:
@@ -161,3 +209,60 @@ class Prices:
         priced, rounds = self.of(plain), len(option) if {*option} == {*ALL_REDUCE} else 1
         tasks = tuple(Price(p.task, p.us / rounds, p.gathers, *(size / rounds for size in p[3:])) for p in priced.tasks)
         return priced._replace(tasks=tasks)
+
+
+class AffineCost(msgspec.Struct, frozen=True):
+    """Microseconds for so many bytes of uncompressed gradient: a start and a rate.
+
+    >>> AffineCost(30, us_per_byte=0.001)(2000)
+    32.0
+    """
+
+    alpha_us: float
+    us_per_byte: float
+
+    def __call__(self, nbytes: float) -> float:
+        return self.alpha_us + self.us_per_byte * nbytes
+
+
+def fold(
+    option: tuple[str, ...],
+    spec: Spec,
+    cluster: Cluster,
+    costs: Costs,
+    *,
+    routing: str = "ring",
+    decode_calls: str = "each",
+) -> tuple[AffineCost, AffineCost, AffineCost]:
+    """The affine costs (encode, exchange, decode) of float32 buckets that one option synchronises.
+
+    encode: Cupcake's h, all Comp tasks, and the Decomps that a later exchange waits for. exchange: Cupcake's g, all link tasks,
+    one after the other; the spec's ratio, the scheme's factor and the number of ranks are in it. decode: the last Decomp, for
+    all-gather of the payloads of all ranks. Exchanges are exact up to a payload's rounding. Codec times follow the line through
+    the measured curve at 1 and 64 MiB. routing, decode_calls: as in `Prices`. Raises PlanError for what cannot be priced.
+
+    >>> from gradwire.core import Link, Cast, CodecCosts
+    >>> cluster = Cluster(nodes=4, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
+    >>> times = Costs(codecs=[CodecCosts(spec=Cast(), device="gpu", encode=[(0, 7.0)], decode=[(0, 2.0)])])
+    >>> encode, exchange, decode = fold(("comp:gpu", "allgather:inter", "decomp:gpu"), Cast(), cluster, times)
+    >>> exchange  # 3 alpha; of each byte of gradient half a byte goes to 3 ranks, at 0.001 us a byte
+    AffineCost(alpha_us=30.0, us_per_byte=0.0015)
+    >>> decode.alpha_us  # 4 payloads
+    8.0
+    """
+    tensors = [TensorInfo(f"{nbytes} bytes", (nbytes // 4,), "float32") for nbytes in _BETWEEN]
+    prices = Prices(tensors, cluster, costs, routing, decode_calls)
+    small, large = (_times(prices, Bucket(tensors=(t.name,), spec=spec, option=option)) for t in tensors)
+    betas = [(high - low) / (_BETWEEN[1] - _BETWEEN[0]) for low, high in zip(small, large, strict=True)]
+    encode, exchange, decode = (
+        AffineCost(low - beta * _BETWEEN[0], beta) for low, beta in zip(small, betas, strict=True)
+    )
+    return encode, exchange, decode
+
+
+def _times(prices: Prices, bucket: Bucket) -> tuple[float, float, float]:
+    """Encode, exchange and decode of a bucket."""
+    tasks = prices.of(bucket).tasks
+    exchange = sum(task.us for task in tasks if task.task.endswith(("intra", "inter")))
+    decode = tasks[-1].us if tasks[-1].task.startswith("decomp") else 0.0
+    return sum(task.us for task in tasks) - exchange - decode, exchange, decode

@@ -2,6 +2,9 @@
 
 A walk over the tasks follows the busiest rank: which part of the bucket the rank holds, as gradients or as payloads, and how many
 payloads of each element, where no rank has added them yet (ByteComp's footnote 2).
+
+CGX's ring and tree add payloads by decoding and encoding again at every hop (docs/papers/cgx.md). Hops follow each other, so all
+encodes of the busiest rank count at the first task and all decodes at the last.
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 from gradwire.core.collectives import ROUTINES, collective_of
 from gradwire.core.entry_points import named
-from gradwire.costs.collectives import Traffic, flat_traffic, group_traffic
+from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
 from gradwire.errors import PlanError
 
 
@@ -150,3 +153,32 @@ class _Walk:
         return PlanError(
             f"option[{index}] is {self.option[index]!r} on {what}, in {list(self.option)}: that is impossible. {_CURE}"
         )
+
+
+def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
+    """Of each shard one encode, one decode on its way up and one on its way down, but for the own shard's."""
+    comp, up, down, decomp = option
+    ranks = nodes * ranks_per_node
+    first, second = (flat_traffic(word, nodes, ranks_per_node, "ring") for word in ("reducescatter", "allgather"))
+    return (
+        Step(comp, 1.0, 1, 0, None, False),
+        Step(up, 1.0, 1, 1, first, False),
+        Step(down, 1 / ranks, 1, 1, second, True),
+        Step(decomp, (ranks - 1) / ranks, 2, 0, None, True),
+    )
+
+
+def tree_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
+    """The root's sum has passed one encode and one decode a hop, and is encoded and decoded once more."""
+    comp, up, down, decomp = option
+    inside, hops = (ranks_per_node - 1).bit_length(), (nodes * ranks_per_node - 1).bit_length()
+    traffic = Traffic(Load(inside, float(inside)), Load(hops - inside, float(hops - inside)), float(hops))
+    if nodes == 1:
+        traffic = Traffic(Load(hops, float(hops)), Load(0, 0.0), float(hops))
+    exchange = Step(up, 1.0, 1, 1, traffic, False)
+    return (
+        Step(comp, 1.0, hops + 1, 0, None, False),
+        exchange,
+        exchange._replace(task=down, gathers=True),
+        Step(decomp, 1.0, hops + 1, 0, None, True),
+    )

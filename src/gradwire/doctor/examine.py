@@ -10,21 +10,17 @@ from collections.abc import Callable, Mapping
 from gradwire.core.made import Made
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
-from gradwire.doctor.machine import emulation_finding, machine_findings
-from gradwire.doctor.meeting import Job
+from gradwire.doctor.machine import emulation_finding, machine_findings, traps_of
+from gradwire.doctor.meeting import Job, Say
 from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.report import Finding, Report, ok, problem
 from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
-from gradwire.doctor.traps import traps_of
 from gradwire.testbed import permission_problem
 
+Show = Callable[[Report], None]
 
-def examine(
-    timeout_s: float,
-    show: Callable[[Report], None],
-    say: Callable[[str], None] = lambda text: None,
-    environ: Mapping[str, str] = os.environ,
-) -> int:
+
+def examine(timeout_s: float, show: Show, say: Say = lambda text: None, environ: Mapping[str, str] = os.environ) -> int:
     """Examine this machine and, if the environment names a job of several ranks, the job. Returns the exit code.
 
     timeout_s: how long ranks wait for each other. show gets the report, on rank 0 only; say gets the current activity. If a
@@ -36,15 +32,19 @@ def examine(
     try:
         job = Job.of(environ)
     except ValueError as error:
-        return _judged(facts, [_impossible(str(error))], show, alone)
+        impossible = problem(
+            "job",
+            str(error),
+            "init_process_group would fail. No link was measured.",
+            "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; set none outside of a job.",
+        )
+        return _judged(facts, [impossible], show, alone)
     if job is None or job.world_size == 1 or facts.torch_problem is not None:
         return _judged(facts, [_how_to_measure(facts, job)], show, alone)
     return _lead(job, timeout_s, facts, show, say) if job.rank == 0 else _attend(job, timeout_s, facts)
 
 
-def _judged(
-    facts: Facts, of_the_job: list[Finding], show: Callable[[Report], None], survey: Survey, world_size: int = 1
-) -> int:
+def _judged(facts: Facts, of_the_job: list[Finding], show: Show, survey: Survey, world_size: int = 1) -> int:
     report = Report(
         made=Made.now(),
         world_size=world_size,
@@ -57,7 +57,7 @@ def _judged(
     return 1 if report.problems else 0
 
 
-def _lead(job: Job, timeout_s: float, facts: Facts, show: Callable[[Report], None], say: Callable[[str], None]) -> int:
+def _lead(job: Job, timeout_s: float, facts: Facts, show: Show, say: Say) -> int:
     """The part of rank 0."""
     survey, stuck = Survey(present={0: facts}), False
     try:
@@ -100,15 +100,6 @@ def _leave(code: int, stuck: bool = False) -> int:
 
     dist.destroy_process_group()
     return code
-
-
-def _impossible(said: str) -> Finding:
-    return problem(
-        "job",
-        said,
-        "init_process_group would fail. No link was measured.",
-        "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; set none outside of a job.",
-    )
 
 
 def _how_to_measure(facts: Facts, job: Job | None) -> Finding:

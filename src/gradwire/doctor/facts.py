@@ -1,18 +1,19 @@
-"""The facts of one process: versions, backends, kernels, cores, interfaces, variables. No judgement."""
+"""The facts of one process: versions, backends, kernels, cores, variables, interfaces, the choices of gloo and NCCL."""
 
+import ipaddress
 import os
 import platform
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from gradwire._version import __version__
-from gradwire.doctor.network import GlooChoice, Interface, gloo_choice, interfaces
 
 VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -20,6 +21,116 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT",
 )  # fmt: skip
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_GLOO_")
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc")
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """A network interface of this machine or container."""
+
+    name: str
+    address: str | None
+    """Its IPv4 address, else an IPv6 address."""
+    up: bool = True
+
+    @property
+    def usable_across_nodes(self) -> bool:
+        return self.up and self.address is not None and not is_loopback(self.address)
+
+    @property
+    def likely_across_nodes(self) -> bool:
+        """Whether the interface is no container bridge and its address is not link-local."""
+        if self.address is None or not self.usable_across_nodes or self.name.startswith(_OF_CONTAINERS):
+            return False
+        return not ipaddress.ip_address(self.address.partition("%")[0]).is_link_local
+
+
+class GlooChoice(msgspec.Struct, frozen=True):
+    """The address at which a gloo group of this process would listen."""
+
+    address: str | None
+    """None if gloo would raise."""
+    interface: str | None
+    said_by: str
+    """The reason for the choice: GLOO_SOCKET_IFNAME or the host name."""
+    problem: str | None = None
+
+
+def is_loopback(address: str | None) -> bool:
+    """Whether an address is a loopback address."""
+    if address is None:
+        return False
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    mapped = plain.ipv4_mapped if isinstance(plain, ipaddress.IPv6Address) else None
+    return (mapped or plain).is_loopback
+
+
+def interfaces() -> tuple[Interface, ...]:
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        of_link = {entry.address: entry.address.startswith("fe80:") for entry in entries if entry.family in _INTERNET}
+        addresses = sorted(of_link, key=lambda address: (":" in address, of_link[address]))
+        found.append(Interface(name, addresses[0].partition("%")[0] if addresses else None, name in up))
+    return tuple(found)
+
+
+def bindable_address(host: str) -> str | None:
+    """The first address of a host name at which this machine can listen, as gloo chooses; None if there is none."""
+    try:
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: an invalid name
+        return None
+    for family, kind, protocol, _, place in answers:
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.bind(place)
+        except OSError:
+            continue
+        return str(place[0])
+    return None
+
+
+def gloo_choice(
+    variable: str | None, host: str, known: Sequence[Interface], resolve: Callable[[str], str | None] = bindable_address
+) -> GlooChoice:
+    """The address of gloo: GLOO_SOCKET_IFNAME (names with commas) if set, else the host name, else 127.0.0.1."""
+    by_name = {each.name: each for each in known}
+    if variable:
+        said_by = f"GLOO_SOCKET_IFNAME={variable}"
+        for name in variable.split(","):
+            if name not in by_name:
+                return GlooChoice(None, None, said_by, f"there is no interface {name!r} here")
+            if by_name[name].address is None:
+                return GlooChoice(None, name, said_by, f"the interface {name!r} has no address")
+        first = by_name[variable.split(",")[0]]
+        return GlooChoice(first.address, first.name, said_by)
+    address = resolve(host)
+    if address is None:
+        loopback = next((each.name for each in known if is_loopback(each.address)), None)
+        return GlooChoice("127.0.0.1", loopback, f"the host name {host!r} does not resolve, so gloo takes loopback")
+    plain = address.partition("%")[0]
+    holder = next((each.name for each in known if each.address == plain), None)
+    if holder is None and is_loopback(address):
+        holder = next((each.name for each in known if is_loopback(each.address)), None)
+    return GlooChoice(address, holder, f"the host name {host!r} resolves to it")
+
+
+def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means exclusions.
+
+    >>> nccl_choice("^docker,lo", ["lo", "eth0", "docker0"]), nccl_choice("=eth", ["eth0"]), nccl_choice("eth", ["eth0"])
+    (['eth0'], [], ['eth0'])
+    """
+    excluded = variable.startswith("^")
+    rest = variable.removeprefix("^")
+    exact = rest.startswith("=")
+    words = [word for word in rest.removeprefix("=").split(",") if word]
+
+    def listed(name: str) -> bool:
+        return name in words if exact else name.startswith(tuple(words))
+
+    return [name for name in names if listed(name) != excluded]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +157,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     kernel_problem: str | None = None
     gpu_kernels: bool = False
     encode_gbytes_s: float | None = None
-    """float32 bytes that 4-bit QSGD encodes in a second, in units of 1e9."""
+    """float32 bytes, in units of 1e9, that 4-bit QSGD encodes in a second: 1 MiB at once, on one thread."""
     cores: int = 1
     """Cores that this process may use."""
     core_quota: float | None = None
@@ -100,12 +211,18 @@ def _with_torch(facts: Facts) -> Facts:
 
     from torch.distributed import constants
 
-    from gradwire.kernels import cpu
+    from gradwire.core.specs import QSGD
+    from gradwire.kernels import cpu, kernels_for, reference
+    from gradwire.profiler.codecs import measure_codecs
 
     has_nccl = dist.is_nccl_available()
     nccl_timeout = getattr(constants, "default_pg_nccl_timeout", None) if has_nccl else None
     problem = cpu.available()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with warnings.catch_warnings(action="ignore"):
+        gpu_kernels = bool(devices) and kernels_for("cuda") is not reference
+        (codec,) = measure_codecs([QSGD(bits=4)], torch.device("cpu"), [2**20]).codecs
+    ((nbytes, microseconds),) = codec.encode
     return msgspec.structs.replace(
         facts,
         torch=str(torch.__version__),
@@ -120,32 +237,12 @@ def _with_torch(facts: Facts) -> Facts:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         kernel_level=None if problem else cpu.levels()[-1],
         kernel_problem=problem,
-        gpu_kernels=bool(devices) and _is_fast("cuda"),
-        encode_gbytes_s=_encode_gbytes_s(),
+        gpu_kernels=gpu_kernels,
+        encode_gbytes_s=nbytes / microseconds / 1e3,
         threads=torch.get_num_threads(),
         gloo_timeout_s=constants.default_pg_timeout.total_seconds(),
         nccl_timeout_s=None if nccl_timeout is None else nccl_timeout.total_seconds(),
     )
-
-
-def _is_fast(device_type: str) -> bool:
-    from gradwire.kernels import kernels_for, reference
-
-    with warnings.catch_warnings(action="ignore"):
-        return kernels_for(device_type) is not reference
-
-
-def _encode_gbytes_s() -> float:
-    """The encode rate for 1 MB on one thread."""
-    import torch
-
-    from gradwire.core.specs import QSGD
-    from gradwire.profiler.codecs import measure_codecs
-
-    with warnings.catch_warnings(action="ignore"):
-        (codec,) = measure_codecs([QSGD(bits=4)], torch.device("cpu"), [2**20]).codecs
-    ((nbytes, microseconds),) = codec.encode
-    return nbytes / microseconds / 1e3
 
 
 def _torch_needed() -> str | None:

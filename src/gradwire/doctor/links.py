@@ -30,6 +30,17 @@ class Direction(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
+def rate_text(gbps: float) -> str:
+    """
+    >>> rate_text(0.4781), rate_text(12.34), rate_text(0.0098)
+    ('478 Mb/s', '12.3 Gb/s', '9.8 Mb/s')
+    """
+    if gbps >= 0.9995:
+        return f"{gbps:.0f} Gb/s" if gbps >= 99.95 else f"{gbps:.3g} Gb/s"
+    mbps = 1e3 * gbps
+    return f"{mbps:.0f} Mb/s" if mbps >= 9.95 else f"{mbps:.2g} Mb/s"
+
+
 class Wire:
     """Messages between this rank and a peer, in the default group. Every call ends within its timeout or raises."""
 

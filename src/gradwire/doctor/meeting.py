@@ -18,6 +18,8 @@ import msgspec
 from gradwire.doctor.differences import rank_list
 
 T = TypeVar("T")
+Say = Callable[[str], None]
+"""Shows the current activity."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN_S = 5.0
 _SLICE_S = 0.5
@@ -106,7 +108,6 @@ class Meeting:
         return PrefixStore(f"gradwire-doctor/{job.attempt}", store)
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to a counter and return the sum."""
         return self._ask(lambda: int(self.store.add(name, more)))
 
     def tell(self, what: str, note: object, number: int | None = None) -> None:
@@ -115,12 +116,7 @@ class Meeting:
         self._ask(lambda: self.store.set(name, msgspec.json.encode(note)))
 
     def hear(
-        self,
-        what: str,
-        ranks: Iterable[int],
-        kind: type[T],
-        patience_s: float,
-        say: Callable[[str], None] = lambda text: None,
+        self, what: str, ranks: Iterable[int], kind: type[T], patience_s: float, say: Say = lambda text: None
     ) -> dict[int, T]:
         """The notes of the ranks by rank, without ranks that wrote none in time."""
         from torch.distributed import DistStoreError
@@ -144,7 +140,6 @@ class Meeting:
         return told
 
     def hear_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
-        """The note of rank 0."""
         told = self.hear(what, [0], kind, patience_s)
         if not told:
             raise ConnectionError(

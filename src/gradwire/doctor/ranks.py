@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from gradwire.core.payload import qsgd_bytes
 from gradwire.doctor.differences import differences, rank_list
-from gradwire.doctor.facts import Facts
-from gradwire.doctor.links import Direction
+from gradwire.doctor.facts import Facts, is_loopback
+from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings
-from gradwire.doctor.network import is_loopback
 from gradwire.doctor.report import Finding, note, ok, problem
 from gradwire.doctor.survey import Survey
 
@@ -26,17 +25,6 @@ def survey_findings(survey: Survey, world_size: int, timeout_s: float) -> list[F
         *_connections(survey),
         *_rates(survey, world_size),
     ]
-
-
-def rate_text(gbps: float) -> str:
-    """
-    >>> rate_text(0.4781), rate_text(12.34), rate_text(0.0098)
-    ('478 Mb/s', '12.3 Gb/s', '9.8 Mb/s')
-    """
-    if gbps >= 0.9995:
-        return f"{gbps:.0f} Gb/s" if gbps >= 99.95 else f"{gbps:.3g} Gb/s"
-    mbps = 1e3 * gbps
-    return f"{mbps:.0f} Mb/s" if mbps >= 9.95 else f"{mbps:.2g} Mb/s"
 
 
 def _seconds(seconds: float) -> str:

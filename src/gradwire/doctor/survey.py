@@ -1,14 +1,13 @@
 """The examination of a job by its ranks: a roll call with a deadline, a gloo group, and the links one after another."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction, measure_link, ring_links, seconds_each
-from gradwire.doctor.meeting import Job, Meeting, bounded
+from gradwire.doctor.meeting import Job, Meeting, Say, bounded
 
 LATE_S = 5.0  # the largest delay between two ranks at the end of a phase
 
@@ -42,9 +41,7 @@ def longest_s(world_size: int, timeout_s: float) -> float:
     return 10 * timeout_s + world_size * _link_s(world_size, timeout_s) + 60
 
 
-def take_part(
-    job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Callable[[str], None] = lambda text: None
-) -> Meeting:
+def take_part(job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Say = lambda text: None) -> Meeting:
     """Take part in the survey, as every rank does, and fill it in. Raises ConnectionError if the store is lost."""
     meeting = Meeting(job, timeout_s)
     if meeting.count(f"count/{job.rank}") > 1:

@@ -1,1 +1,3 @@
 """The engine: executes plans for models and decides nothing."""
+
+__all__: list[str] = []  # `gradwire.parallelize` is the interface

@@ -8,8 +8,6 @@ import torch
 from gradwire.collectives import Link, transfer
 from gradwire.exchange.agreement import bytes_of, copy_from
 
-__all__ = ["BufferCopy", "ModelBuffers"]
-
 
 class ModelBuffers:
     """The buffers of a model as they were when ranks agreed on it."""
@@ -28,14 +26,30 @@ class ModelBuffers:
         rank 0 gives nothing."""
         if not self.due or not self._nbytes:
             return None
-        return partial(
-            _broadcast, tensors=list(model.buffers()) if model else [], nbytes=self._nbytes, device=self._device
-        )
+        return partial(self._broadcast, tensors=list(model.buffers()) if model else [])
+
+    @torch.no_grad()
+    def _broadcast(self, link: Link, tensors: list[torch.Tensor]) -> None:
+        sent = self._packed(tensors)
+        own = sent[1:].clone()
+        with transfer():
+            link.broadcast(sent).wait()
+        if link.rank != 0 and tensors:
+            copy_from(torch.where(sent[0] > 0, sent[1:], own), tensors)
+
+    @torch.no_grad()
+    def _packed(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """A byte that tells whether there are any, and their bytes or zeros."""
+        if not tensors:
+            return torch.zeros(1 + self._nbytes, dtype=torch.uint8, device=self._device)
+        return torch.cat([torch.ones(1, dtype=torch.uint8, device=self._device), *map(bytes_of, tensors)])
 
     def copy(self, model: torch.nn.Module | None) -> "BufferCopy | None":
         """A copy of the buffers, to be broadcast while the model goes on; None when there is nothing to send. Without a model as
         in `broadcast`."""
-        return BufferCopy(_packed(model, self._nbytes, self._device), model is not None) if self._nbytes else None
+        if not self._nbytes:
+            return None
+        return BufferCopy(self._packed([] if model is None else list(model.buffers())), model is not None)
 
 
 class BufferCopy:
@@ -56,27 +70,5 @@ class BufferCopy:
                 copy_from(self._packed[1:], list(model.buffers()))
 
 
-def _packed(model: torch.nn.Module | None, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A byte that tells whether there is a model, and its buffers or zeros."""
-    with torch.no_grad():
-        if model is None:
-            return torch.zeros(1 + nbytes, dtype=torch.uint8, device=device)
-        return torch.cat([torch.ones(1, dtype=torch.uint8, device=device), *(bytes_of(t) for t in model.buffers())])
-
-
 def _nbytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _broadcast(link: Link, tensors: list[torch.Tensor], nbytes: int, device: torch.device) -> None:
-    with torch.no_grad():
-        own = (
-            torch.cat([bytes_of(t) for t in tensors])
-            if tensors
-            else torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        )
-        sent = torch.cat([torch.full((1,), bool(tensors), dtype=torch.uint8, device=device), own])
-        with transfer():
-            link.broadcast(sent).wait()
-        if link.rank != 0 and tensors:
-            copy_from(torch.where(sent[0] > 0, sent[1:], own), tensors)

@@ -16,8 +16,6 @@ from gradwire.engine.drift import DriftWatch
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Lanes
 
-__all__ = ["BackwardState", "ControlExchange", "RankReport", "exchange_bytes", "exchange_reports"]
-
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["DriftWatch", "checksums"]
-
 _PIECE = 2**20
 
 

@@ -14,8 +14,6 @@ import torch
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import Slot
 
-__all__ = ["Gradient", "gradients_of"]
-
 
 class BucketMemory:
     """The flat buffer of a bucket and all tensors of gradwire's own that lie in its memory."""

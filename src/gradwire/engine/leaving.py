@@ -1,17 +1,17 @@
-"""Ending, in order, a step whose backward was left in the middle."""
+"""What all ranks do when one of them cannot make its step: its end, in order, `reset` after it, and a change of the model."""
 
-import contextlib
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.engine.control import BackwardState
+from gradwire.engine.control import BackwardState, exchange_reports
+from gradwire.engine.schedules.base import Launches
 from gradwire.errors import GradwireError, StepStateError
 
 if TYPE_CHECKING:
     from gradwire.engine.reducer import Reducer
-
-__all__ = ["leave", "was_left"]
 
 
 def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
@@ -34,8 +34,56 @@ def leave(reducer: "Reducer", words: str) -> GradwireError:
             reducer.put(index, None)
             reducer.count(index)
     mendable = False
-    with contextlib.suppress(Exception):  # where ranks are gone too, this rank's own words matter more
+    with suppress(Exception):  # where ranks are gone too, this rank's own words matter more
         reducer.running.executor.finish(reducer.tell(BackwardState.LEFT))
         mendable = True
     reducer.take_back_all()
     return reducer.lanes.fail(StepStateError(words), mendable)
+
+
+@torch.no_grad()
+def announce_change(reducer: "Reducer") -> None:
+    """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
+    a step instead, which is void."""
+    reducer.lanes.check()
+    for gradient, parameter in zip(reducer.gradients, reducer.living(), strict=False):
+        if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
+            parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
+        gradient.take_over(None)
+    reducer.begin_by_schedule()
+    for flat in reducer.running.flats:
+        flat.zero_()
+    for index in range(len(reducer.slots)):
+        reducer.count(index)
+    reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
+    reducer.running.finish()
+    reducer.take_back_all()
+    reducer.idle()
+
+
+def reset(reducer: "Reducer") -> None:
+    """Begin anew after a void step. Collective."""
+    schedule = reducer.schedule
+    if isinstance(schedule, Launches):
+        schedule.before_reset()
+    if reducer.lanes.failure is None and reducer.in_hand:
+        was_left(reducer, "reset() was called")
+    if (failure := reducer.lanes.failure) is not None:
+        _mend(reducer, failure)
+    if isinstance(schedule, Launches):
+        schedule.after_reset()
+
+
+def _mend(reducer: "Reducer", failure: GradwireError) -> None:
+    lanes = reducer.lanes
+    if not lanes.mendable:
+        raise type(failure)(f"reset() cannot mend this: {failure}")
+    lanes.mendable = False
+    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, 0)
+    with lanes.told("all ranks to call reset()", reducer.step):
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+    lanes.mend()
+    reducer.idle(1 + max(report.step for report in reports))
+    for parameter in reducer.living():
+        if parameter is not None:
+            parameter.grad = None

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 from gradwire.exchange import StepReport
 
-__all__ = ["Observer", "Observers"]
-
 
 class Observer:
     """What is told of a reducer's steps. Register it with `Reducer.observe`, which does not keep it alive."""
@@ -43,6 +41,11 @@ class Observers:
     def remove(self, observer: Observer) -> None:
         """Tell it no more."""
         self._references = [reference for reference in self._references if reference() not in (observer, None)]
+
+    def begins(self) -> None:
+        """The first gradient of a step came."""
+        for observer in self:
+            observer.begins()
 
     def finished(self, exposed_s: float) -> None:
         """A step counts, and its backward returns."""

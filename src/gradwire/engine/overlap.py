@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["FirstGradient"]
-
 _STEPS = 20
 _MOST = 0.8
 

@@ -15,8 +15,6 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.planner.policy import Policy
 
-__all__ = ["Prepared", "check_one_optimizer", "facts", "prepare", "what_changed"]
-
 
 class Prepared(NamedTuple):
     """A model and a plan that belong together."""
@@ -95,7 +93,8 @@ def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any
         "torch version": torch.__version__,
         "model": [[t.name, list(t.shape), t.dtype, t.device] for t in prepared.tensors],
         "model's memory formats": [[name, list(p.stride())] for name, p in prepared.parameters.items()],
-        "plan": policy.to_json(None) if policy is not None else f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
+        "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}" if policy is None else policy.to_json(None),
+        "plan that this build makes of it": plan.digest()[:16],
     }
 
 

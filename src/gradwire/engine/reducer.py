@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import torch
@@ -212,10 +212,16 @@ class Reducer:
                 "this backward runs as compiled autograd, whose end gradwire cannot see. Switch it off."
             )
         self._outer_task = torch._C._current_graph_task_id()
-        for observer in self.observers:
-            observer.begins()
+        self.observers.begins()
+        self.begin_by_schedule()
+        Variable._execution_engine.queue_callback(partial(self._end, BackwardState.DONE))
+
+    def begin_by_schedule(self) -> None:
+        """Let the schedule begin a step. Raises StepStateError if it does not."""
         self.schedule.on_begin()
-        Variable._execution_engine.queue_callback(self._close)
+        if self._state is not StepState.RUNNING:
+            name = type(self.schedule).__name__
+            raise StepStateError(f"on_begin of {name} did not call reducer.begin(exchange), as it must: no step runs.")
 
     def begin(self, exchange: Exchange) -> None:
         """Begin a step with the buckets of this exchange. Schedules call it, in `on_begin`."""
@@ -323,9 +329,6 @@ class Reducer:
         self._state = StepState.CLOSING
         return self.control.tell(self.step, state, len(self.filled), self._used)
 
-    def _close(self) -> None:
-        self._end(BackwardState.DONE)
-
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""
         self.lanes.check()
@@ -333,7 +336,7 @@ class Reducer:
         if isinstance(schedule, Launches):
             schedule.send_nothing(BackwardState.OUT)
             return
-        schedule.on_begin()
+        self.begin_by_schedule()
         self._end(BackwardState.OUT)
 
     @torch.no_grad()

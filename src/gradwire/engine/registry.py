@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["REGISTRY"]
-
 
 class Registry:
     """Keeps handles alive as long as their models."""

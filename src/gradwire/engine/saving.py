@@ -13,8 +13,6 @@ from gradwire.engine.session import Session
 from gradwire.exchange.memory import added_up
 from gradwire.exchange.states import Saved, read_state, split, warn_of_lost, write_state
 
-__all__ = ["load_state", "state_of"]
-
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""

@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gradwire.collectives import Link, LinkError
 from gradwire.core.plan import Plan
+from gradwire.core.tensors import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
-from gradwire.engine.driver import Driver
+from gradwire.engine.leaving import announce_change
 from gradwire.engine.observers import Observer
 from gradwire.engine.overlap import FirstGradient
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.recovery import announce_change
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
@@ -30,7 +30,48 @@ from gradwire.exchange import Exchange, Lanes, StepReport
 from gradwire.exchange.agreement import agree, broadcast_bytes
 from gradwire.planner.policy import Policy
 
-__all__ = ["Session"]
+
+class Driver(Protocol):
+    """Decides what a session runs, on all ranks alike."""
+
+    @property
+    def decisions(self) -> Sequence[Any]:
+        """All so far, the last one last."""
+        ...
+
+    @property
+    def searching(self) -> bool:
+        """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
+        ...
+
+    def finished(self, session: "Session") -> None:
+        """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
+        ...
+
+    def recorded(self) -> Any:
+        """What was decided last, as the `Decision` of a recorded run."""
+        ...
+
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
+        ...
+
+    def resumed(self, session: "Session", same_ranks: bool, searching: bool) -> None:
+        """The session took up a saved state, and with it the plan that was saved. same_ranks: by the ranks that run now.
+        searching: it was only being tried."""
+        ...
+
+    def detached(self) -> None:
+        """The session let go of the model."""
+        ...
+
+
+class FirstDriver(Driver, Protocol):
+    """One that says what to begin with, too."""
+
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """What runs on so many ranks until something is decided."""
+        ...
 
 
 class Session(Observer):
@@ -177,10 +218,8 @@ class Session(Observer):
         except Exception as error:
             problem = error
         told = facts(None if problem else prepared, problem)
-        try:
+        with self.lanes.told("all ranks to compare their changed models", self.reducer.step):
             self.lanes.control.submit(partial(agree, facts=told, global_ranks=self.group.global_ranks)).result()
-        except LinkError as error:
-            raise self.reducer.broken("all ranks to compare their changed models", error) from error
         if problem is not None:
             raise problem
         assert prepared is not None
@@ -228,10 +267,8 @@ class Session(Observer):
         """Make the plan again, with tensors in the order in which rank 0's gradients came; tensors without a gradient go last."""
         came = self.reducer.ready_order
         order = torch.tensor([*came, *sorted(set(range(len(self.tensors))) - set(came))])
-        try:
+        with self.lanes.told("the order in which rank 0's gradients came", self.reducer.step):
             self.lanes.control.submit(partial(broadcast_bytes, tensors=[order])).result()
-        except LinkError as error:
-            raise self.reducer.broken("the order in which rank 0's gradients came", error) from error
         self.order, self.order_known = order.tolist(), True
         plan = self.plan_of(policy)
         if plan != self.plan:

@@ -2,8 +2,6 @@
 
 from enum import Enum
 
-__all__ = ["StepState"]
-
 
 class StepState(Enum):
     """Where a reducer is in its step."""

@@ -9,8 +9,6 @@ import torch
 from gradwire.collectives import Link, transfer
 from gradwire.errors import DisagreementError
 
-__all__ = ["agree", "broadcast_bytes", "bytes_of", "copy_from", "gather_bytes"]
-
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
     """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON; collective.

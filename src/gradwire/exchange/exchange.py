@@ -27,7 +27,7 @@ from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.telling import failures_told, lane_error
-from gradwire.exchange.tensors import TensorLike, check_fits, checked_tensors, like, tensor_facts
+from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 
 __all__ = ["Exchange"]
 
@@ -156,7 +156,8 @@ class Exchange:
         """A tensor holds this rank's values. `tensor` stands in for the one that the exchange was made with, in this step: of the
         same shape and dtype. It must not be changed before `wait`.
 
-        Raises StepStateError without `begin`, for a name that is ready already, and for a tensor that does not fit.
+        Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
+        tensor where the exchange was made with a `TensorMeta`.
         """
         self._check_open()
         source = self._source_of(name, tensor)
@@ -215,11 +216,11 @@ class Exchange:
 
     def average_(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """One whole step: replace every tensor by its mean over ranks. `tensors` stand in for those that the exchange was made
-        with, by name; all others must have been given then."""
-        given = dict(tensors or {})
-        for name in given:
+        with, by name: for all of them. Raises StepStateError, before anything is sent, for a name that is missing or unknown."""
+        for name in tensors or ():
             self._known(name)
-        sources = {name: self._fitting(name, given.get(name)) for name in self.slots}
+        given: Mapping[str, TensorLike] = self._tensors if tensors is None else tensors
+        sources = {name: fitting(name, given.get(name), slot.view) for name, slot in self.slots.items()}
         self.begin()
         for name, source in sources.items():
             self.ready(name, source)
@@ -355,17 +356,7 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
         if name in self._sources or not self._left[slot.bucket]:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
-        return self._fitting(name, tensor)
-
-    def _fitting(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-        """This tensor, or the one that the exchange was made with. Raises StepStateError where it does not fit."""
-        source = tensor if tensor is not None else self._tensors.get(name)
-        if not isinstance(source, torch.Tensor):
-            raise StepStateError(
-                f"ready({name!r}) needs the tensor: the exchange was made with its shape and dtype alone."
-            )
-        check_fits(name, source, self.slots[name].view)
-        return source
+        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view)
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:

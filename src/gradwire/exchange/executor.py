@@ -34,8 +34,6 @@ from gradwire.core.plan import Plan
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import BucketBuffers
 
-__all__ = ["BOTH", "GATHER", "REDUCE", "Executor", "PhaseTask", "TaskFailed", "TaskTimes"]
-
 T = TypeVar("T")
 _GIVE_UP, _OPEN = -1, -2
 """What a lane may get in place of a bucket that is ready."""

@@ -8,8 +8,6 @@ import torch
 from gradwire.compressors import Compressor, Context
 from gradwire.kernels import Segments
 
-__all__ = ["HostCodec", "Staging"]
-
 
 class Staging:
     """Memory for the copies: one buffer for each use, as large as the largest so far, page-locked beside a GPU.

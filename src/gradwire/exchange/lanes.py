@@ -1,25 +1,25 @@
 """The lanes of one group, and the failure that ended their work, if one did."""
 
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name
+from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name, transfer
 from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
-from gradwire.exchange.failure import RollCall, communication_error, local_error
 
 if TYPE_CHECKING:
     from gradwire.exchange.executor import Executor, TaskTimes
-
-__all__ = ["Lanes"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,14 @@ class Lanes:
         if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
             raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
         self.group = Group.of(process_group)
-        self._name = self.group.agree_on_name()
+        try:
+            with transfer():
+                self._name = self.group.agree_on_name()
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
+                f"(The backend said: {error})"
+            ) from error
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         self.control = self._lane("control", torch.device("cpu"))
@@ -60,6 +67,11 @@ class Lanes:
         """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
         self.times: list[TaskTimes] | None = None
         """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+
+    @property
+    def _own_rank(self) -> int:
+        """As messages name it."""
+        return self.group.global_ranks[self.group.rank]
 
     def _lane(self, name: str, device: torch.device) -> Lane:
         return Lane(f"gradwire-{self._name}-{name}", Link(self.group, f"{self._name}/{name}", device, self._timeout))
@@ -77,7 +89,7 @@ class Lanes:
                 self.data.append(self._lane(str(number), device))
         except LinkError as error:
             raise CommunicationError(
-                f"rank {self.group.global_ranks[self.group.rank]}: ranks could not compare models and plans: one died, stalled "
+                f"rank {self._own_rank}: ranks could not compare models and plans: one died, stalled "
                 f"or did not make the same call; see its own log. (The backend said: {error})"
             ) from error
         self._roll_call = RollCall(self.group, self._name)
@@ -123,11 +135,36 @@ class Lanes:
         """The error to raise when this rank could not do its part. Ends the waits of other ranks."""
         for lane in self.data:
             lane.link.break_off()
-        return self.fail(local_error(what, cause, step, self.group))
+        kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
+        sizes = (
+            " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
+        )
+        error = kind(
+            f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
+            f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."
+        )
+        return self.fail(error)
 
     def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
-        """The error to raise when what was waited for failed."""
-        return self.fail(communication_error(what, cause, step, self.group, self._roll_call))
+        """The error to raise when what was waited for failed. It names the ranks that were waited for."""
+        group = self.group
+        silent = self._roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
+        peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
+        others = [rank for rank in silent if rank != peer]
+        if peer in silent:
+            who = f"rank {peer} did not answer"
+            if others:
+                who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
+        elif silent:
+            who = f"{_ranks(silent)} did not answer"
+        else:
+            who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
+        error = CommunicationError(
+            f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
+            "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
+            f"(The backend said: {str(cause).strip() or type(cause).__name__})"
+        )
+        return self.fail(error)
 
     @contextmanager
     def told(self, what: str, step: int) -> Iterator[None]:
@@ -136,3 +173,45 @@ class Lanes:
             yield
         except LinkError as error:
             raise self.broken(what, error, step) from error
+
+
+class RollCall:
+    """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
+
+    The store has a connection of its own, made at the start, and is only asked from a thread with a deadline: the rank
+    that hosts it may be the one that died.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._prefix = group, f"gradwire/{name}/failed"
+        self._store: Any = None
+        with suppress(Exception):
+            store: Any = distributed_c10d._get_default_store()
+            self._store = store.clone()
+
+    def missing(self, step: int, patience_s: float) -> list[int]:
+        """Global ranks that did not sign within the patience; all others where the store is gone."""
+        group = self._group
+        present = {group.rank}
+
+        def call() -> None:
+            store = self._store
+            if store is None:
+                return
+            deadline = time.monotonic() + patience_s
+            with suppress(Exception):
+                store.set(f"{self._prefix}/{step}/{group.rank}", "here")
+                while time.monotonic() < deadline and len(present) < group.world_size:
+                    for rank in range(group.world_size):
+                        if rank not in present and store.check([f"{self._prefix}/{step}/{rank}"]):
+                            present.add(rank)
+                    time.sleep(0.05)
+
+        caller = threading.Thread(target=call, name="gradwire-roll-call", daemon=True)
+        caller.start()
+        caller.join(patience_s + 0.5)
+        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in present]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -5,13 +5,13 @@ Everything is allocated once, before the first step. All ranks have the same buc
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
 
 from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
-from gradwire.compressors import Compressor, Context, compressor_for
+from gradwire.compressors import BesideCompressor, Compressor, Context, compressor_for
 from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.specs import innermost
@@ -89,8 +89,15 @@ class BucketBuffers:
         """All tensors of gradwire's own whose memory is the flat buffer's."""
         return [self.flat, *(slot.view for slot in self.slots), *(t for chunk in self.chunks for t in chunk.aliases)]
 
+    @cached_property
+    def compressed(self) -> list[Slot]:
+        """The slots of compressed tensors."""
+        return [slot for slot in self.slots if self.bucket.spec_of(slot.name).encodes]
+
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this gradient: put the residuals that it contains back into the memory."""
+        if not self.bucket.spec_of(slot.name).encodes:
+            return  # the slot itself owes them
         for (start, end), chunk in zip(pairwise(self.bounds), self.chunks, strict=True):
             low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
             if low < high:
@@ -144,8 +151,10 @@ def _build(
     for name, member in zip(bucket.tensors, members, strict=True):
         slots.append(Slot(name, index, at, _view(flat, at, member)))
         at += member.numel()
-    codec = compressor_for(bucket.spec_of(bucket.tensors[0]).at_step(step))
+    codec = compressor_for(bucket.main_spec.at_step(step))
     codec.ranks = group.world_size
+    if codec.spec.encodes and not all(spec.encodes for spec in bucket.specs):
+        codec = BesideCompressor(codec)
     make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)
     _check(index, bucket, first, codec, all_reduce=make is None)
     if make is None:
@@ -185,7 +194,7 @@ def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
     scheme, 4 to 7 are the roundings of residuals that these store narrow."""
     random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
-        random[index, :, 0] = getattr(innermost(bucket.spec_of(bucket.tensors[0])), "seed", 0)
+        random[index, :, 0] = getattr(innermost(bucket.main_spec), "seed", 0)
     random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
     random[:, :, 3] = rank
     return random
@@ -224,7 +233,7 @@ class _Rows:
         self.numels, self.granularity = [member.numel() for member in members], granularity
         self.tensors, at = [], 0
         for name, member in zip(bucket.tensors, members, strict=True):
-            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.spec_of(name).element_bits)
+            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.bits_of(name))
             self.tensors.append((whole, name, tuple(member.shape)))
             at += member.numel()
 
@@ -256,12 +265,12 @@ class _BucketRuns:
 
 
 def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, all_reduce: bool) -> None:
-    if bucket.spec_of(bucket.tensors[0]).encodes and not kernels_take(first.dtype):
+    if bucket.main_spec.encodes and not kernels_take(first.dtype):
         raise PlanError(
             f"bucket {index} gives {codec.spec!r} to {bucket.tensors[0]!r}, whose gradient is {first.dtype}. Kernels take "
             "float32, bfloat16 and float16: add a rule with gw.Identity() for this tensor."
         )
-    own, plain = str(first.dtype).removeprefix("torch."), not bucket.spec_of(bucket.tensors[0]).encodes
+    own, plain = str(first.dtype).removeprefix("torch."), not bucket.main_spec.encodes
     if all_reduce or (plain and own == "float64"):
         possible, why = [own], "all-reduce adds in the tensor's own dtype, and exact sums keep float64"
     else:
@@ -277,7 +286,7 @@ def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, a
             "residuals are stored as one of these" if codec.spec.feedback else "nothing of what it sends is carried on"
         )
         raise PlanError(
-            f"bucket {index} with spec {bucket.spec!r} has residual_dtype {bucket.residual_dtype!r}, but {why}. Write "
+            f"bucket {index} with spec {bucket.main_spec!r} has residual_dtype {bucket.residual_dtype!r}, but {why}. Write "
             f"{' or '.join(keeps)}."
         )
 

@@ -16,7 +16,6 @@ Shared values (PowerSGD's factors) are the same on all ranks, and of another siz
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,8 +24,6 @@ import torch
 from gradwire.collectives import Memory
 from gradwire.core.checks import printable
 from gradwire.exchange.layout import BucketBuffers, Slot
-
-__all__ = ["Remembered", "added_up"]
 
 SHARED, COPY, LEFT = "shared", "_copy", "left"
 _KEY = re.compile(rf"\w+/([0-3]|{LEFT})/.+", re.DOTALL)
@@ -71,7 +68,7 @@ class Remembered:
             for chunk in buffers.chunks:
                 sizes |= {f"{SHARED}/{name}": value.numel() for name, value in chunk.shared.items()}
                 sizes |= {
-                    f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.slots
+                    f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.compressed
                 }
         return sizes
 
@@ -97,10 +94,11 @@ class Remembered:
         return {key: by_name[key.split("/", 2)[2]] for key in keys if not key.startswith(f"{SHARED}/")}
 
     def _owing(self) -> Iterator[tuple[str, Slot]]:
-        """The slots of buckets that keep no residuals, with their keys."""
+        """The slots of tensors without residuals, with their keys."""
         for buffers in self._buckets:
-            if not any("residual" in chunk.remembers for chunk in buffers.chunks):
-                yield from ((f"residual/{LEFT}/{slot.name}", slot) for slot in buffers.slots)
+            keeps = any("residual" in chunk.remembers for chunk in buffers.chunks)
+            having = {slot.name for slot in buffers.compressed} if keeps else set()
+            yield from ((f"residual/{LEFT}/{slot.name}", slot) for slot in buffers.slots if slot.name not in having)
 
     def check(self, state: State) -> None:
         """Raises ValueError unless `state` has exactly what `load` takes."""
@@ -170,25 +168,15 @@ class Remembered:
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:
-                    if not any(f"{what}/{slot.name}" in carried for slot in buffers.slots):
+                    if not any(f"{what}/{slot.name}" in carried for slot in buffers.compressed):
                         continue
                     values = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
-                    for slot in buffers.slots:
+                    for slot in buffers.compressed:
                         low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
                         if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
                             placed = slot.in_memory(own)
                             values[low - start : high - start] = placed[low - slot.offset : high - slot.offset]
                     chunk.take_over(what, 0, values)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """The memory is the same after the block as before it."""
-        copies = [(held, held.clone()) for held in self.held()]
-        try:
-            yield
-        finally:
-            for held, copy in copies:
-                held.copy_(copy)
 
     def held(self) -> Iterator[torch.Tensor]:
         """The memory itself."""
@@ -203,7 +191,7 @@ def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) ->
     """By tensor, the values of a memory of a chunk that begins at the bucket's element `begin`."""
     start, end = begin + memory.start, begin + memory.end
     for what, whole in values.items():
-        for slot in buffers.slots:
+        for slot in buffers.compressed:
             low, high = max(slot.offset, start), min(slot.offset + slot.view.numel(), end)
             if low < high:
                 key = f"{what}{COPY if memory.copy else ''}/{memory.encode}/{slot.name}"

@@ -31,7 +31,7 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
                 f"bucket {index} has task {task!r}, but its tensors are on the cpu, where no gpu encodes: write "
                 f"{task.partition(':')[0]}:cpu."
             )
-    spec = bucket.spec_of(bucket.tensors[0])
+    spec = bucket.main_spec
     if sharded:
         check_sharded(index, bucket)
         return _sharded
@@ -56,7 +56,7 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
 
 def check_sharded(index: int, bucket: Bucket) -> None:
     """Raises PlanError unless ranks can step a shard each between the two phases of this bucket."""
-    has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}, and the schedule has shard_optimizer"
+    has = f"bucket {index} has spec {bucket.main_spec!r} and option {list(bucket.option)}, and the schedule has shard_optimizer"
     if any(spec.encodes for spec in bucket.specs):
         raise PlanError(
             f"{has}: then parameters are gathered, which must be exact and the same on all ranks. Use gw.Identity(), or "
@@ -72,8 +72,8 @@ def _check(
     index: int, bucket: Bucket, compresses: bool, all_alike: bool, needs: Sequence[str] = ("alltoall", "allgather")
 ) -> None:
     """`all_alike`: no encode is of a rank's own gradient alone. `needs`: what the spec must name among its schemes."""
-    spec = bucket.spec_of(bucket.tensors[0])
-    has = f"bucket {index} has spec {bucket.spec!r} and option {list(bucket.option)}"
+    spec = bucket.main_spec
+    has = f"bucket {index} has spec {bucket.main_spec!r} and option {list(bucket.option)}"
     if not compresses and spec.encodes:
         raise PlanError(f"{has}, which encodes nothing: the spec would silently do nothing. Write gw.Identity().")
     if compresses and not set(needs) <= set(spec.schemes):

@@ -9,8 +9,6 @@ from gradwire.collectives.streams import Streams
 from gradwire.errors import PlanError
 from gradwire.exchange.layout import BucketBuffers, Slot
 
-__all__ = ["check_two_phases", "own_runs", "put_back_shards", "shards_of", "take_shards"]
-
 
 def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
     """Raises PlanError unless every bucket has a reduce and a gather phase, and a shard for each rank between the two."""

@@ -12,10 +12,8 @@ from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.planner.named import check_known
 from gradwire.planner.policy import Policy, Uniform
-
-__all__ = ["PlanLike", "info_of", "plan_for"]
+from gradwire.planner.schemes import check_known
 
 PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[list[TensorInfo], int], Policy]
 """A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""

@@ -24,8 +24,6 @@ from gradwire.core.checks import printable
 from gradwire.core.plan import Plan
 from gradwire.errors import GradwireError
 
-__all__ = ["CORRECTION", "LOCAL", "Saved", "divided", "read_state", "split", "warn_of_lost", "write_state"]
-
 CORRECTION, LOCAL = "correction_", "local/"
 """How keys of the `delayed` schedule begin: what compressors of its corrections remember, and a rank's own weights."""
 

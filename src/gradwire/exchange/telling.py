@@ -7,8 +7,6 @@ from gradwire.collectives import LinkError
 from gradwire.errors import GradwireError
 from gradwire.exchange.executor import Executor, TaskFailed
 
-__all__ = ["failures_told", "lane_error"]
-
 
 @contextmanager
 def failures_told(executor: Executor, step: int) -> Iterator[None]:

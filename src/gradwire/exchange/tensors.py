@@ -11,8 +11,6 @@ from gradwire.core.checks import show
 from gradwire.core.plan import Plan
 from gradwire.errors import PlanError, StepStateError
 
-__all__ = ["TensorLike", "TensorMeta", "check_fits", "checked_tensors", "like", "tensor_facts"]
-
 
 @dataclass(frozen=True)
 class TensorMeta:
@@ -70,7 +68,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
             [name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows
         ],
         "memory formats of the tensors": [[name, list(t.stride())] for name, t in rows],
-        "plan": f"{plan.digest()[:16]} {plan.buckets[0].spec!r}",
+        "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}",
     }
 
 
@@ -79,8 +77,14 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def check_fits(name: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
-    """Raises StepStateError where a tensor cannot stand in for the one that an exchange was made with; `view` is its place."""
+def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor) -> torch.Tensor:
+    """The tensor. Raises StepStateError without one, and where it does not fit what the exchange was made with; `view` is its
+    place."""
+    if not isinstance(tensor, torch.Tensor):
+        raise StepStateError(
+            f"tensor {name!r} was not given in this step: every rank sends every tensor in every step. Pass it by its name; "
+            "for a parameter without gradient pass zeros."
+        )
     if tensor.is_sparse or tensor.shape != view.shape or tensor.dtype != view.dtype:
         raise StepStateError(
             f"tensor {name!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and the exchange was made for "
@@ -92,3 +96,4 @@ def check_fits(name: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
         )
     if tensor.device != view.device:
         raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {view.device}.")
+    return tensor

@@ -8,14 +8,16 @@ build serves all versions.
 
 import ctypes
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 
 from gradwire.core import native
+from gradwire.kernels import reference
 from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.segments import Segments
 
@@ -37,22 +39,6 @@ class Tensor(ctypes.Structure):
         return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
 
 
-class Maybe:
-    """An argument that is a tensor, or None."""
-
-    @staticmethod
-    def from_param(tensor: Any) -> Any:
-        return None if tensor is None else Tensor.from_param(tensor)
-
-
-class Table:
-    """An argument that is Segments."""
-
-    @staticmethod
-    def from_param(segments: Segments) -> Any:
-        return Tensor.from_param(segments.table)
-
-
 class Update(ctypes.Structure):
     """An argument that is a LocalUpdate. Twin of `Update` in csrc/api_weights.cpp."""
 
@@ -63,61 +49,39 @@ class Update(ctypes.Structure):
         return byref(cls(*by, torch.get_num_threads()))
 
 
-def _one_of(**numbers: int) -> type:
-    """The type of an argument that is one of these words."""
-
-    class Word:
-        @staticmethod
-        def from_param(word: str) -> c_int64:
-            return c_int64(numbers[word])
-
-    return Word
+def _argument(convert: Callable[[Any], Any]) -> type:
+    """The type of an argument that ctypes passes to C as `convert` returns it."""
+    return type("Argument", (), {"from_param": staticmethod(convert)})
 
 
-class Dtype:
-    """An argument that is a dtype of payloads."""
-
-    @staticmethod
-    def from_param(dtype: torch.dtype) -> c_int64:
-        return c_int64(_DTYPES[dtype])
+def _one_of(numbers: Mapping[Any, int]) -> type:
+    """The type of an argument that C takes as a number."""
+    return _argument(lambda word: c_int64(numbers[word]))
 
 
-Scale = _one_of(max=0, minmax=1, l2=2)
-Rounding = _one_of(stochastic=0, nearest=1)
-Format = _one_of(e4m3=0, e5m2=1)
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "back_project": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor),
-    "block_topk_decode": (Tensor, Table, Dtype, c_double, c_int64, c_bool, Tensor),
-    "block_topk_encode": (Tensor, Maybe, Table, c_double, c_int64, Tensor),
-    "cast_decode": (Tensor, Dtype, c_bool, Tensor),
-    "cast_encode": (Tensor, Maybe, Dtype, Tensor),
-    "dgc_encode": (Tensor, Maybe, Maybe, Table, c_double, c_double, c_double, Tensor),
-    "exponential_decode": (Tensor, Table, c_int64, c_bool, Tensor),
-    "exponential_encode": (Tensor, Maybe, Table, Tensor, c_int64, Scale, Rounding, Tensor),
-    "fp8_decode": (Tensor, Table, c_int64, Format, c_bool, Tensor),
-    "fp8_encode": (Tensor, Maybe, Table, c_int64, Format, Tensor),
-    "gather_random": (Tensor, Maybe, Table, Tensor, c_double, Tensor),
-    "local_update": (Tensor, Tensor, Maybe, Maybe, Update, Tensor),
-    "mean_sign_encode": (Tensor, Maybe, Table, c_int64, c_int64, Tensor),
-    "natural_decode": (Tensor, Table, c_int64, c_bool, Tensor),
-    "natural_encode": (Tensor, Maybe, Table, Tensor, c_int64, Tensor),
-    "orthogonalise": (Tensor, c_int64, Tensor),
-    "project": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor),
-    "qsgd_decode": (Tensor, Table, c_int64, Scale, c_bool, Tensor),
-    "qsgd_encode": (Tensor, Maybe, Table, Tensor, c_int64, Scale, Rounding, Tensor),
-    "randomk_decode": (Tensor, Table, Dtype, c_double, c_bool, Tensor),
-    "randomk_encode": (Tensor, Maybe, Table, Tensor, c_double, Tensor),
-    "reconstruct": (Tensor, Maybe, Tensor, c_int64, Tensor, Tensor, Tensor),
-    "scatter_random": (Tensor, Table, Tensor, c_double, c_bool, Tensor),
-    "sign_decode": (Tensor, Table, c_int64, c_int64, c_bool, Tensor),
-    "sign_encode": (Tensor, Maybe, c_double, Table, Tensor),
-    "terngrad_encode": (Tensor, Maybe, Table, Tensor, c_int64, c_double, Tensor),
-    "threshold_decode": (Tensor, Table, c_int64, c_double, c_bool, Tensor),
-    "threshold_encode": (Tensor, Maybe, Table, c_int64, c_double, c_double, Tensor),
-    "topk_decode": (Tensor, Table, Dtype, c_double, c_bool, c_bool, Tensor),
-    "topk_encode": (Tensor, Maybe, Table, c_double, c_bool, c_double, Tensor),
+_WORDS = {
+    "scale": _one_of({"max": 0, "minmax": 1, "l2": 2}),
+    "rounding": _one_of({"stochastic": 0, "nearest": 1}),
+    "format": _one_of({"e4m3": 0, "e5m2": 1}),
 }
+_TYPES = {
+    torch.Tensor: Tensor,
+    torch.Tensor | None: _argument(lambda tensor: None if tensor is None else Tensor.from_param(tensor)),
+    Segments: _argument(lambda segments: Tensor.from_param(segments.table)),
+    torch.dtype: _one_of(_DTYPES),
+    LocalUpdate: Update,
+    int: c_int64,
+    float: c_double,
+    bool: c_bool,
+}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    kernel: tuple(
+        _WORDS.get(name) or _TYPES[parameter.annotation]
+        for name, parameter in inspect.signature(getattr(reference, kernel)).parameters.items()
+    )
+    for kernel in reference.__all__
+}
+"""The types of each kernel's arguments, from the signature of the reference."""
 
 
 def __getattr__(name: str) -> Callable[..., None]:

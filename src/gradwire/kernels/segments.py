@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+State = torch.Tensor | None
+"""What an encode remembers of each element, such as a residual or a momentum, or None without a memory."""
+
 
 class Segment(NamedTuple):
     """A run of elements of one tensor inside a flat buffer."""

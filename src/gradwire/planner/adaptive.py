@@ -1,26 +1,24 @@
-"""`AdaptiveBits`, as a user writes it. `gradwire.auto` runs it."""
+"""`AdaptiveBits` and `Tuned`, as a user writes them. `gradwire.auto` runs them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from glob import escape
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import changed, freeze, number, whole, word
+from gradwire.core.checks import changed, freeze, number, show, whole, word
 from gradwire.core.specs import QSGD, Spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.planner.policy import Policy
-from gradwire.planner.rules import Where, as_rule
+from gradwire.planner.policy import Policy, RulesField, Where, as_rule
 
 BIT_RULES = ("exact", "kmeans", "linear")
 """exact: the fewest bytes that keep the budget. kmeans, linear: CGX's two rules (section 5), for comparison."""
-
-if TYPE_CHECKING:
-    RulesField: TypeAlias = Sequence[tuple[str | Where, Spec]]
-else:
-    RulesField = Any  # brought to one form by __post_init__
+SEARCHES = ("bayes", "random", "grid")
+"""bayes: Bayesian optimisation. random: sizes drawn at random. grid: sizes spaced evenly. All on a logarithmic scale."""
+_MB = 2**20
 
 
 class AdaptiveBits(Document, frozen=True, kw_only=True):
@@ -37,8 +35,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "blocks")
 
     alpha: float = 2.0
-    """The error allowed, as a multiple of the error with 4 bits for every tensor. 1 or more; the paper uses 1.5 to 3. Larger:
-    fewer bytes."""
+    """The error allowed, over the error with 4 bits for every tensor. 1 or more; the paper uses 1.5 to 3. Larger: fewer bytes."""
     period: int = 200
     """Steps from one choice to the next. Fewer: closer to the gradients, more time spent on measuring."""
     rule: str = "exact"
@@ -50,7 +47,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     more buckets: tensors with blocks of different sizes cannot share a bucket."""
     rules: RulesField = ()
     """As in `gradwire.Policy`: specs of chosen tensors, as ("*embed*", gw.ErrorFeedback(gw.TopK(0.01))). Vectors that no rule
-    matches are not compressed."""
+    matches stay uncompressed."""
 
     def __post_init__(self) -> None:
         number("alpha", self.alpha, "the error allowed, over that of 4 bits", error=PlanError)
@@ -95,3 +92,63 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     def policy(self) -> Policy:
         """The policy before the first measurement: 4 bits for every tensor."""
         return Policy(default=self.ways((4,))[0], rules=self.rules)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A policy whose `bucket_bytes` is found on the live job, by the throughput of real steps (DeAR, section IV-B).
+
+    As `plan=` of `gradwire.parallelize`, with a policy of any specs and schedule. The rest of the policy stays unchanged. With
+    `edge_bytes=100 * 2**20` all buckets are alike, as DeAR's are. Raises PlanError for a value outside its range.
+
+    >>> from gradwire.core import Identity
+    >>> from gradwire.planner.policy import Uniform
+    >>> Tuned(Uniform(Identity(), schedule="pipelined"), trials=10).start_bytes
+    26214400
+    """
+
+    policy: Policy
+    """What is tuned. Its own `bucket_bytes` must be left out."""
+    _: KW_ONLY
+    search: str = "bayes"
+    """One of SEARCHES. bayes needs scikit-learn: pip install scikit-learn."""
+    trials: int = 20
+    """Trials at most, the first one included. More: closer to the best, more steps under worse sizes. Sizes that make the same
+    buckets are one; bayes keeps a few trials to try again what looks best."""
+    start_bytes: int = 25 * _MB
+    """The size that is tried first, and that runs until then."""
+    low_bytes: int = _MB
+    """The smallest size that may be tried."""
+    high_bytes: int = 100 * _MB
+    """The largest."""
+    trial_steps: int = 10
+    """Steps of a trial that count. More: less noise, longer trials."""
+    discard_steps: int = 2
+    """Steps before these that do not count: memory is new."""
+    seed: int = 0
+    """Of what is random in a search. The same on all ranks."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):
+            raise PlanError(
+                f"policy is {show(self.policy)}, a {type(self.policy).__name__}: what is tuned is the bucket_bytes of a policy. "
+                "Write gw.Tuned(gw.Uniform(spec, schedule=...))."
+            )
+        if self.policy.bucket_bytes is not None:
+            raise PlanError(
+                f"bucket_bytes of the policy is {self.policy.bucket_bytes}, and it is what is tuned. Leave it out, and write "
+                f"start_bytes={self.policy.bucket_bytes} to begin with it."
+            )
+        word("search", self.search, SEARCHES, error=PlanError)
+        whole("trials", self.trials, "sizes that are tried", low=1, error=PlanError)
+        whole("low_bytes", self.low_bytes, "the smallest size of a bucket", low=1, error=PlanError)
+        whole("high_bytes", self.high_bytes, "the largest size of a bucket", low=self.low_bytes + 1, error=PlanError)
+        limits = {"low": self.low_bytes, "high": self.high_bytes}
+        whole("start_bytes", self.start_bytes, "the size that is tried first", **limits, error=PlanError)
+        whole("trial_steps", self.trial_steps, "steps of a trial that count", low=1, error=PlanError)
+        whole("discard_steps", self.discard_steps, "steps of a trial that do not count", error=PlanError)
+        whole("seed", self.seed, "a seed", high=2**32 - 1, error=PlanError)
+
+    def with_bytes(self, nbytes: int) -> Policy:
+        """The policy with buckets of so many bytes."""
+        return msgspec.structs.replace(self.policy, bucket_bytes=nbytes)

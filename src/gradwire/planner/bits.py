@@ -100,19 +100,12 @@ def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assi
     standardised; the cluster with the lowest norm - size gets the fewest bits; then bits are raised until the budget holds."""
     _check(tensors, budget)
     ways = len(tensors[0].sizes)
-    points = list(
-        zip(
-            _standardised([math.log(max(1, t.numel)) for t in tensors]),
-            _standardised([math.log(max(t.top_norm, 1e-30)) for t in tensors]),
-            strict=True,
-        )
-    )
+    points = np.array([(math.log(max(1, t.numel)), math.log(max(t.top_norm, 1e-30))) for t in tensors])
+    spread = points.std(axis=0)
+    points = (points - points.mean(axis=0)) / np.where(spread, spread, 1.0)
     clusters = _lloyd(points, min(ways, len(tensors)), random.Random(seed))
-    count = max(clusters) + 1
-    sensitivity = []
-    for cluster in range(count):
-        members = [point for point, own in zip(points, clusters, strict=True) if own == cluster]
-        sensitivity.append(sum(norm - size for size, norm in members) / len(members))
+    count = int(clusters.max()) + 1
+    sensitivity = [float((points[clusters == cluster] @ (-1.0, 1.0)).mean()) for cluster in range(count)]
     ranking = sorted(range(count), key=lambda cluster: sensitivity[cluster])
     way_of = {cluster: round(place * (ways - 1) / max(1, count - 1)) for place, cluster in enumerate(ranking)}
     return _repaired(tensors, [way_of[cluster] for cluster in clusters], budget)
@@ -281,32 +274,23 @@ def _search(
     return _assignment(tensors, chosen, proven)
 
 
-def _standardised(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-    return [(value - mean) / spread if spread else 0.0 for value in values]
-
-
-def _lloyd(points: Sequence[tuple[float, float]], count: int, chance: random.Random) -> list[int]:
+def _lloyd(points: np.ndarray, count: int, chance: random.Random) -> np.ndarray:
     """k-means with k-means++ starts: the cluster of each point, numbered without gaps."""
-    centres = [points[chance.randrange(len(points))]]
-    while len(centres) < count:
-        weights = [min(_distance(point, centre) for centre in centres) for point in points]
-        if not any(weights):
-            break
-        centres.append(chance.choices(points, weights)[0])
-    own = [0] * len(points)
+    centres = points[[chance.randrange(len(points))]]
+    while len(centres) < count and (weights := _squares(points, centres).min(axis=1)).any():
+        centres = np.vstack([centres, points[chance.choices(range(len(points)), weights.tolist())]])
+    own = np.zeros(len(points), dtype=np.int64)
     for _ in range(100):
-        nearest = [min(range(len(centres)), key=lambda c: _distance(point, centres[c])) for point in points]
-        if nearest == own:
+        nearest = _squares(points, centres).argmin(axis=1)
+        if (nearest == own).all():
             break
         own = nearest
         for cluster in set(own):
-            members = [point for point, number in zip(points, own, strict=True) if number == cluster]
-            centres[cluster] = (sum(x for x, _ in members) / len(members), sum(y for _, y in members) / len(members))
-    numbers = {cluster: number for number, cluster in enumerate(sorted(set(own)))}
-    return [numbers[cluster] for cluster in own]
+            centres[cluster] = points[own == cluster].mean(axis=0)
+    return np.unique(own, return_inverse=True)[1]
 
 
-def _distance(left: tuple[float, float], right: tuple[float, float]) -> float:
-    return (left[0] - right[0]) ** 2 + (left[1] - right[1]) ** 2
+def _squares(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """The squared distance of each point (row) to each centre (column)."""
+    squares: np.ndarray = ((points[:, None] - centres) ** 2).sum(axis=2)
+    return squares

@@ -1,11 +1,11 @@
 """Drafts: plans in the making. A search prices and simulates many drafts, and makes a Plan of the best one.
 
-A `PlanningJob` holds all inputs of a search: the model's times, the cluster, the costs, and the possible choices of spec and
-option.
+A `PlanningJob` holds all inputs of a search: the model's times, the cluster, the costs, and the choices of spec and option.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,17 +18,19 @@ from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
 from gradwire.errors import PlanError
-from gradwire.planner.bound import least_step_us
-from gradwire.planner.cures import BYTECOMP_ONLY, options_within
 from gradwire.planner.grammar import DEVICES
-from gradwire.planner.named import RESTRICTED
+from gradwire.planner.listing import choose
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
-from gradwire.planner.programs import Bytes, Pricer, bytes_of
-from gradwire.planner.schemes import carries, tasks_of
-from gradwire.sim.replay import NEVER, Replayer, ReplayProgram, launch_key
+from gradwire.planner.programs import Bytes, Pricer, bytes_of, least_step_us
+from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
+from gradwire.sim.native import ReplayProgram
+from gradwire.sim.replay import NEVER, Replayer, launch_key
 from gradwire.sim.rules import Rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
+
+BYTECOMP_ONLY = ("all-compressed", "myopic")
+"""Restricted searches that choose in another way, and leave the whole tree."""
 
 
 class Choice(NamedTuple):
@@ -68,9 +70,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """Extra memory on the gradients' device, as in `Prediction`."""
     exempt_vectors: bool = True
-    """Tensors of one dimension or none stay uncompressed, in buckets of their own, as in `Policy`."""
+    """Tensors of one dimension or none stay uncompressed, as in `Policy`."""
     restrict: str | None = None
-    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.named.RESTRICTED`, or myopic. myopic and
+    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.schemes.RESTRICTED`, or myopic. myopic and
     all-compressed need the method bytecomp."""
 
     def __post_init__(self) -> None:
@@ -125,9 +127,10 @@ class PlanningJob:
         given = None if options is None else [option.tasks for option in options if option.compresses]
         self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
         """By spec, the options that can carry its payloads."""
-        self._by_spec: dict[Spec, list[Choice]] = {}
+        self._judged = cache(self._judge)
         self.evaluations = 0
-        self._sizes: dict[tuple[tuple[int, ...], Spec], Bytes] = {}
+        self.size = cache(self._size)
+        """The sizes of a bucket of these tensors."""
 
     def _carrying(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
         """The allowed options that can carry a spec's payloads, and the all-reduce of payloads that can be added on the wire.
@@ -151,9 +154,12 @@ class PlanningJob:
         return self.limits.exempt_vectors and len(self.profile.tensors[tensor].shape) < 2
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
-        """Whether these tensors may share a bucket: all of one dtype, and none exempt if the choice compresses."""
-        dtypes = {self.profile.tensors[place].dtype for place in tensors}
-        return len(dtypes) == 1 and not (choice.encodes and any(self.is_exempt(place) for place in tensors))
+        """Whether these tensors may share a bucket: all of one dtype; if the choice compresses, one of them is not exempt, and
+        exempt ones only where they can travel uncompressed in the same payload."""
+        if len({self.profile.tensors[place].dtype for place in tensors}) > 1:
+            return False
+        exempt = [self.is_exempt(place) for place in tensors]
+        return not (choice.encodes and any(exempt)) or (choice.spec.carries_uncompressed and not all(exempt))
 
     def classes(self, choice: Choice) -> list[list[int]]:
         """Groups of tensors that may share buckets: of one dtype, and, if the choice compresses, all exempt or all not."""
@@ -162,13 +168,11 @@ class PlanningJob:
             found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
         return list(found.values())
 
-    def size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
-        """The sizes of a bucket of these tensors."""
-        key = (tensors, spec)
-        found = self._sizes.get(key)
-        if found is None:
-            found = self._sizes[key] = bytes_of([self.profile.tensors[place] for place in tensors], spec)
-        return found
+    def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
+        exempt = [place for place in tensors if self.is_exempt(place)]
+        raw = exempt if spec.encodes and len(exempt) < len(tensors) else []
+        members = [self.profile.tensors[place] for place in tensors if place not in raw]
+        return bytes_of(members, spec, [self.profile.tensors[place] for place in raw])
 
     def program(self, part: Part) -> ReplayProgram:
         """The bucket's tasks."""
@@ -193,11 +197,9 @@ class PlanningJob:
             found += kept + [Choice(spec, option) for option in moved if carries(option, spec, self.rules.device)]
         return found
 
-    def _judged(self, spec: Spec) -> list[Choice]:
-        if spec not in self._by_spec:
-            options = self.coded[spec] if spec.encodes else [choice.option for choice in self.plain]
-            self._by_spec[spec] = _undominated(self, [Choice(spec, option) for option in options])
-        return self._by_spec[spec]
+    def _judge(self, spec: Spec) -> list[Choice]:
+        options = self.coded[spec] if spec.encodes else [choice.option for choice in self.plain]
+        return _undominated(self, [Choice(spec, option) for option in options])
 
     def step(self, draft: Draft, limit: int = NEVER) -> int | None:
         """Femtoseconds, or None above `limit` or beyond the memory allowed."""
@@ -227,7 +229,7 @@ class PlanningJob:
         buckets = [
             Bucket(
                 tensors=tuple(tensors[place].name for place in part.tensors),
-                spec=part.choice.spec,
+                spec=self._specs(part),
                 reduce_dtype="float32" if part.choice.encodes else tensors[part.tensors[0]].dtype,
                 option=part.choice.option,
                 numel=sum(tensors[place].numel for place in part.tensors),
@@ -240,6 +242,12 @@ class PlanningJob:
             for phase, word in enumerate(bucket.link_tasks)
         )
         return LightPlan(buckets, [(index, word) for _, index, word in keyed], Backward())
+
+    def _specs(self, part: Part) -> Spec | dict[str, Spec]:
+        own = part.choice.spec
+        if not own.encodes or not any(self.is_exempt(place) for place in part.tensors):
+            return own
+        return {self.profile.tensors[p].name: Identity() if self.is_exempt(p) else own for p in part.tensors}
 
     def plan(self, draft: Draft, baseline: Draft) -> Plan:
         """The plan, with the predicted steps of the plan and of the baseline."""
@@ -257,7 +265,7 @@ class PlanningJob:
         return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
 
     def lower_bound_us(self) -> float:
-        """Microseconds: no plan with these choices has a shorter step. See `gradwire.planner.bound`."""
+        """Microseconds: no plan with these choices has a shorter step. See `least_step_us`."""
         plain = [choice.option for choice in self.plain]
         tensors = [(t, self.is_exempt(place)) for place, t in enumerate(self.profile.tensors)]
         return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, self.coded)
@@ -282,3 +290,54 @@ def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:
                 front.append((codec, intra, inter))
                 kept[choice] = min(kept.get(choice, NEVER), len(front))
     return sorted(kept, key=lambda choice: kept[choice])
+
+
+def numbered(cures: Sequence[str]) -> str:
+    """Cures as a numbered list.
+
+    >>> numbered(["allow 2 encodes", "allow gpu"])
+    'Any one of these helps: 1. allow 2 encodes; 2. allow gpu.'
+    """
+    if len(cures) == 1:
+        return f"What helps: {cures[0]}."
+    return f"Any one of these helps: {'; '.join(f'{place}. {cure}' for place, cure in enumerate(cures, 1))}."
+
+
+def options_within(
+    cluster: Cluster, device: str, max_encodes: int | None, restrict: str | None, must_compress: bool
+) -> tuple[Option, ...]:
+    """The options on a cluster with codecs on one device, within limits.
+
+    Raises PlanError with numbered cures if `must_compress` and no option is left that compresses.
+    """
+    part = None if restrict in BYTECOMP_ONLY else restrict
+    limits: dict[str, Any] = {
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "devices": (device,),
+        "max_encodes": max_encodes,
+        "restrict": part,
+    }
+    found = choose(**limits)
+
+    def count(**other: Any) -> int:
+        return sum(option.compresses for option in choose(**limits | other))
+
+    if not must_compress or any(option.compresses for option in found):
+        return found
+    cures = []
+    for encodes in range((max_encodes or 0) + 1, 5) if max_encodes is not None else ():
+        if left := count(max_encodes=encodes):
+            cures.append(f"allow {encodes} encode{'s' * (encodes > 1)} (max_encodes, leaves {left} options)")
+            break
+    if part is not None and (left := count(restrict=None)):
+        cures.append(f"search without restrict={restrict!r} (leaves {left} options)")
+    if 1 in (cluster.nodes, cluster.ranks_per_node) and (left := count(nodes=2, ranks_per_node=2)):
+        cures.append(f"plan for several nodes of several ranks, which have two links (leaves {left} options)")
+    if max_encodes is not None and part is not None and not cures:
+        cures.append(f"drop both limits (leaves {count(max_encodes=None, restrict=None)} options)")
+    cures.append("give no spec, for a plan without compression")
+    raise PlanError(
+        f"no option is left that compresses: {cluster.nodes} nodes of {cluster.ranks_per_node} ranks, codecs on {device}, "
+        f"max_encodes={max_encodes}, restrict={restrict!r}. The plan could not use the specs. {numbered(cures)}"
+    )

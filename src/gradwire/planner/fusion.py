@@ -16,8 +16,7 @@ begins at a given tensor shrinks with each bucket before it: a walk that stands 
 until no bound is below the best plan. A walk also returns the L at which the walk would first change: smaller L need no walk.
 
 **Mirror.** Read backwards, from the last exchange to the first gradient, the problem keeps its form: h and g change places, and
-so do R and S. So the search can always assume g <= h. With g > h it would be slow: many plans with one bucket more and a lag
-smaller by g would tie.
+so do R and S. So the search always assumes g <= h. With g > h many plans with one bucket more and a lag smaller by g would tie.
 
 **Decode.** A lumped decode is part of h and R. An exposed decode of the last bucket comes after the step so far. Let M(k) be the
 shortest step without this decode, of plans with a last bucket that begins at tensor k or later. M does not fall with k and the
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.core.checks import show
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
@@ -51,8 +50,8 @@ def optimal(
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first. `encode`, `exchange` and `decode` are
     (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. The step is what
-    `evaluate` gives, and no partition's is shorter but for rounding (one part in 10^11). Raises PlanError as `evaluate` does, and
-    if a cost is not affine.
+    `evaluate` gives, and no partition's is shorter but for rounding (one part in 10^11). Raises as `evaluate` does,
+    and PlanError if a cost is not affine.
 
     >>> optimal([10, 10, 10, 10], [400, 400, 400, 400], encode=(1, 0), exchange=(3, 0.01))
     Fusion(boundaries=(1, 3, 4), step_us=50.0)

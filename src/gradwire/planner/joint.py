@@ -5,20 +5,20 @@ fusion, and, for models of few tensors, ByteComp's selection. It tries each with
 
 From each of the three best plans the search takes every local move that makes the step shorter: launch later exchanges behind
 more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
-bucket, cut a bucket in two, merge two neighbours of a class. The search ends when no move helps, or after `evaluations`
-simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
+bucket, cut a bucket in two, merge two neighbours of a class, let compressed buckets carry exempt tensors. The search ends when
+no move helps, or after `evaluations` simulated steps. A count, not a time, ends the search, so the same input gives the same
+plan.
 
 The result is no worse than any start. `Prediction.lower_bound_us` bounds its distance from the best plan;
 `benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from gradwire.core.checks import whole
 from gradwire.errors import PlanError
-from gradwire.planner.cures import numbered
-from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
 from gradwire.planner.starts import ddp, drafts_to_start_from, sorted_parts
 
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
@@ -30,8 +30,7 @@ _STARTS = 3
 def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
     """The best draft found.
 
-    evaluations: steps simulated at most; None: as above, by the job's rules. Raises PlanError if no start fits into the memory
-    allowed.
+    evaluations: most steps to simulate; None: as above, by the job's rules. Raises PlanError if no start fits into the memory.
     """
     if evaluations is None:
         evaluations = EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS
@@ -62,18 +61,10 @@ def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
 def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
     """Take local moves until none helps, or until `job.evaluations` is `until`; the step in femtoseconds, and the draft."""
     choices = job.choices()
-    moves: Sequence[Callable[[PlanningJob, Draft, Sequence[Choice]], Iterator[Draft]]] = (
-        _reorder,
-        _leave_first,
-        _choose,
-        _shift,
-        _cut,
-        _merge,
-    )
     improved = True
     while improved and job.evaluations < until:
         improved = False
-        for move in moves:
+        for move in (_carry, _reorder, _leave_first, _choose, _shift, _cut, _merge):
             # after a move that helped, the same kind of move goes on with the new draft
             tried, candidates = 0, move(job, draft, choices)
             while job.evaluations < until and (candidate := next(candidates, None)) is not None:
@@ -83,6 +74,25 @@ def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int,
                     draft, step, improved = candidate, found, True
                     candidates = islice(move(job, draft, choices), tried, None)
     return step, draft
+
+
+def _carry(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
+    """Move exempt tensors of uncompressed buckets into the next compressed buckets that become ready, or the last ones."""
+    parts, moved = list(draft.parts), False
+    for part in draft.parts:
+        if part.choice.encodes or not all(job.is_exempt(place) for place in part.tensors):
+            continue
+        carriers = [i for i, each in enumerate(parts) if job.may((*each.tensors, *part.tensors), each.choice)]
+        carriers = [index for index in carriers if parts[index].choice.encodes]
+        if not carriers:
+            continue
+        for place in part.tensors:
+            index = next((i for i in carriers if parts[i].tensors[-1] > place), carriers[-1])
+            parts[index] = parts[index]._replace(tensors=tuple(sorted((*parts[index].tensors, place))))
+        parts[parts.index(part)] = part._replace(tensors=())
+        moved = True
+    if moved:
+        yield draft._replace(parts=sorted_parts([part for part in parts if part.tensors]))
 
 
 def _reorder(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
@@ -122,21 +132,12 @@ def _shift(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterato
                 continue
             tensors, border = part.tensors + following.tensors, len(part.tensors)
             for cut in (border - 1, border - border // 2, border + 1, border + len(following.tensors) // 2):
-                if 0 < cut < len(tensors) and cut != border:
-                    yield from _regrouped(job, draft, (index, other), (tensors[:cut], tensors[cut:]))
+                moved = part._replace(tensors=tensors[:cut]), following._replace(tensors=tensors[cut:])
+                if 0 < cut < len(tensors) and cut != border and all(job.may(*each) for each in moved):
+                    parts = list(draft.parts)
+                    parts[index], parts[other] = moved
+                    yield draft._replace(parts=sorted_parts(parts))
             break
-
-
-def _regrouped(
-    job: PlanningJob, draft: Draft, indices: tuple[int, int], tensors: tuple[tuple[int, ...], tuple[int, ...]]
-) -> Iterator[Draft]:
-    """The draft with these tensors in two buckets, if the buckets' choices allow them."""
-    parts = list(draft.parts)
-    for index, places in zip(indices, tensors, strict=True):
-        parts[index] = Part(places, parts[index].choice)
-        if not job.may(places, parts[index].choice):
-            return
-    yield draft._replace(parts=sorted_parts(parts))
 
 
 def _cut(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[Draft]:
@@ -148,7 +149,7 @@ def _cut(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterator[
         while half < len(tensors) - 1 and (half == 0 or 2 * (sent + sizes[half]) <= sum(sizes)):
             sent += sizes[half]
             half += 1
-        if half:
+        if half and job.may(tensors[:half], choice) and job.may(tensors[half:], choice):
             yield _with(draft, index, [Part(tensors[:half], choice), Part(tensors[half:], choice)])
 
 

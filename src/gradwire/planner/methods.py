@@ -9,10 +9,9 @@ from gradwire.core.checks import word
 from gradwire.core.plan import Plan
 from gradwire.core.repository import from_repository
 from gradwire.errors import PlanError
-from gradwire.planner.cures import BYTECOMP_ONLY, numbered
-from gradwire.planner.drafts import Draft, PlanningJob
+from gradwire.planner.drafts import BYTECOMP_ONLY, Draft, PlanningJob, numbered
 from gradwire.planner.joint import joint
-from gradwire.planner.named import RESTRICTED
+from gradwire.planner.schemes import RESTRICTED
 from gradwire.planner.starts import FUSIONS, Moved, bytecomp, ddp, fused_by
 from gradwire.sim.simulator import FS_PER_US
 

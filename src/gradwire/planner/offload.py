@@ -8,12 +8,13 @@ other, over all its counts, until none changes. Coordinate descent may miss the 
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
-from gradwire.sim.native import TooLongError
-from gradwire.sim.replay import Replayed, Replayer, ReplayProgram
+from gradwire.sim.native import ReplayProgram, TooLongError
+from gradwire.sim.replay import Replayed, Replayer
 
 
 class Offload(NamedTuple):
@@ -62,13 +63,10 @@ def offload(
     exhaustive = math.prod(len(tensors) + 1 for tensors in members) <= most
     if line.native is not None:
         elsewhere = [moved.get(tensor) for tensor in range(len(programs))]
-        try:
+        with suppress(TooLongError):  # Python's whole numbers have no end
             counts, step, begins, ends, simulated = line.native.offload(programs, elsewhere, members, skew, exhaustive)
-        except TooLongError:
-            pass  # Python's whole numbers have no end
-        else:
             return Offload(_first(members, counts), Replayed(step, begins, ends), exhaustive, simulated)
-    return _OffloadSearch(line, programs, moved, members, skew).run(exhaustive)
+    return _search(line, programs, moved, members, skew, exhaustive)
 
 
 def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[int, ...]:
@@ -76,44 +74,39 @@ def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[int
     return tuple(sorted(t for tensors, count in zip(members, counts, strict=True) for t in tensors[:count]))
 
 
-class _OffloadSearch:
-    def __init__(
-        self,
-        line: Replayer,
-        programs: Sequence[ReplayProgram],
-        moved: Mapping[int, ReplayProgram],
-        members: Sequence[Sequence[int]],
-        skew: int,
-    ) -> None:
-        self.line, self.programs, self.moved, self.members, self.skew = line, programs, moved, members, skew
-        self.releases = range(1, len(programs) + 1)
-        self.simulated = 1
-        start = line.run(programs, self.releases, skew)
-        assert start is not None
-        self.best, self.counts = start, [0] * len(self.members)
+def _search(
+    line: Replayer,
+    programs: Sequence[ReplayProgram],
+    moved: Mapping[int, ReplayProgram],
+    members: Sequence[Sequence[int]],
+    skew: int,
+    exhaustive: bool,
+) -> Offload:
+    releases, simulated = range(1, len(programs) + 1), 1
+    start = line.run(programs, releases, skew)
+    assert start is not None
+    best, counts = start, [0] * len(members)
 
-    def run(self, exhaustive: bool) -> Offload:
-        improved = True
-        if exhaustive:
-            improved = False
-            for counts in product(*(range(len(tensors) + 1) for tensors in self.members)):
-                self._try(list(counts))
-        while improved:
-            improved = False
-            for group, tensors in enumerate(self.members):
-                for count in range(len(tensors) + 1):
-                    improved |= self._try([*self.counts[:group], count, *self.counts[group + 1 :]])
-        return Offload(_first(self.members, self.counts), self.best, exhaustive, self.simulated)
-
-    def _try(self, counts: list[int]) -> bool:
+    def helps(tried: list[int]) -> bool:
         """Take these counts if they make the step shorter."""
-        if counts == self.counts:
+        nonlocal best, counts, simulated
+        if tried == counts:
             return False
-        offloaded = {*_first(self.members, counts)}
-        programs = [self.moved[t] if t in offloaded else program for t, program in enumerate(self.programs)]
-        self.simulated += 1
-        replayed = self.line.run(programs, self.releases, self.skew, self.best.step - 1)
+        offloaded = {*_first(members, tried)}
+        changed = [moved[t] if t in offloaded else program for t, program in enumerate(programs)]
+        simulated += 1
+        replayed = line.run(changed, releases, skew, best.step - 1)
         if replayed is None:
             return False
-        self.best, self.counts = replayed, counts
+        best, counts = replayed, tried
         return True
+
+    for products in product(*(range(len(tensors) + 1) for tensors in members)) if exhaustive else ():
+        helps(list(products))
+    improved = not exhaustive
+    while improved:
+        improved = False
+        for group, tensors in enumerate(members):
+            for count in range(len(tensors) + 1):
+                improved |= helps([*counts[:group], count, *counts[group + 1 :]])
+    return Offload(_first(members, counts), best, exhaustive, simulated)

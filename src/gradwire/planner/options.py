@@ -15,8 +15,7 @@ import msgspec
 
 from gradwire.core.checks import text, whole, word
 from gradwire.errors import PlanError
-from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, roots
-from gradwire.planner.refusals import refusal
+from gradwire.planner.grammar import COMPRESSED, DEVICES, SCHEMES, STEPS, Action, endings, refusal, roots
 
 
 class ExchangeChoice(NamedTuple):
@@ -134,10 +133,9 @@ def select(
 ) -> tuple[Option, ...]:
     """The options that keep all constraints given, in the order of `tree`.
 
-    devices: those that may encode and decode. nodes, ranks_per_node: the shape; with one node or one rank a node there is
-    one link, so only flat options apply, and with one rank none. max_encodes: at most so many encodes. schemes: every
-    scheme used is one of these, see SCHEMES. flat, compressed: True for only those, False for only the others. where: a
-    predicate of your own.
+    devices: those that may encode and decode. nodes, ranks_per_node: the shape. One node, or one rank on each node, has one
+    link: only flat options apply. One rank has no option. max_encodes: the most encodes. schemes: the allowed schemes, of
+    SCHEMES. flat, compressed: True for only those, False for only the others. where: a predicate of your own.
 
     Raises PlanError for a value that is none.
 

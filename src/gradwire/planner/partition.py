@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from gradwire.core.checks import number, show, whole, word
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 
 Cost: TypeAlias = Callable[[float], float]
@@ -80,9 +80,8 @@ def evaluate(
 ) -> float:
     """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
 
-    `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the bytes of the
-    gradient. Raises PlanError if the boundaries are no partition of the tensors, and if a time or a size is not a number of at
-    least 0.
+    `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the gradient's
+    bytes. Raises PlanError if the boundaries are no partition of the tensors, or if a time or a size is no number from 0 on.
 
     >>> costs = FusionCosts(encode=(1, 0), exchange=(2, 0.5))
     >>> evaluate([1, 3], backward_us=[10, 10, 10], nbytes=[4, 4, 4], costs=costs)

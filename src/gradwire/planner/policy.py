@@ -4,38 +4,117 @@
 >>> policy = Policy(default=QSGD(bits=4), rules=[("*.bias", Identity())])
 >>> plan = policy.plan([TensorInfo("fc.bias", (10,), "float32"), TensorInfo("fc.weight", (10, 64), "float32")])
 >>> [(bucket.tensors, bucket.option) for bucket in plan.buckets][0]
-(('fc.bias',), ('allreduce:inter',))
+(('fc.bias', 'fc.weight'), ('comp:cpu', 'alltoall:inter', 'decomp:cpu', 'comp:cpu', 'allgather:inter', 'decomp:cpu'))
 >>> plan.launch
-((0, 'allreduce'), (1, 'alltoall'), (1, 'allgather'))
+((0, 'alltoall'), (0, 'allgather'))
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
-from gradwire.core.checks import changed, freeze, unique, whole, word
+from gradwire.core.checks import DTYPE_BYTES, changed, freeze, show, text, under, unique, whole, word
 from gradwire.core.collectives import ALL_REDUCE, collective
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
-from gradwire.core.strict import Document
+from gradwire.core.strict import Document, convert
 from gradwire.core.tensors import TensorInfo, fingerprint
-from gradwire.errors import PlanError
-from gradwire.planner.rules import Where, as_rule, useless
+from gradwire.errors import FormatError, PlanError
 from gradwire.planner.schemes import check_scheme, tasks_of
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
-    RulesField: TypeAlias = Sequence[tuple[str | Where, Spec]]
+    RulesField: TypeAlias = Sequence[tuple["str | Where", Spec]]
     ScheduleField: TypeAlias = Schedule | str
 else:
     SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
 
 
 _EXEMPT = Identity()
+_FEW_RANKS = 4
+"""All-gather sends every payload to each of the other ranks. With more of them, vectors have all-reduces of their own."""
+_MOST_CARRIED = 2**20
+"""Bytes of a vector that travels in a payload. All-reduce sums larger ones without copying them."""
 _PATTERN = frozenset("*?[|")
 """What makes a pattern of a name, as `Where` reads them."""
+
+
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors by name, size, number of dimensions and dtype; a tensor must fulfil all that is given.
+
+    >>> Where("*embed*|*head*", min_numel=10_000).matches(TensorInfo("embed.weight", (1000, 64), "float32"))
+    True
+    """
+
+    names: str = "*"
+    """Patterns as in fnmatch, case counts, on whole tensor names; | between alternatives."""
+    min_numel: int = 0
+    """Elements, at least."""
+    max_numel: int | None = None
+    """Elements, at most."""
+    min_dims: int = 0
+    """Dimensions, at least."""
+    max_dims: int | None = None
+    """Dimensions, at most: 1 for biases and norms."""
+    dtype: str | None = None
+    """As 'float32' or 'bfloat16'."""
+
+    def __post_init__(self) -> None:
+        text("names", self.names, "a pattern of tensor names")
+        whole("min_numel", self.min_numel, "elements")
+        whole("min_dims", self.min_dims, "dimensions")
+        for field in ("max_numel", "max_dims"):
+            if (most := getattr(self, field)) is not None:
+                whole(field, most, "elements" if field == "max_numel" else "dimensions")
+        if self.dtype is not None:
+            word("dtype", self.dtype, tuple(DTYPE_BYTES))
+
+    def matches(self, tensor: TensorInfo) -> bool:
+        """Whether the tensor is one of those."""
+        return (
+            any(fnmatchcase(tensor.name, pattern) for pattern in self.names.split("|"))
+            and self.min_numel <= tensor.numel
+            and (self.max_numel is None or tensor.numel <= self.max_numel)
+            and self.min_dims <= len(tensor.shape)
+            and (self.max_dims is None or len(tensor.shape) <= self.max_dims)
+            and self.dtype in (None, tensor.dtype)
+        )
+
+    def __repr__(self) -> str:
+        return f"Where({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+
+def as_rule(index: int, rule: Any) -> tuple[str | Where, Spec]:
+    """(pattern or Where, spec) from what a user or a JSON file gives."""
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
+    which, field = rule[0], f"rules[{index}][0]"
+    if isinstance(which, Mapping):
+        with under(field):
+            which = convert(dict(which), Where)
+    elif not isinstance(which, Where):
+        text(field, which, "a pattern of tensor names or a Where")
+    return which, as_spec(f"rules[{index}][1]", rule[1])
+
+
+def useless(which: str | Where, spec: Spec, matched: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
+    """What to say of a rule without effect; `matched` are the tensors that it matches."""
+    rule = f"rule ({which!r}, {spec!r})"
+    if matched:
+        return (
+            f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
+        )
+    names = [tensor.name for tensor in tensors]
+    pattern = which if isinstance(which, str) else which.names
+    close = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+    return f"{rule} matches none of the {len(names)} tensors. Nearest names: {', '.join(close)}. Correct or remove it."
 
 
 class Policy(Document, frozen=True, kw_only=True):
@@ -48,28 +127,29 @@ class Policy(Document, frozen=True, kw_only=True):
     default: SpecField
     """Spec of the tensors that no rule matches."""
     rules: RulesField = ()
-    """(which, spec) pairs, the first match wins. `which` is a pattern as in fnmatch, case counts, on whole tensor names, with
-    | between alternatives ("*.bias|*norm*"), or a `Where`, which knows sizes, dimensions and dtypes too."""
+    """(which, spec) pairs; the first match wins. `which` is a fnmatch pattern of whole tensor names; case counts, and | stands
+    between alternatives ("*.bias|*norm*"). Or `which` is a `Where`, which also compares sizes, dimensions and dtypes."""
     exempt_vectors: bool = True
-    """Tensors of one dimension or none (biases, norms) that no rule matches travel as they are, in buckets of their own, as
-    in CGX: they are few bytes, and errors in them cost most."""
+    """Whether vectors and scalars (biases, norms) that no rule matches stay uncompressed, as in CGX. They are few bytes, and
+    errors in them cost most. They travel in the payloads of compressed tensors, or in buckets of their own if the compressor
+    takes whole buckets (`Spec.carries_uncompressed`)."""
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
-    """How all buckets travel; None is what each spec names first in its `schemes`. The name of a
-    collective (`gradwire options --collectives` lists them); a system's name, as "CGX between nodes"; or any option of
-    docs/options.md by its tasks, with spaces between. What is not compressed takes the same links as it is."""
+    """How all buckets travel. None: the first of each spec's `schemes`. Else the name of a collective (`gradwire options
+    --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of any option of docs/options.md,
+    with spaces between. Uncompressed buckets use the same links."""
     bucket_bytes: int | None = None
-    """A bucket closes with the tensor that brings it to so many bytes of gradient. Larger: fewer launches, later ones.
-    None: 1 MiB for each rank, 2 to 8 MiB, since a rank sends a bucket in as many messages as there are ranks and each has
-    a price. Plain values; the planner's search replaces them."""
+    """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
+    None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
+    has a price. The value is a plain guess; the planner's search finds better ones."""
     edge_bytes: int = 256 * 1024
-    """At both ends of backward buckets are smaller, down to so many bytes: the first so that the link starts early, the
-    last since nothing hides its exchange. In between a bucket closes when it holds as much as was closed before it or is
-    still to come, whichever is less, at the latest at `bucket_bytes`. `bucket_bytes` or more: all buckets alike."""
+    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early, the
+    last since nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as
+    all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets alike."""
     chunk_bytes: int = 8 * 2**20
-    """A bucket above so many bytes is exchanged in chunks of that size; 0 never cuts. Smaller: more overlap of codec
-    and link, more launches. A plain value too. All-reduce is not cut: the collective does it inside."""
+    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
+    there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
     residual_dtype: str = "float32"
     """How the residuals of specs with error feedback are stored: float32, bfloat16 or int8 (a byte an element and a bfloat16
     scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
@@ -93,7 +173,8 @@ class Policy(Document, frozen=True, kw_only=True):
     def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2) -> Plan:
         """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
 
-        Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. The
+        Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. Vectors that are
+        not compressed travel in the payloads of others (docs/decisions/029-vectors-in-payloads.md). The
         launch order is the order in which buckets become ready, both link tasks of a bucket one after the other. In the
         pipelined schedule all reduce phases come first, then the gather phases in the reverse order, in which forward needs
         them; an indivisible option has no gather phase.
@@ -128,9 +209,58 @@ class Policy(Document, frozen=True, kw_only=True):
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
         """Buckets in the order in which they become ready (each closes with the tensor that fills it; smaller at both ends).
 
-        What is exempt among compressed tensors is little: two buckets at most but for `bucket_bytes`, the second small, since
-        nothing hides the last exchange.
+        A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all.
+        No bucket becomes ready later for it. Where none can carry it, exempt tensors are little: two buckets at most but for
+        `bucket_bytes`, the second small, since nothing hides the last exchange.
         """
+        place = {tensor.name: position for position, tensor in enumerate(tensors)}
+        carrying = {spec: self._may_carry(spec, ranks) for spec in {*specs.values()}}
+        classes = {(tensor.dtype, tensor.device) for tensor in tensors if carrying[specs[tensor.name]]}
+        carried = [
+            tensor
+            for tensor in tensors
+            if len(tensor.shape) < 2
+            and not specs[tensor.name].encodes
+            and tensor.nbytes <= _MOST_CARRIED
+            and (tensor.dtype, tensor.device) in classes
+        ]
+        names = {tensor.name for tensor in carried}
+        closed = self._close([tensor for tensor in tensors if tensor.name not in names], specs, ranks)
+        carriers: dict[tuple[str, str], list[tuple[int, list[TensorInfo]]]] = defaultdict(list)
+        last = place[closed[-1][-1].name]
+        for bucket in closed:
+            if any(carrying[specs[tensor.name]] for tensor in bucket):
+                carriers[bucket[0].dtype, bucket[0].device].append((place[bucket[-1].name], bucket))
+        left = []
+        for tensor in carried:
+            own = carriers[tensor.dtype, tensor.device]
+            after = bisect_right(own, place[tensor.name], key=itemgetter(0))
+            if after < len(own) or own[-1][0] == last:
+                own[min(after, len(own) - 1)][1].append(tensor)
+            else:
+                left.append(tensor)
+        if left:
+            closed += self._close(left, specs, ranks)
+        for bucket in closed:
+            bucket.sort(key=lambda tensor: place[tensor.name])
+        return sorted(closed, key=lambda bucket: place[bucket[-1].name])
+
+    def _may_carry(self, spec: Spec, ranks: int) -> bool:
+        """Whether payloads of this spec carry uncompressed vectors."""
+        correction = getattr(as_schedule(self.schedule), "correction", None)
+        if not spec.carries_uncompressed or not (correction is None or correction.carries_uncompressed):
+            return False
+        links = [
+            task for task in tasks_of(self._scheme(spec), "cpu", spec) if not task.startswith(("comp:", "decomp:"))
+        ]
+        return ranks <= _FEW_RANKS or any(not task.startswith("allgather:") for task in links)
+
+    def _scheme(self, spec: Spec) -> str:
+        divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in spec.schemes
+        return self.scheme or ("alltoall" if divisible else spec.schemes[0])
+
+    def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
+        """Fill and close buckets of one class each."""
         full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
         filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
         filled: dict[tuple[str, str, str], int] = {}
@@ -157,28 +287,24 @@ class Policy(Document, frozen=True, kw_only=True):
 
     def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
         own = {tensor.name: specs[tensor.name] for tensor in members}
-        first = members[0]
-        plain = not own[first.name].encodes
-        possible = own[first.name].schemes
-        divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in possible
-        scheme = self.scheme or ("alltoall" if divisible else possible[0])
-        named = collective(scheme)
-        if named is not None and own[first.name].encodes and not named.carries(own[first.name]):
+        first = next((tensor for tensor in members if own[tensor.name].encodes), members[0])
+        spec = own[first.name]
+        scheme, named = self._scheme(spec), collective(self._scheme(spec))
+        if named is not None and spec.encodes and not named.carries(spec):
             raise PlanError(
-                f"scheme is {scheme!r}, but tensor {first.name!r} has spec {own[first.name]!r}, which that scheme cannot carry. "
-                f"Use scheme={' or '.join(map(repr, possible))}, or leave it out."
+                f"scheme is {scheme!r}, but tensor {first.name!r} has spec {spec!r}, which that scheme cannot carry. "
+                f"Use scheme={' or '.join(map(repr, spec.schemes))}, or leave it out."
             )
-        nbytes = sum(tensor.nbytes for tensor in members)
-        option = tasks_of(scheme, first.device, own[first.name])
+        option = tasks_of(scheme, first.device, spec)
         on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
-        cut = not on_wire and nbytes > self.chunk_bytes
+        cut = not on_wire and sum(tensor.nbytes for tensor in members) > self.chunk_bytes
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
-        wide = plain and (on_wire or first.dtype == "float64")
+        wide = not spec.encodes and (on_wire or first.dtype == "float64")
         return Bucket(
             tensors=tuple(own),
-            spec=own if len(set(own.values())) > 1 else own[first.name],
+            spec=own if len(set(own.values())) > 1 else spec,
             reduce_dtype=first.dtype if wide else "float32",
-            residual_dtype=self.residual_dtype if own[first.name].feedback else "float32",
+            residual_dtype=self.residual_dtype if spec.feedback else "float32",
             option=option,
             chunk_bytes=self.chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),

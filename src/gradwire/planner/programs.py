@@ -1,20 +1,27 @@
-"""Times of options for a bucket's size, as programs that `gradwire.sim.replay` simulates."""
+"""Times of options for a bucket's size, as programs that `gradwire.sim.replay` simulates, and a bound that no plan can beat."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from gradwire.core.checks import DTYPE_BYTES
 from gradwire.core.costs import Points
+from gradwire.core.payload import RAW
 from gradwire.core.profile import TensorProfile
-from gradwire.core.specs import Spec
+from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
-from gradwire.costs.codecs import CodecTimes, time_at
 from gradwire.costs.collectives import us_per_byte
+from gradwire.costs.prices import CodecTimes, time_at
 from gradwire.costs.steps import steps_of
 from gradwire.sim.events import AWAITED, COMPUTE, INTER, INTRA, LAST, LATE, POOL
-from gradwire.sim.replay import ReplayProgram
-from gradwire.sim.simulator import Simulator, fs_of
+from gradwire.sim.native import ReplayProgram
+from gradwire.sim.simulator import FS_PER_US, Simulator, fs_of
+
+_SHARED_BYTES = 64
+"""Bytes of a payload that several tensors in one bucket may share: headers, rounding."""
+_LATEST = 4
+"""The number of tensors whose own tasks count in the bound."""
 
 
 class Bytes(NamedTuple):
@@ -27,20 +34,21 @@ class Bytes(NamedTuple):
     later: float
     """Of the payload of a later encode, of a sum."""
     coded: float
-    """Of the gradients in float32: codecs are timed by these bytes."""
+    """Of the gradients that are encoded, in float32: codecs are timed by these bytes."""
 
 
-def bytes_of(tensors: Sequence[TensorProfile], spec: Spec) -> Bytes:
-    """The sizes of a bucket of these tensors, summed in float32."""
-    raw = sum(tensor.nbytes for tensor in tensors)
+def bytes_of(tensors: Sequence[TensorProfile], spec: Spec, beside: Sequence[TensorProfile] = ()) -> Bytes:
+    """The sizes of a bucket of these tensors, summed in float32. Those `beside` travel uncompressed in the same payload."""
+    raw = sum(tensor.nbytes for tensor in (*tensors, *beside))
     coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
     if not spec.encodes:
         return Bytes(raw, 0, 0, coded)
     runs = [ElementRun(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
-    first = spec.payload_bytes(runs, DTYPE_BYTES[tensors[0].dtype])
+    runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
+    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
     if spec.rounds:
         return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
-    return Bytes(raw, first, spec.payload_bytes(runs, DTYPE_BYTES["float32"]), coded)
+    return Bytes(raw, first, spec.bytes_beside(runs, DTYPE_BYTES["float32"]), coded)
 
 
 class _Move(NamedTuple):
@@ -83,7 +91,8 @@ class Pricer:
         self.codecs: CodecTimes = simulator.prices.codecs
         self._moves_of = cache(self._plan_moves)
         self._times: dict[tuple[Spec, str, bool, float], float] = {}
-        self._programs: dict[tuple[object, ...], ReplayProgram] = {}
+        self.program = cache(self._price)
+        """The tasks of a bucket. Raises PlanError for an option or a codec that cannot be priced."""
 
     @cached_property
     def _floor(self) -> dict[tuple[Spec, str, bool], Points]:
@@ -93,14 +102,6 @@ class Pricer:
             for codec in self.codecs.costs.codecs
             for decodes in (False, True)
         }
-
-    def program(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> ReplayProgram:
-        """The tasks of a bucket. Raises PlanError for an option or a codec that cannot be priced."""
-        key = (option, spec, size)
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._price(self._moves_of(option, spec.rounds), spec, size)
-        return found
 
     def link_loads(
         self, options: Sequence[tuple[str, ...]], rounds: int, link: int
@@ -129,7 +130,8 @@ class Pricer:
                 us += move.calls * time_at(points, size.coded * move.share) / move.cuts if points else 0.0
         return us
 
-    def _price(self, moves: Sequence[_Move], spec: Spec, size: Bytes) -> ReplayProgram:
+    def _price(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> ReplayProgram:
+        moves = self._moves_of(option, spec.rounds)
         tasks, busy, links, codecs = [], [0, 0, 0, 0], [], 0
         lumped = any(move.with_decodes for move in moves)
         decodes_us = sum(self._codec_us(move, spec, size) for move in moves if move.decodes) if lumped else 0.0
@@ -189,3 +191,77 @@ class Pricer:
                 move = move._replace(cuts=rounds or 1, with_decodes=first and rules.decode == "with encode")
             moves.append(move)
         return moves
+
+
+def least_step_us(
+    pricer: Pricer,
+    after: Sequence[int],
+    tensors: Sequence[tuple[TensorProfile, bool]],
+    specs: Sequence[Spec],
+    plain: Sequence[tuple[str, ...]],
+    coded: Mapping[Spec, Sequence[tuple[str, ...]]],
+) -> float:
+    """Microseconds that no plan can beat, with any buckets, options, specs and launch order, if no bucket is cut into chunks.
+
+    All bytes that tensor k and later tensors put on a link travel after k's gradient is ready, at the earliest by backward alone;
+    a bucket with earlier tensors is ready later still. Each tensor counts with the least link time of all choices. Of all
+    latencies only one counts, since fusion can make the others as small as it likes.
+
+    The tasks of a bucket follow each other. So after a tensor's gradient is ready the step takes at least the time of the
+    quickest choice for this tensor alone, since no task of a larger bucket is shorter.
+
+    after: femtoseconds until each gradient can be ready, the forward first. tensors: in gradient-ready order, each with whether
+    it must stay uncompressed. plain, coded: the options of uncompressed buckets, and of compressed ones by spec.
+    """
+    ready_us = [time / FS_PER_US for time in after]
+    bound = ready_us[-1]
+    for link in (INTER, INTRA):
+        ways: list[tuple[Spec, float, tuple[float, float, float]]] = []
+        for spec in (Identity(), *specs):
+            options = coded[spec] if spec.encodes else plain
+            ways += [(spec, *way) for way in pricer.link_loads(options, spec.rounds, link)]
+        known: dict[tuple[object, ...], float] = {}
+        least = []
+        for tensor, exempt in tensors:
+            key = (tensor.shape, tensor.dtype, exempt)
+            if key not in known:
+                allowed = [
+                    spec for spec in (Identity(), *specs) if not exempt or not spec.encodes or spec.carries_uncompressed
+                ]
+                sizes = {spec: _least_bytes(tensor, spec, exempt) for spec in allowed}
+                known[key] = min(
+                    sum(factor * size for factor, size in zip(factors, sizes[spec][:3], strict=True))
+                    for spec, _, factors in ways
+                    if spec in sizes
+                )
+            least.append(known[key])
+        latency_us = min(latency for _, latency, _ in ways)
+        still = list(accumulate(reversed(least)))[::-1]
+        bound = max(bound, *(r + s + latency_us for r, s in zip(ready_us[1:], still, strict=True)))
+    for place in _latest_and_largest(tensors):
+        tensor, exempt = tensors[place]
+        quickest = min(pricer.sequence_us(option, Identity(), _least_bytes(tensor, Identity())) for option in plain)
+        for spec in [spec for spec in specs if not exempt or spec.carries_uncompressed]:
+            size = _least_bytes(tensor, spec, exempt)
+            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in coded[spec])])
+        bound = max(bound, ready_us[place + 1] + quickest)
+    return bound * (1 - 1e-12)
+
+
+def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[int]:
+    """Tensors than which none that is ready later is larger, the last four of them; exempt ones apart."""
+    found: dict[bool, list[int]] = {True: [], False: []}
+    largest = {True: -1, False: -1}
+    for place in reversed(range(len(tensors))):
+        tensor, exempt = tensors[place]
+        if tensor.nbytes > largest[exempt] and len(found[exempt]) < _LATEST:
+            largest[exempt] = tensor.nbytes
+            found[exempt].append(place)
+    return found[True] + found[False]
+
+
+def _least_bytes(tensor: TensorProfile, spec: Spec, exempt: bool = False) -> Bytes:
+    """What the tensor adds to a bucket's Bytes, at least."""
+    size = bytes_of([], spec, [tensor]) if exempt and spec.encodes else bytes_of([tensor], spec)
+    first, later = (max(0.0, nbytes - _SHARED_BYTES) for nbytes in (size.first, size.later))
+    return size._replace(first=first, later=later)

@@ -1,8 +1,9 @@
 """Lists of numbers as they are written on a command line: what a sweep goes over."""
 
+import math
 from collections.abc import Callable, Sequence
 
-from gradwire.core.checks import number, show
+from gradwire.core.checks import show
 from gradwire.errors import FormatError
 
 MOST = 64
@@ -15,7 +16,7 @@ def read_rates(text: str) -> tuple[float, ...]:
     >>> read_rates("1,10,25")
     (1.0, 10.0, 25.0)
     """
-    return _read("--inter", text, "a rate in Gb/s", _rate)
+    return _read("--inter", text, "a rate in Gb/s", float, math.inf)
 
 
 def read_nodes(text: str) -> tuple[int, ...]:
@@ -24,42 +25,31 @@ def read_nodes(text: str) -> tuple[int, ...]:
     >>> read_nodes("1,2,4,...,64")
     (1, 2, 4, 8, 16, 32, 64)
     """
-    return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", _count))
+    return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", int, 2**31))
 
 
-def _rate(word: str) -> float:
-    value = float(word)
-    number("rate", value, "a rate in gigabits per second", positive=True)
-    return value
-
-
-def _count(word: str) -> float:
-    value = int(word)
-    if not 0 < value < 2**31:
-        raise ValueError(word)
-    return value
-
-
-def _read(option: str, text: str, what: str, convert: Callable[[str], float]) -> tuple[float, ...]:
+def _read(option: str, text: str, what: str, convert: Callable[[str], float], limit: float) -> tuple[float, ...]:
     words = [word.strip() for word in text.split(",")]
     cure = f"Write {option} as a rising list, such as 1,2,8, or with a doubling to fill in, such as 1,2,4,...,64."
     values: list[float] = []
-    for place, word_ in enumerate(words):
-        if word_ == "...":
+    for place, word in enumerate(words):
+        if word == "...":
             if not values or place != len(words) - 2:
                 raise FormatError(
                     f"{option} is {show(text)}: '...' stands between what it continues and the last value. {cure}"
                 )
             continue
         try:
-            value = convert(word_)
-        except ValueError as error:  # FormatError is one
-            raise FormatError(f"{option} has {show(word_)}, which is not {what} above 0. {cure}") from error
+            value = convert(word)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < limit:
+            raise FormatError(f"{option} has {show(word)}, which is not {what} above 0. {cure}")
         if words[place - 1] == "..." and place:
             values += _doubled(option, values, value, cure)
         if values and value <= values[-1]:
             raise FormatError(
-                f"{option} has {show(word_)} after {values[-1]:g}: values must rise, or the picture's lines run back. {cure}"
+                f"{option} has {show(word)} after {values[-1]:g}: values must rise, or the picture's lines run back. {cure}"
             )
         values.append(value)
     if len(values) > MOST:

@@ -1,12 +1,120 @@
-"""Options of buckets by a scheme: the name of a collective or of a system, or an option's tasks; and which specs they carry."""
+"""Options by name: of a collective, of a known system, of ByteComp's restricted searches. Which specs an option carries, and the
+options of correction steps.
 
+>>> from gradwire.planner.options import option_of, select
+>>> names_of(option_of(["comp:gpu", "allgather:inter", "decomp:gpu"]))
+('GRACE', 'gradwire allgather')
+>>> len(select(where=RESTRICTED["inter-allgather"]))
+17
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from gradwire.core import entry_points
 from gradwire.core.checks import near, show
-from gradwire.core.collectives import collective, collective_of, installed_collectives, uncompressed
-from gradwire.core.specs import Spec
+from gradwire.core.collectives import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    collective,
+    collective_of,
+    installed_collectives,
+    uncompressed,
+)
+from gradwire.core.plan import Bucket, Plan
+from gradwire.core.schedules import Delayed
+from gradwire.core.specs import Identity, Spec
+from gradwire.core.tensors import TensorInfo
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner.named import SYSTEMS, check_known
+from gradwire.planner.grammar import DEVICES, Action
+from gradwire.planner.options import Option, is_option, option_of
 
+
+def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
+    """A collective with its codecs on each device."""
+    return tuple(COLLECTIVES[name].on(device) for device in DEVICES)
+
+
+def _between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
+    return ("reducescatter:intra", *tasks, "allgather:intra")
+
+
+SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "DDP": (ALL_REDUCE,),
+    "DeAR": (COLLECTIVES["ring"].uncompressed,),
+    "GRACE": (COLLECTIVES["allgather"].on("gpu"),),
+    "HiTopKComm": (_between_nodes(COLLECTIVES["allgather"].on("gpu")),),
+    "BytePS-Compress": (_between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
+    "CGX": (COLLECTIVES["alltoall"].on("gpu"),),
+    "CGX between nodes": (_between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
+    "gradwire allreduce": (ALL_REDUCE,),
+    "gradwire allgather": _everywhere("allgather"),
+    "gradwire alltoall": _everywhere("alltoall"),
+}
+"""The option of each system that is one path through the tree, as tasks; several where the device is open.
+'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form."""
 _SYSTEMS = [name for name in SYSTEMS if not name.startswith("gradwire ")]
+
+
+def names_of(option: Option) -> tuple[str, ...]:
+    """The systems that do this; mostly none."""
+    return tuple(name for name, options in SYSTEMS.items() if option.tasks in options)
+
+
+def _uses_only(device: str) -> Callable[[Option], bool]:
+    return lambda option: set(option.devices) <= {device}
+
+
+def _compresses_inter_by(scheme: str) -> Callable[[Option], bool]:
+    """Uncompressed; or hierarchical, by this scheme between nodes, every exchange there compressed and none inside."""
+    return lambda option: (
+        not option.compresses
+        or (
+            not option.flat
+            and option.inter == scheme
+            and all(exchange.compressed == (exchange.link == "inter") for exchange in option.exchanges)
+        )
+    )
+
+
+def _alltoall_twice(option: Option) -> bool:
+    """Uncompressed; or compressed all-to-all inside the node, decoded, and encoded again for all-to-all and all-gather
+    between nodes. The last all-gather, inside the node, is open."""
+    begins = (Action.COMP, Action.COMM1_COMP, Action.DECOMP, Action.COMP)
+    return not option.compresses or (
+        option.schemes == ("alltoall+allgather", "alltoall+allgather")
+        and option.actions[:4] == begins
+        and all(exchange.compressed for exchange in option.exchanges if exchange.link == "inter")
+    )
+
+
+RESTRICTED: dict[str, Callable[[Option], bool]] = {
+    "all-compressed": lambda option: option.compresses,
+    "gpu": _uses_only("gpu"),
+    "cpu": _uses_only("cpu"),
+    "inter-allgather": _compresses_inter_by("allgather"),
+    "inter-alltoall": _compresses_inter_by("alltoall+allgather"),
+    "alltoall+alltoall": _alltoall_twice,
+}
+"""ByteComp's crippled searches (section 5.3) as predicates for `select`. All but all-compressed may leave a tensor
+uncompressed. 'myopic' is not here: it has the whole tree, and judges options by their own times alone."""
+
+
+def beside_tree(tasks: Sequence[str]) -> str:
+    """The name of the collective that has these tasks, if ByteComp's tree does not have them; else ''.
+
+    >>> beside_tree(["alltoall:inter", "allgather:inter"]), beside_tree(["reducescatter:inter", "allgather:inter"])
+    ('alltoall', '')
+    """
+    named = collective_of(tuple(tasks))
+    return "" if named is None or is_option(tasks) else named.name
+
+
+def check_known(tasks: Sequence[str]) -> None:
+    """Raises PlanError with the first connection that does not exist, unless these are an option or known beside the tree."""
+    if not beside_tree(tasks):
+        option_of(tasks)
 
 
 def check_scheme(scheme: object) -> None:
@@ -20,7 +128,7 @@ def check_scheme(scheme: object) -> None:
         names = (*installed_collectives(), *_SYSTEMS)
         raise FormatError(
             f"scheme is {show(scheme)}: it must be one of {', '.join(names)}, or the tasks of an option with spaces between"
-            f"{near(str(scheme), names)}."
+            f"{near(str(scheme), names)}.{entry_points.absent(entry_points.COLLECTIVES, scheme)}"
         )
 
 
@@ -67,4 +175,51 @@ def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
         return named.carries(spec)
     return set(spec.schemes) >= {"alltoall", "allgather"} and (
         not set(spec.state) - {"residual"} or codes_own_gradient(option)
+    )
+
+
+def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]) -> Plan:
+    """The plan of a correction step: the same buckets, with the spec that the `delayed` schedule gives to corrections. Buckets
+    that the plan does not compress stay uncompressed.
+
+    `tensors` are those of the plan. Raises FormatError where the correction's spec needs other tasks than the bucket's option
+    has and no scheme gives them.
+
+    >>> from gradwire.core import QSGD
+    >>> from gradwire.planner import Uniform
+    >>> tensors = [TensorInfo("weight", (4, 4), "float32")]
+    >>> plan = Uniform(QSGD(bits=4)).plan(tensors)
+    >>> corrections = correction_plan(plan, Delayed(), tensors)
+    >>> corrections.buckets[0].spec, corrections.buckets[0].option
+    (Identity(), ('alltoall:inter', 'allgather:inter'))
+    """
+    of = {tensor.name: tensor for tensor in tensors}
+    buckets = tuple(_corrected(bucket, schedule.correction, of[bucket.tensors[0]]) for bucket in plan.buckets)
+    order = dict.fromkeys(index for index, _ in plan.launch)
+    launch = tuple((index, task) for index in order for task in buckets[index].link_tasks)
+    if all(new.link_tasks == old.link_tasks for new, old in zip(buckets, plan.buckets, strict=True)):
+        launch = plan.launch
+    return msgspec.structs.replace(plan, buckets=buckets, launch=launch, prediction=None)
+
+
+def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bucket:
+    usual = bucket.main_spec
+    if not usual.encodes:
+        return bucket
+    spec = Identity() if correction is None else correction
+    named = collective_of(bucket.option)
+    if not spec.encodes and named is not None:
+        option = named.uncompressed
+    elif not spec.encodes:
+        option = tuple(task for task in bucket.option if not task.startswith(("comp:", "decomp:")))
+    elif usual.rounds or spec.rounds:
+        option = tasks_of(spec.schemes[0], first.device, spec)
+    else:
+        option = bucket.option
+    return msgspec.structs.replace(
+        bucket,
+        spec=bucket.specs_with(spec),
+        option=option,
+        reduce_dtype=first.dtype if option == ALL_REDUCE else "float32",
+        residual_dtype=bucket.residual_dtype if spec.feedback else "float32",
     )

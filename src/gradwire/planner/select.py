@@ -18,14 +18,15 @@ last tensor of that size. The search may then miss a better candidate. Without `
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA
-from gradwire.sim.native import TooLongError
-from gradwire.sim.replay import NEVER, Replayed, Replayer, ReplayProgram, launch_key
+from gradwire.sim.native import ReplayProgram, TooLongError
+from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
 
 _OVERTAKEN = 4
 """Exchanges of so many last tensors may be launched behind those of the last one."""
@@ -64,11 +65,8 @@ def select_options(
     order = sorted(range(len(tables)), key=lambda tensor: (-sizes[tensor], -tensor))
     if line.native is not None:
         place = {size: index for index, size in enumerate(dict.fromkeys(sizes))}
-        try:
+        with suppress(TooLongError):  # Python's whole numbers have no end
             found = line.native.select(tables, [place[size] for size in sizes], order, skew, prune, looks)
-        except TooLongError:
-            pass  # Python's whole numbers have no end
-        else:
             chosen, step, begins, ends, (_, simulated, ruled_out) = found
             return Selection(tuple(chosen), Replayed(step, begins, ends), simulated, ruled_out)
     return _Search(line, tables, sizes, skew, prune, looks).run(order)
@@ -92,8 +90,8 @@ class _Search:
         prune: bool,
         looks: int | None,
     ) -> None:
-        self.line, self.tables, self.sizes, self.skew, self.prune = line, tables, sizes, skew, prune
-        self.looks = looks
+        self.line, self.tables, self.sizes = line, tables, sizes
+        self.skew, self.prune, self.looks = skew, prune, looks
         self.winners: dict[float, int] = {}
         self.releases = range(1, len(tables) + 1)
         plain = [index for index, program in enumerate(tables[0]) if not program.codecs]

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from gradwire.core.collectives import ALL_REDUCE
 from gradwire.core.specs import Spec
-from gradwire.costs.fold import fold
+from gradwire.costs.prices import fold
 from gradwire.errors import PlanError
-from gradwire.planner.cures import numbered
-from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
 from gradwire.planner.policy import Policy
 from gradwire.planner.schemes import carries
 from gradwire.planner.select import by_own_times, select_options
-from gradwire.sim.replay import NEVER, ReplayProgram
+from gradwire.sim.native import ReplayProgram
+from gradwire.sim.replay import NEVER
 
 _MIB = 2**20
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))

@@ -168,8 +168,7 @@ def _check_compute(profile: Profile) -> None:
 
 
 def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> SweepRow:
-    scaling = alone_us(profile) / step_us
-    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, scaling)
+    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, alone_us(profile) / step_us)
 
 
 def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Marks moments and measures the time between them."""

@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -18,8 +18,6 @@ from gradwire.core.specs import ElementRun, Spec
 from gradwire.costs.fit import fit_points
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
-
-__all__ = ["SIZES", "measure_codecs"]
 
 SIZES = tuple(4096 * 2**power for power in range(13))
 """Bytes of gradient: 4 KB to 16 MB; every second one is a corner of the curve."""
@@ -43,7 +41,9 @@ def measure_codecs(
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(numel, generator=generator, dtype=torch.float32).mul_(1e-3).to(device)
     buffers = (gradients, torch.zeros_like(gradients))
-    with _one_thread():
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
             times = [_times(spec, nbytes, buffers, seconds) for nbytes in sizes]
             encode, decode = (_curve(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
@@ -101,13 +101,3 @@ def _median_us(call: Callable[[], object], device: torch.device, seconds: float)
         call()
         times.append(clock.us(start, clock.mark()))
     return max(1e-3, statistics.median(times))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -20,8 +20,6 @@ from gradwire.costs.fit import Fit, fit_link
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
 
-__all__ = ["SIZES", "MeasuredLinks", "measure_links", "measured_links"]
-
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
 SECONDS = 1.0
@@ -84,7 +82,12 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"latency and rate of the {name} link cannot be found from its times: {error}"
             ) from error
         if fits[name].problem:
-            problems.append(_warning(name, fits[name]))
+            fit = fits[name]
+            problems.append(
+                f"the times of the {name} link do not follow {fit.alpha_us:.0f} us + bytes at {fit.gbps:.3g} Gb/s "
+                f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
+                "errors of this size. Profile again while nothing else uses the link and the processors."
+            )
     cluster = Cluster(
         nodes=grid.nodes,
         ranks_per_node=grid.ranks_per_node,
@@ -94,17 +97,6 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
         made=Made.now(),
     )
     return MeasuredLinks(cluster, fits, problems)
-
-
-def _warning(name: str, fit: Fit) -> str:
-    return (
-        f"the times of the {name} link do not follow {fit.alpha_us:.0f} us + bytes at {fit.gbps:.3g} Gb/s (R2 {fit.r2:.3f}, "
-        f"worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have errors of this "
-        "size. Profile again while nothing else uses the link and the processors."
-    )
-
-
-# ---- on a lane
 
 
 class _Exchanges:

@@ -6,13 +6,12 @@ from typing import NamedTuple
 import torch
 
 from gradwire.core.cluster import Cluster
+from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.costs import Costs
-from gradwire.core.plan import CODEC_TASKS, Plan
+from gradwire.core.plan import Plan
 from gradwire.core.profile import TensorProfile
 from gradwire.core.tensors import TensorInfo
 from gradwire.costs.prices import Prices
-
-__all__ = ["ModelTimes", "launch_time_us", "model_times", "slowest"]
 
 
 class ModelTimes(NamedTuple):
@@ -57,7 +56,10 @@ def model_times(
     gaps = torch.diff(torch.cat([_quantile(began[:, None], 0.5), middle[order]])).clamp(min=0)
     gap_spread = _spread(torch.diff(moments, dim=1))
     whole_us = _known(_quantile(began[:, None], 0.5)[0])
-    times_us, spreads_us = _scaled(forward, whole_us), _spread(forward).tolist()
+    middles = torch.nan_to_num(_quantile(forward, 0.5))
+    total = middles.sum()
+    times_us = (middles * (whole_us / total) if total > 0 else middles).tolist()
+    spreads_us = _spread(forward).tolist()
     forward_us, forward_spread = [0.0] * len(order), [0.0] * len(order)
     for module, place in _places(modules, order, range(count) if entered is None else entered):
         forward_us[place] += times_us[module]
@@ -97,13 +99,6 @@ def launch_time_us(
         for each in priced
     )
     return max(0.0, exchange_cpu_us - codec_us) / max(1, exchanges)
-
-
-def _scaled(forward: torch.Tensor, whole_us: float) -> list[float]:
-    """Medians of the modules' times, scaled to add up to the median forward."""
-    middles = torch.nan_to_num(_quantile(forward, 0.5))
-    total = middles.sum()
-    return (middles * (whole_us / total) if total > 0 else middles).tolist()
 
 
 def _places(

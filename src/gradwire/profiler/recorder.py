@@ -6,7 +6,6 @@ before the last gradient is ready; in loaded ones exchanges run as usual. Both g
 
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +18,6 @@ from gradwire.engine.overlap import compiled
 from gradwire.engine.seams.hooks import GradientHooks, tensors_in
 from gradwire.engine.session import Session
 from gradwire.profiler.clock import Clock
-
-__all__ = ["WARMUP_STEPS", "Recorder"]
 
 WARMUP_STEPS = 3
 """Steps that are not measured: they allocate memory, and the plan is made again after the first one."""
@@ -57,13 +54,14 @@ class Recorder(Observer):
         """The plan of the first measured step."""
         self.clock = Clock(next(iter(parameters.values())).device)
         self._session, self._model = session, weakref.ref(model)
-        self._steps: list[_RecordedStep] = []
+        self.steps: list[_RecordedStep] = []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
         """The indices of each module's own parameters. Empty for a compiled model, whose graph hooks would break."""
+        uncompiled = torch.compiler.disable  # torch.compile would compile the hooks anew in every step
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True),
-            model.register_forward_hook(_uncompiled(self._after_forward)),
+            model.register_forward_pre_hook(uncompiled(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(uncompiled(self._after_forward)),
         ]
         for module in model.modules() if not any(map(compiled, model.modules())) else ():
             own = [numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers]
@@ -77,21 +75,15 @@ class Recorder(Observer):
     @property
     def seen(self) -> int:
         """The number of finished steps, with the warm-up."""
-        return sum(step.finished is not None for step in self._steps)
-
-    @property
-    def began(self) -> int:
-        """The number of started steps."""
-        return len(self._steps)
+        return sum(step.finished is not None for step in self.steps)
 
     @property
     def entered(self) -> list[int]:
         """Modules in the order in which the last step entered them, then the others."""
-        seen = dict.fromkeys(number for number, _ in self._steps[-1].modules) if self._steps else {}
+        seen = dict.fromkeys(number for number, _ in self.steps[-1].modules) if self.steps else {}
         return [*seen, *(number for number in range(len(self.modules)) if number not in seen)]
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -106,7 +98,7 @@ class Recorder(Observer):
         from the start of the step to the start of backward, and to each gradient; from the end of the exchange to the next step;
         the CPU time from the last gradient to the end of the exchange. NaN if something did not happen.
         """
-        chosen = [step for step in self._steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
+        chosen = [step for step in self.steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
         return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
 
     def _row(self, step: _RecordedStep) -> list[float]:
@@ -120,25 +112,23 @@ class Recorder(Observer):
         optimizer = never if step.ended is None else self.clock.us(step.finished, step.ended)
         return [*forward, backward, *ready, optimizer, step.cpu_s * 1e6]
 
-    # ---- hooks
-
     def _before_forward(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled():
             return
-        if self._steps and self._steps[-1].finished is None:
+        if self.steps and self.steps[-1].finished is None:
             return  # another forward of the same step
-        if self._steps:
-            self._steps[-1].ended = self.clock.mark()
-        if len(self._steps) == self.wanted:
+        if self.steps:
+            self.steps[-1].ended = self.clock.mark()
+        if len(self.steps) == self.wanted:
             self.remove()
             return
-        if len(self._steps) == WARMUP_STEPS:
+        if len(self.steps) == WARMUP_STEPS:
             self.plan = self._session.plan
         shapes = [tensor.shape for tensor in tensors_in((inputs, named))]
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
-        quiet = len(self._steps) >= WARMUP_STEPS and (len(self._steps) - WARMUP_STEPS) % 2 == 0
+        quiet = len(self.steps) >= WARMUP_STEPS and (len(self.steps) - WARMUP_STEPS) % 2 == 0
         self._session.lanes.hold = quiet
-        self._steps.append(_RecordedStep(quiet, self.clock.mark()))
+        self.steps.append(_RecordedStep(quiet, self.clock.mark()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
         step = self._running()
@@ -174,10 +164,4 @@ class Recorder(Observer):
 
     def _running(self) -> _RecordedStep | None:
         """The current step, if it is not finished."""
-        return self._steps[-1] if self._steps and self._steps[-1].finished is None else None
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Hide a hook from torch.compile, which would compile the hook anew in every step."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
-    return disabled
+        return self.steps[-1] if self.steps and self.steps[-1].finished is None else None

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -79,7 +78,7 @@ class Recording(Observer):
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
         """The lanes' tasks of the current step. They may end during the next step."""
-        self._codec_us: list[float] = []
+        self._codec_us = 0.0
         self._made = Made.now()
         self._start = self._saved = time.perf_counter()
         self._forward: float | None = None
@@ -108,9 +107,7 @@ class Recording(Observer):
             ]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -165,8 +162,8 @@ class Recording(Observer):
             raise StepStateError(
                 "no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0."
             )
-        watched = [each for each in self._watched if each.ended < each.forward] or list(self._watched)
-        chosen = sorted(watched, key=lambda each: each.finished - each.ended)[(len(watched) - 1) // 2]
+        watched = [each for each in self._watched if each.step.ended < each.step.forward] or list(self._watched)
+        chosen = sorted(watched, key=lambda each: each.step.length_us)[(len(watched) - 1) // 2]
         stats = self._stats()
         sent = stats.wire_bytes, stats.intra_bytes, stats.inter_bytes
         schedule = self._session.plan.schedule.word
@@ -245,7 +242,7 @@ class Recording(Observer):
             self._ready.append((self._names[index], time.perf_counter()))
 
     def measured(self, report: StepReport) -> None:
-        self._codec_us.append(report.codec_s * 1e6)
+        self._codec_us = report.codec_s * 1e6
 
     def finished(self, exposed_s: float) -> None:
         self._finished_s = now = time.perf_counter()
@@ -264,9 +261,8 @@ class Recording(Observer):
         if self._lanes.times is not None:
             ended = self._forward if self._ended is None else self._ended
             before, self._times = self._times, self._lanes.times
-            self._watched.append(
-                Watched(ended, self._aside_s, self._forward, self._in_backward, self._ready, before, self._times, now)
-            )
+            moments = Moments(ended, self._forward, self._in_backward, self._ready, [], now)
+            self._watched.append(Watched(moments, self._aside_s, before, self._times))
         if self._seen % self._every == 0:
             self._steps.append(
                 StepRecord(
@@ -274,11 +270,11 @@ class Recording(Observer):
                     end_s=now - self._start,
                     step_us=(now - self._forward) * 1e6,
                     exposed_us=exposed_s * 1e6,
-                    codec_us=self._codec_us[-1] if self._codec_us else 0.0,
+                    codec_us=self._codec_us,
                     loss=None,
                 )
             )
-            self._codec_us = []
+            self._codec_us = 0.0
         self._seen, self._newest = self._seen + 1, self._reducer.step
         if len(self._steps) > MOST_STEPS:
             del self._steps[1::2]
@@ -302,7 +298,7 @@ class Recording(Observer):
         self._losses = {at: loss for at, loss in self._losses.items() if at < step}
         self._tensors.forget_from(step)
         self._watched.clear()
-        self._codec_us, self._open, self._newest = [], False, step
+        self._codec_us, self._open, self._newest = 0.0, False, step
         return True
 
     def _warn(self, problem: Exception) -> None:
@@ -317,23 +313,19 @@ def _number(loss: object) -> float:
 
 
 class Watched(NamedTuple):
-    """The moments of one step. Lanes may still add tasks."""
+    """The moments of one step, without tasks, and the lanes' tasks of the step before and of the step. Lanes may add tasks."""
 
-    ended: float
+    step: Moments
     aside_s: float
-    """The time of measurements before `ended`. Exchanges that began meanwhile are drawn from `ended` on."""
-    forward: float
-    backward: float
-    ready: list[tuple[str, float]]
+    """The time of measurements before `step.ended`. Exchanges that began meanwhile are drawn from `step.ended` on."""
     before: list[TaskTimes]
     own: list[TaskTimes]
-    finished: float
 
     def moments(self) -> Moments:
         """The step's moments, with all tasks that ran during the step, also those of the step before."""
 
         def shown(moment: float) -> float:
-            return max(moment, self.ended)
+            return max(moment, self.step.ended)
 
         tasks = [
             LaneTask(
@@ -344,6 +336,6 @@ class Watched(NamedTuple):
             )
             for times, step in ((self.before, -1), (self.own, 0))
             for each in list(times)
-            if self.ended - self.aside_s < each.ended and each.began <= self.finished
+            if self.step.ended - self.aside_s < each.ended and each.began <= self.step.finished
         ]
-        return Moments(self.ended, self.forward, self.backward, self.ready, tasks, self.finished)
+        return self.step._replace(tasks=tasks)

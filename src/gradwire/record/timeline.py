@@ -135,15 +135,10 @@ def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event
     yield event(word, "intra link" if nodes == 1 else f"{where} link", sent, arrived, place)
     for number, (start, end) in enumerate(codec):
         what = "decomp" if number else "comp"
-        index = _nearest(option, place, what)
-        if index >= 0 and end > start:  # not before the step
+        nearest = range(place, len(option)) if number else range(place, -1, -1)
+        index = next((index for index in nearest if option[index].startswith(what + ":")), None)
+        if index is not None and end > start:  # not before the step
             yield event(what, RESOURCES[COMPUTE], start, end, index)
-
-
-def _nearest(option: Sequence[str], place: int, what: str) -> int:
-    """The index of the comp before a link task, or of the decomp after it; -1 if there is none."""
-    indices = range(place, -1, -1) if what == "comp" else range(place, len(option))
-    return next((index for index in indices if option[index].startswith(what + ":")), -1)
 
 
 def _ns(event: Event) -> Interval:

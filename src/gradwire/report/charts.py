@@ -41,7 +41,10 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
     """A chart of curves, of which at least one has a point."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves in {title!r}: there are only {len(STYLES)} styles.")
-    curves = [_thinned(curve) for curve in curves]
+    strides = [max(1, -(-len(curve.x) // MOST_POINTS)) for curve in curves]
+    curves = [
+        Curve(c.label, c.x[::-1][::by][::-1], c.y[::-1][::by][::-1]) for c, by in zip(curves, strides, strict=True)
+    ]
     x_low, x_high = _range([value for curve in curves for value in curve.x])
     y_low, y_high = _range([value for curve in curves for value in curve.y])
     drawing = tag("svg", viewBox=f"0 0 {_BOX} {_BOX}", preserveAspectRatio="none", aria_hidden="true")
@@ -116,11 +119,6 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = (high - low) * 0.02 or abs(high) * 0.05 or 1.0
     return low - (room if low > room else 0.0), high + room
-
-
-def _thinned(curve: Curve) -> Curve:
-    stride = max(1, -(-len(curve.x) // MOST_POINTS))
-    return Curve(curve.label, list(curve.x[::-1][::stride][::-1]), list(curve.y[::-1][::stride][::-1]))
 
 
 def _sample(colour: str, dash: str, width: float) -> Element:

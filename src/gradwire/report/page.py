@@ -5,8 +5,8 @@ from pathlib import Path
 from gradwire.core.files import write_whole
 from gradwire.record.run import Run
 from gradwire.report.html import Element, as_html, tag
-from gradwire.report.predict import Predicted, predicted
 from gradwire.report.sections import SECTIONS, made, section_facts
+from gradwire.report.steps import Predicted, predicted
 from gradwire.report.style import STYLE
 from gradwire.report.words import summary
 
@@ -24,7 +24,6 @@ def write_report(folder: Path, out: Path | None = None) -> str:
 
 
 def page(run: Run, forecast: Predicted) -> str:
-    """The HTML text of the page."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from gradwire.core.checks import show
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError, GradwireError
+from gradwire.planner.sweep import LABELS, SweepRow
 
 # Okabe and Ito's palette, made for all kinds of colour vision
 COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
@@ -66,6 +67,24 @@ def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
+
+
+def draw_sweep(rows: Sequence[SweepRow], model: str, path: Path) -> None:
+    """Draw scaling factors over the swept values. With two sweeps, the longer one is the axis, the other makes panels."""
+    rates, counts = (list(dict.fromkeys(row[field] for row in rows)) for field in (2, 0))
+    over_rates = len(rates) > len(counts)
+    along, beside = (rates, counts) if over_rates else (counts, rates)
+    panels = []
+    for value in beside:
+        chosen = [row for row in rows if (row.nodes if over_rates else row.inter_gbps) == value]
+        curves: dict[str, list[float]] = {}
+        for row in chosen:
+            curves.setdefault(LABELS[row.method], []).append(row.scaling)
+        title = f"{value:g} node{'s' * (value != 1)}" if over_rates else f"{value:g} Gb/s between nodes"
+        panels.append(Panel(title, along, curves))
+    ranks = rows[0].ranks // rows[0].nodes
+    title = f"{model} on nodes of {ranks} ranks, predicted"
+    draw_lines(path, title, panels, "Gb/s between nodes" if over_rates else "nodes", "scaling factor (1 = perfect)")
 
 
 def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) -> None:

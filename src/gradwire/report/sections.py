@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from gradwire.record.run import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
-from gradwire.report.predict import Predicted
-from gradwire.report.steps import step_figure, step_table
+from gradwire.report.steps import Predicted, step_figure, step_table
 from gradwire.report.words import decided, final_loss, share, spread, step_us
 
 MOST_ROWS = 12
@@ -30,7 +29,6 @@ def section_facts(run: Run) -> Element:
 
 
 def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The source of the plan, the plan, and the reasons."""
     yield tag("p", f"The plan came from {run.decision.by}.")
     yield tag("ul", *(tag("li", line) for line in decided(run)))
     if run.decision.words:
@@ -43,14 +41,12 @@ def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
             for each in run.decision.alternatives
         ])  # fmt: skip
     if (told := run.plan.prediction) is not None:
-        bounds = (
-            f"{milliseconds(told.baseline_step_us)} with plain all-reduce, at least {milliseconds(told.lower_bound_us)}"
-        )
+        plain, least = milliseconds(told.baseline_step_us), milliseconds(told.lower_bound_us)
+        bounds = f"{plain} with plain all-reduce, at least {least}"
         yield tag("p", f"The planner predicted {milliseconds(told.step_us)} per step ({bounds} with any plan).")
 
 
 def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """Step times, and the savings against other methods."""
     if not run.steps:
         yield _left_out("No step was recorded, so there are no times.")
         return
@@ -75,7 +71,6 @@ def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The predicted and the measured timeline side by side."""
     if predicted.timeline is not None or run.timeline is not None:
         yield step_figure(predicted.timeline, run.timeline)
         yield step_table(predicted.timeline, run.timeline)
@@ -92,7 +87,6 @@ def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The loss over steps and over time."""
     steps = [(step.step, step.end_s, step.loss) for step in run.steps if step.loss is not None]
     if not steps:
         yield _left_out("No loss was logged. Call recording.log(loss=loss) in every step.")
@@ -163,15 +157,13 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
         "residuals.",
     )
     yield from _folded(rows, "tensors")
-    without = len(compressed) - len(measured)
-    if without:
+    if without := len(compressed) - len(measured):
         yield _left_out(
             f"{without} compressed tensors were not measured: the run was short, or their spec sums in rounds."
         )
 
 
 def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The bits per element over time."""
     known = [tensor for tensor in run.tensors if tensor.bits and tensor.numel]
     if not known:
         yield _left_out("The run has no bits by tensor.")
@@ -199,7 +191,6 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The memory that gradwire uses."""
     gradients, residuals, payloads = run.memory.gradient_bytes, run.memory.residual_bytes, run.memory.payload_bytes
     yield bars([
         Bar("gradients", f"{size(gradients)}, which training needs anyway", [("solid", gradients)]),

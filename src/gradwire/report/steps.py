@@ -1,11 +1,17 @@
 """One step, predicted and measured side by side: a track for each resource, on a common time axis."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.profile import Profile
+from gradwire.errors import GradwireError
+from gradwire.record.run import Run
 from gradwire.report.charts import percent, ticks
 from gradwire.report.html import Element, milliseconds, short, tag
-from gradwire.sim.timeline import Timeline
+from gradwire.sim.timeline import Timeline, simulate
 
 KINDS = {
     "optimizer": "optimizer",
@@ -28,6 +34,29 @@ NARROW = 0.002
 """Share of the step's length. Narrower pieces are joined with a neighbour of their kind."""
 PARTED, LABELLED = 0.005, 0.04
 """Shares of the step's length. Wider pieces get a border, and the number of their bucket."""
+
+
+class Predicted(NamedTuple):
+    """A timeline, or the reason why there is none."""
+
+    timeline: Timeline | None
+    why_not: str = ""
+
+
+def predicted(run: Run, folder: Path) -> Predicted:
+    """Simulate the run's plan with the profile.json, cluster.json and costs.json of the folder."""
+    if not (folder / "profile.json").exists():
+        return Predicted(
+            None,
+            "The step was not predicted: the folder has no profile.json. Call handle.profile() with the run's folder before "
+            "handle.record().",
+        )
+    try:
+        profile, cluster = Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json")
+        costs = Costs.load(folder / "costs.json") if (folder / "costs.json").exists() else Costs(codecs=())
+        return Predicted(simulate(run.plan, profile, cluster, costs))
+    except GradwireError as error:
+        return Predicted(None, f"The step was not predicted: {error}")
 
 
 class _Span(NamedTuple):

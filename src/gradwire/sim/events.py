@@ -15,20 +15,6 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = [
-    "COMPUTE",
-    "INTER",
-    "INTRA",
-    "POOL",
-    "RESOURCES",
-    "WHOLE_STEP",
-    "EventLoop",
-    "EventRun",
-    "SimTask",
-    "SimWork",
-    "Span",
-]
-
 COMPUTE, POOL, INTRA, INTER = range(4)
 RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
 
@@ -44,8 +30,7 @@ class SimTask(NamedTuple):
     resource: int
     length: int
     order: int
-    """Place in the step's launch order: of this link task, of the link task that waits for this codec task, or of the last link
-    task before a last decode."""
+    """Place in the step's launch order: of this link task, of the one that waits for this codec task, or of the last one."""
     urgency: int = AWAITED
     gate: int = -1
     """The bucket whose gradients must be ready, for the first task of a piece; else -1."""

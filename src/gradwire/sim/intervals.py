@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TypeAlias
 
-__all__ = ["Interval", "gaps", "minus", "total", "union"]
-
 Interval: TypeAlias = tuple[int, int]
 """Start and end."""
 

@@ -9,18 +9,26 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from gradwire.core import native
-
-if TYPE_CHECKING:
-    from gradwire.sim.replay import ReplayProgram
-
-__all__ = ["Native", "TooLongError", "native_line"]
 
 _ABOVE_LIMIT, _TOO_LONG = -1, -2
 _LONGEST = 2**62
 """Femtoseconds, over an hour. Longer steps are left to Python: its whole numbers have no end."""
+
+
+class ReplayProgram(NamedTuple):
+    """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
+
+    tasks: tuple[tuple[int, int, int, int], ...]
+    """(resource, length, urgency, index of the link task that gives the task its place in the launch order)."""
+    links: tuple[int, ...]
+    """The link of each link task."""
+    busy: tuple[int, int, int, int]
+    """Femtoseconds on each resource."""
+    codecs: int
+    """Comp and Decomp tasks."""
 
 
 class TooLongError(Exception):
@@ -60,7 +68,7 @@ class Native:
     def __del__(self) -> None:
         self._library.gw_free(self._line)
 
-    def step(self, programs: "Sequence[ReplayProgram]", releases: Sequence[int], skew: int, limit: int) -> int | None:
+    def step(self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int) -> int | None:
         """Femtoseconds, or None above `limit`. Raises TooLongError."""
         numbers = self._all(programs)
         count = len(programs)
@@ -73,7 +81,7 @@ class Native:
 
     def select(
         self,
-        tables: "Sequence[Sequence[ReplayProgram]]",
+        tables: Sequence[Sequence[ReplayProgram]],
         sizes: Sequence[int],
         order: Sequence[int],
         skew: int,
@@ -102,8 +110,8 @@ class Native:
 
     def offload(
         self,
-        programs: "Sequence[ReplayProgram]",
-        moved: "Sequence[ReplayProgram | None]",
+        programs: Sequence[ReplayProgram],
+        moved: Sequence[ReplayProgram | None],
         members: Sequence[Sequence[int]],
         skew: int,
         exhaustive: bool,
@@ -126,10 +134,10 @@ class Native:
             raise TooLongError
         return list(counts), step, list(begins), list(ends), simulated[0]
 
-    def _all(self, programs: "Sequence[ReplayProgram]") -> "ctypes.Array[ctypes.c_int32]":
+    def _all(self, programs: Sequence[ReplayProgram]) -> "ctypes.Array[ctypes.c_int32]":
         return _ints([self._number(program) for program in programs])
 
-    def _number(self, program: "ReplayProgram") -> int:
+    def _number(self, program: ReplayProgram) -> int:
         number = self._numbers.get(id(program))
         if number is None:
             if sum(program.busy) >= _LONGEST:

@@ -5,8 +5,7 @@ only around tasks of zero length. This simulation is faster because exchanges ar
 the end of an exchange is known as soon as its begin is. Only compute and the CPU pool choose between tasks.
 
 Launch order: exchange p of bucket i goes behind the first exchange of bucket i + skew * p. With skew 0 buckets go one after the
-other. With skew 1 a bucket's second exchange goes behind the first one of the next bucket, and codecs and the other link work
-meanwhile.
+other. With skew 1 a bucket's second exchange goes behind the next bucket's first one: codecs and the other link work meanwhile.
 """
 
 from bisect import bisect_left
@@ -16,9 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gradwire.sim.events import COMPUTE, INTER, INTRA, LATE, POOL
-from gradwire.sim.native import TooLongError, native_line
-
-__all__ = ["NEVER", "ReplayProgram", "Replayed", "Replayer", "launch_key"]
+from gradwire.sim.native import ReplayProgram, TooLongError, native_line
 
 NEVER = 1 << 80
 """Femtoseconds that no step takes."""
@@ -26,19 +23,6 @@ _PHASE_BITS = 2
 """An option has at most four link tasks."""
 _MOST_PHASES = 2**_PHASE_BITS - 1
 """The index of the fourth link task, and the bits of a launch key that hold the index."""
-
-
-class ReplayProgram(NamedTuple):
-    """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
-
-    tasks: tuple[tuple[int, int, int, int], ...]
-    """(resource, length, urgency, index of the link task that gives the task its place in the launch order)."""
-    links: tuple[int, ...]
-    """The link of each link task."""
-    busy: tuple[int, int, int, int]
-    """Femtoseconds on each resource."""
-    codecs: int
-    """Comp and Decomp tasks."""
 
 
 class Replayed(NamedTuple):

@@ -10,11 +10,6 @@ from gradwire.costs.collectives import ROUTINGS
 from gradwire.costs.prices import DECODE_CALLS
 from gradwire.errors import PlanError
 
-__all__ = ["CODEC_ON", "DECODE", "Rules", "changed_rules", "device_of", "rules_of"]
-
-CODEC_ON = ("compute", "own thread")
-DECODE = ("at once", "after backward", "with encode", "none")
-
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank works, where the papers differ or are silent (decision 11). Raises PlanError for a value that is none.
@@ -43,8 +38,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
-        word("codec_on", self.codec_on, CODEC_ON, error=PlanError)
-        word("decode", self.decode, DECODE, error=PlanError)
+        word("codec_on", self.codec_on, ("compute", "own thread"), error=PlanError)
+        word("decode", self.decode, ("at once", "after backward", "with encode", "none"), error=PlanError)
         word("decode_calls", self.decode_calls, DECODE_CALLS, error=PlanError)
         word("routing", self.routing, ROUTINGS, error=PlanError)
         whole("lanes", self.lanes, "how many lanes a rank has, 0 for launch order without lanes", error=PlanError)
@@ -75,8 +70,6 @@ def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any
 
     Raises PlanError for a value that is none.
     """
-    device = device or device_of(profile)
-    word("device", device, ("gpu", "cpu"), error=PlanError)
     return msgspec.structs.replace(
-        rules_of(device), **{name: value for name, value in changes.items() if value is not None}
+        rules_of(device or device_of(profile)), **{name: value for name, value in changes.items() if value is not None}
     )

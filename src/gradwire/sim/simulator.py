@@ -36,8 +36,6 @@ from gradwire.sim.events import (
 )
 from gradwire.sim.rules import Rules
 
-__all__ = ["FS_PER_US", "Label", "Layout", "LightPlan", "SimulatedSteps", "Simulator", "fs_of"]
-
 LONGEST_US = 1e13
 """No task of a step takes so long, in microseconds."""
 FS_PER_US = 10**9
@@ -153,7 +151,9 @@ class Simulator:
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
-            changed = [msgspec.structs.replace(bucket, spec=schedule.correction) for bucket in plan.buckets]
+            changed = [
+                msgspec.structs.replace(bucket, spec=bucket.specs_with(schedule.correction)) for bucket in plan.buckets
+            ]
             corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
 

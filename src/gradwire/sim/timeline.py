@@ -19,16 +19,15 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.cluster import Cluster
+from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.costs import Costs
-from gradwire.core.plan import CODEC_TASKS, Plan
+from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.strict import Document
 from gradwire.sim.events import RESOURCES, Span
 from gradwire.sim.intervals import Interval, gaps, minus, total, union
 from gradwire.sim.rules import Rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, SimulatedSteps, Simulator
-
-__all__ = ["Bubble", "Event", "Resource", "Timeline", "simulate"]
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

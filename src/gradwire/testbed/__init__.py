@@ -7,9 +7,8 @@ Needs Linux, iproute2, and root or unprivileged user namespaces; `permission_pro
 rate and no added delay. A rank runs on host `node<i>` at 10.218.x.y. Ranks share the machine's cores, memory and disk.
 """
 
-from gradwire.testbed.cluster import EmulatedCluster
-from gradwire.testbed.emulate import emulate
-from gradwire.testbed.permission import permission_problem, reexec_in_user_namespace_if_needed
-from gradwire.testbed.rates import parse_rate
+from gradwire.testbed.cluster import EmulatedCluster, emulate
+from gradwire.testbed.namespaces import permission_problem, reexec_in_user_namespace_if_needed
+from gradwire.testbed.network import parse_rate
 
 __all__ = ["EmulatedCluster", "emulate", "parse_rate", "permission_problem", "reexec_in_user_namespace_if_needed"]

@@ -9,16 +9,22 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from gradwire.errors import TestbedError
 from gradwire.testbed import namespaces, network
-from gradwire.testbed.output import LineCallback, print_with_prefix
-from gradwire.testbed.permission import needs_user_namespace, permission_problem
-from gradwire.testbed.rates import parse_rate
-from gradwire.testbed.signals import exit_on_termination, recorded
-from gradwire.testbed.supervisor import Grace, ProcessEnd, RankCommand, Supervisor, rank_variables
+from gradwire.testbed.namespaces import needs_user_namespace, permission_problem
+from gradwire.testbed.network import parse_rate
+from gradwire.testbed.supervisor import (
+    Grace,
+    LineCallback,
+    ProcessEnd,
+    RankCommand,
+    Supervisor,
+    exit_on_termination,
+    rank_variables,
+    recorded,
+)
 
 log = logging.getLogger("gradwire.testbed")
 
@@ -75,11 +81,10 @@ class EmulatedCluster:
             )
         self._terminations.enter_context(exit_on_termination())
         try:
-            _report(namespaces.sweep())
+            namespaces.sweep()
             network.build(self._hub, self._nodes)
             self._alive = True
-            if self._inter is not None:
-                self._limit_inter(self._inter)
+            self._limit_inter(self._inter)
             if self._intra is not None:
                 network.limit_intra(self._nodes, self._intra)
         except BaseException as error:
@@ -87,13 +92,11 @@ class EmulatedCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Remove the cluster; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
         with recorded() as received:
             self._alive = False
-            _report(namespaces.remove(namespaces.existing(self._prefix)))
+            namespaces.remove(namespaces.existing(self._prefix))
         try:
             if received.first is not None and error is None:
                 signal.raise_signal(received.first)
@@ -159,10 +162,15 @@ class EmulatedCluster:
             commands = []
             for rank in range(self.world_size):
                 entering = self._entering(rank // self.ranks_per_node)
-                commands.append(
-                    RankCommand(rank, entering + argv, environment | self._variables(rank, port, environment))
-                )
-            return Supervisor(on_line or print_with_prefix, self.grace, self._end_leftovers).run(commands, timeout)
+                variables = {
+                    **rank_variables(
+                        rank, self.nodes, self.ranks_per_node, network.address_of(0), port, network.INTERFACE
+                    ),
+                    "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
+                    namespaces.OWNER_VARIABLE: namespaces.this_owner(),
+                }
+                commands.append(RankCommand(rank, entering + argv, environment | variables))
+            return Supervisor(on_line, self.grace, self._end_leftovers).run(commands, timeout)
         finally:
             self._busy.release()
 
@@ -170,32 +178,18 @@ class EmulatedCluster:
         """The words before a command that execute the command on a node."""
         enter = [namespaces.find_tool("ip") or "ip", "netns", "exec", self._nodes[node]]
         launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), f"node{node}"]
-        processors = ",".join(map(str, self._processors_of(node)))
-        return [*enter, *launch, network.hosts_file(self.nodes), processors]
-
-    def _variables(self, rank: int, port: int, environment: dict[str, str]) -> dict[str, str]:
-        return {
-            **rank_variables(rank, self.nodes, self.ranks_per_node, network.address_of(0), port, network.INTERFACE),
-            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
-            namespaces.OWNER_VARIABLE: namespaces.this_owner(),
-        }
-
-    def _processors_of(self, node: int) -> list[int]:
-        """An equal share of the processors, at least one. With too few processors, nodes share them."""
         usable = sorted(os.sched_getaffinity(0))
-        share = max(1, len(usable) // self.nodes)
+        share = max(1, len(usable) // self.nodes)  # with too few processors, nodes share them
         first = node * share % len(usable)
-        return usable[first : first + share]
+        return [*enter, *launch, network.hosts_file(self.nodes), ",".join(map(str, usable[first : first + share]))]
 
     def _limit_inter(self, bits_per_second: float | None) -> None:
-        if bits_per_second is None and not self._limited:
-            return
-        self._limited = True
-        network.limit_inter(self._hub, self._nodes, bits_per_second)
+        if bits_per_second is not None or self._limited:
+            self._limited = True
+            network.limit_inter(self._hub, self._nodes, bits_per_second)
 
     def _end_leftovers(self) -> None:
-        survivors = namespaces.kill_inside(self._nodes)
-        if survivors:
+        if survivors := namespaces.kill_inside(self._nodes):
             log.warning("processes %s of this run do not end on SIGKILL", survivors)
 
     def _require_alive(self) -> None:
@@ -203,6 +197,35 @@ class EmulatedCluster:
             raise TestbedError("this cluster does not exist. Use it inside `with EmulatedCluster(...) as cluster:`.")
 
 
-def _report(complaints: list[str]) -> None:
-    for complaint in complaints:
-        log.warning("%s", complaint)
+def emulate(nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, command: list[str]) -> int:
+    """Run `command` (`script.py args` or `-m module args`) on every rank of a new cluster. Returns the exit code.
+
+    The code is 0, or that of the first failed rank: 128 + signal for a rank that a signal ended. Users other than root call
+    `reexec_in_user_namespace_if_needed` first. Raises TestbedError.
+    """
+    argv = [sys.executable, "-u", *_checked(command)]
+    try:
+        with EmulatedCluster(nodes, ranks_per_node, inter, intra) as cluster:
+            return cluster.supervise(argv).code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the output has ended, as in `gradwire emulate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _checked(command: list[str]) -> list[str]:
+    if not command:
+        raise TestbedError("no script was given. Add it after `--`: gradwire emulate --nodes 2 -- train.py --epochs 1")
+    if command[0] in ("-m", "-c"):
+        if len(command) < 2:
+            raise TestbedError(
+                f"nothing follows {command[0]}. Write, for example: gradwire emulate -- -m package.train"
+            )
+        return command
+    if not Path(command[0]).exists():
+        raise TestbedError(
+            f"the script {command[0]!r} does not exist in {Path.cwd()}. Begin the command with the script or with "
+            "`-m module`, without `python` or `torchrun`."
+        )
+    return command

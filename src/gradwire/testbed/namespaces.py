@@ -1,11 +1,13 @@
 """Network namespaces whose names contain the owner, so that the next run can remove the namespaces of a dead run.
 
 A name is `gradwire-<pid>-<start time of pid>-<serial>-<part>`. The start time (field 22 of /proc/PID/stat, in clock ticks
-since boot) distinguishes the owner from a later process with the same id.
+since boot) distinguishes the owner from a later process with the same id. Making namespaces takes permission: root, or a user
+namespace.
 """
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
@@ -17,6 +19,8 @@ from pathlib import Path
 
 from gradwire.errors import TestbedError
 
+log = logging.getLogger("gradwire.testbed")
+
 NAMESPACE_FOLDER = Path("/run/netns")
 OWNER_VARIABLE = "GRADWIRE_TESTBED_OWNER"  # in the environment of every rank and of its children
 
@@ -24,6 +28,20 @@ _NAME = re.compile(r"gradwire-(\d+)-(\d+)-\d+-(?:hub|node\d+)")
 _OWNER = re.compile(r"(\d+)-(\d+)")
 _TOOL_SECONDS = 30.0
 _KILL_SECONDS = 5.0
+_GUARD = "GRADWIRE_IN_USER_NAMESPACE"
+_USER_NAMESPACE = ["unshare", "-Urnm", "--map-root-user"]
+
+# All parts of a cluster once, in namespaces that end with the probe.
+_PROBE = """
+run() { "$@" >/dev/null || { echo "from: $*" >&2; exit 1; }; }
+run mount -t tmpfs tmpfs /run
+run ip netns add probe
+run ip -n probe link add probe0 type veth peer name probe1
+run ip -n probe link set probe0 gso_max_size 16384
+run ip -n probe link add probe2 type bridge
+run tc -n probe qdisc add dev probe0 root tbf rate 1mbit burst 100kb limit 1mb
+run ip netns exec probe true
+"""
 
 
 def tool_environment() -> dict[str, str]:
@@ -72,14 +90,9 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
-@functools.cache
-def _owner_of(pid: int) -> str:
-    return f"{pid}-{start_time(pid)}"
-
-
 def this_owner() -> str:
     """`<pid>-<start time>` of this process."""
-    return _owner_of(os.getpid())
+    return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def existing(prefix: str = "gradwire-") -> list[str]:
@@ -91,13 +104,11 @@ def existing(prefix: str = "gradwire-") -> list[str]:
     return [name for name in names if _NAME.fullmatch(name) and name.startswith(prefix)]
 
 
-def remove(names: Iterable[str]) -> list[str]:
-    """Kill the processes in these namespaces and remove the namespaces. Returns one line for each failure."""
-    complaints = []
+def remove(names: Iterable[str]) -> None:
+    """Kill the processes in these namespaces and remove the namespaces. Logs each failure."""
     names = list(names)
-    survivors = kill_inside(names)
-    if survivors:
-        complaints.append(f"processes {survivors} are still in {', '.join(names)} {_KILL_SECONDS:.0f} s after SIGKILL")
+    if survivors := kill_inside(names):
+        log.warning("processes %s are still in %s %.0f s after SIGKILL", survivors, ", ".join(names), _KILL_SECONDS)
     for name in names:
         path = NAMESPACE_FOLDER / name
         if not path.exists():
@@ -108,14 +119,13 @@ def remove(names: Iterable[str]) -> list[str]:
             with contextlib.suppress(OSError):  # a name without a mount, of a run that died in between
                 path.unlink()
             if path.exists():
-                complaints.append(f"namespace {name} could not be removed: {error}")
-    return complaints
+                log.warning("namespace %s could not be removed: %s", name, error)
 
 
-def sweep() -> list[str]:
+def sweep() -> None:
     """Remove the namespaces and processes of dead owners."""
     kill_marked_orphans()
-    return remove(name for name in existing() if (match := _NAME.fullmatch(name)) and not _lives(match[1], match[2]))
+    remove(name for name in existing() if _is_dead(_NAME.fullmatch(name)))
 
 
 def kill_inside(names: Iterable[str]) -> list[int]:
@@ -143,8 +153,7 @@ def kill_marked_orphans() -> list[int]:
             return False  # a process of a container: the owner's id belongs to another namespace
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(marker):
-                match = _OWNER.fullmatch(entry[len(marker) :].decode(errors="replace"))
-                return match is not None and not _lives(match[1], match[2])
+                return _is_dead(_OWNER.fullmatch(entry[len(marker) :].decode(errors="replace")))
         return False
 
     return _kill_where(is_orphan)
@@ -153,7 +162,8 @@ def kill_marked_orphans() -> list[int]:
 def _kill_where(condition: Callable[[int], bool]) -> list[int]:
     deadline = time.monotonic() + _KILL_SECONDS
     while True:
-        found = [pid for pid in _process_ids() if _kill_if(pid, condition)]
+        others = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid()}
+        found = [pid for pid in others if _kill_if(pid, condition)]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.01)
@@ -176,9 +186,83 @@ def _kill_if(pid: int, condition: Callable[[int], bool]) -> bool:
         os.close(handle)
 
 
-def _process_ids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+def _is_dead(owner: re.Match[str] | None) -> bool:
+    """Whether a name or a mark has an owner, and the owner has ended."""
+    return owner is not None and start_time(int(owner[1])) != int(owner[2])
 
 
-def _lives(pid: str, started: str) -> bool:
-    return start_time(int(pid)) == int(started)
+def permission_problem() -> str | None:
+    """Why namespaces cannot be made here, or None if they can. The first call tries; later calls return its answer."""
+    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
+    if missing:
+        package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"
+        return f"the program{'s' * (len(missing) > 1)} {' and '.join(missing)} cannot be found (install {package})"
+    direct = _failure_of_direct_use()
+    if direct is None:
+        return None
+    in_user_namespace = _probe(*_USER_NAMESPACE)
+    if in_user_namespace is None:
+        return None
+    if "from: " in in_user_namespace:
+        return (
+            f"namespaces can be made, but not the links in them ({in_user_namespace}); does the kernel have the modules veth, "
+            "bridge and sch_tbf, and may this process mount?"
+        )
+    return (
+        f"this process (user id {os.geteuid()}) lacks CAP_SYS_ADMIN and CAP_NET_ADMIN ({direct}), and the kernel "
+        f"allows it no user namespace of its own ({in_user_namespace})"
+    )
+
+
+def needs_user_namespace() -> bool:
+    """True if namespaces can be made, but only after `reexec_in_user_namespace_if_needed`."""
+    return permission_problem() is None and _failure_of_direct_use() is not None
+
+
+def reexec_in_user_namespace_if_needed(argv: list[str]) -> None:
+    """Return if this process can make network namespaces; else replace it with `argv` in a user namespace.
+
+    `argv` is the whole command, program first, for example `[sys.executable, *sys.orig_argv[1:]]`. The process id stays
+    the same. Raises TestbedError where the kernel allows neither.
+    """
+    problem = permission_problem()
+    if problem is not None:
+        raise TestbedError(f"no emulated cluster can be made here: {problem}. {_CURE}")
+    if not needs_user_namespace():
+        return
+    if os.environ.get(_GUARD):
+        raise TestbedError(
+            f"no network namespace can be made even inside gradwire's user namespace ({_GUARD} is set): "
+            f"{_failure_of_direct_use()}. Unset {_GUARD} if you set it yourself. {_CURE}"
+        )
+    kill_marked_orphans()  # out of reach from inside the new user namespace
+    environment = tool_environment() | {_GUARD: "1"}
+    in_fresh_run = ["sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh"]
+    program = find_tool("unshare") or "unshare"
+    os.execve(program, [*_USER_NAMESPACE, *in_fresh_run, *argv], environment)
+
+
+_CURE = (
+    "Run as root (sudo); in a container, start it with `docker run --privileged` or `--cap-add SYS_ADMIN --cap-add "
+    "NET_ADMIN --security-opt apparmor=unconfined`; or allow user namespaces: `sysctl -w "
+    "user.max_user_namespaces=10000`, on Debian also `kernel.unprivileged_userns_clone=1`, on Ubuntu also "
+    "`kernel.apparmor_restrict_unprivileged_userns=0`. "
+    "Without an emulated network, plain `torchrun` runs the same script over loopback."
+)
+
+
+def _failure_of_direct_use() -> str | None:
+    return "not root" if os.geteuid() != 0 else _probe("unshare", "-nm")
+
+
+@functools.cache
+def _probe(*prefix: str) -> str | None:
+    """Run the trial under `prefix`, once. Returns its error, or None."""
+    command, environment = [*prefix, "sh", "-c", _PROBE], tool_environment()
+    try:
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return "the trial did not end within 20 s"
+    if finished.returncode == 0:
+        return None
+    return " ".join(finished.stderr.split()) or f"exit code {finished.returncode}"

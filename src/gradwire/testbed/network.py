@@ -1,4 +1,4 @@
-"""The links: a bridge, a veth pair to every node, and a token bucket (`tbf`) at both ends of each pair.
+"""The rates of links, and the links: a bridge, a veth pair to every node, and a token bucket (`tbf`) at both ends of each pair.
 
 The bridge has its own namespace, the hub, apart from the host's network stack and firewall. A node's egress is limited
 inside the node, its ingress at the bridge's port, so a node sends and receives at the full rate at the same time. The
@@ -7,6 +7,8 @@ token bucket counts whole Ethernet frames, so TCP gets 1448/1514 of the rate.
 
 import contextlib
 import json
+import math
+import re
 
 from gradwire.errors import TestbedError
 from gradwire.testbed.namespaces import run_tool
@@ -23,6 +25,39 @@ _BURST_SECONDS = 0.0001  # compensates late timers at high rates
 _LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
 _QUEUE_BYTES = 32 * 1024 * 1024  # more than many senders to one node have in flight
 _FREE_BITS_PER_SECOND = 100e9  # instead of no limit: deleting the bucket would drop its packets
+
+_BITS_PER_UNIT = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SLOWEST_BITS_PER_SECOND = 1e3
+_FASTEST_BITS_PER_SECOND = 1e12
+_EXAMPLES = '"100mbit", "2.5gbit", "800kbit"'
+
+
+def parse_rate(text: str) -> float:
+    """Read a rate in bits per second. Units are powers of 1000; case does not matter.
+
+    >>> parse_rate("500mbit"), parse_rate("1.5Gbit")
+    (500000000.0, 1500000000.0)
+
+    Raises TestbedError for other text, also for tc's ambiguous `mbps`, which means megabytes per second.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z/]*)\s*", text)
+    if match is None:
+        raise TestbedError(f"{text!r} is not a link rate, a number with a unit. Write, for example, {_EXAMPLES}.")
+    number, unit = float(match[1]), match[2].lower()
+    if unit not in _BITS_PER_UNIT:
+        reason = f"has the unit {match[2]!r}" if unit else "has no unit"
+        raise TestbedError(
+            f"link rate {text!r} {reason}; the units are {', '.join(_BITS_PER_UNIT)} (bits per second). Write, for example, "
+            f"{_EXAMPLES}."
+        )
+    bits_per_second = number * _BITS_PER_UNIT[unit]
+    if not math.isfinite(bits_per_second) or bits_per_second < _SLOWEST_BITS_PER_SECOND:
+        raise TestbedError(f"link rate {text!r} is below the minimum of 1kbit. Write, for example, {_EXAMPLES}.")
+    if bits_per_second > _FASTEST_BITS_PER_SECOND:
+        raise TestbedError(
+            f"link rate {text!r} is above 1000gbit, the limit of tc. Leave out the rate for an unlimited link."
+        )
+    return bits_per_second
 
 
 def address_of(node: int) -> str:
@@ -45,8 +80,10 @@ def hosts_file(nodes: int) -> str:
 def build(hub: str, nodes: list[str]) -> None:
     """Make the namespaces and the links between them, without limits."""
     run_tool(["ip", "-batch", "-"], [f"netns add {name}" for name in (hub, *nodes)])
+    silence = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"  # announcements of IPv6 would count as traffic
     for name in (hub, *nodes):
-        _silence_version_6(name)
+        with contextlib.suppress(TestbedError):  # read-only in some containers: then a few hundred bytes count
+            run_tool(["ip", "netns", "exec", name, "sh", "-c", silence])
     lines = ["link add bridge0 type bridge mcast_snooping 0", "link set bridge0 addrgenmode none up"]
     for index, node in enumerate(nodes):
         lines += [
@@ -68,9 +105,8 @@ def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> No
     rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
     packet = min(max(int(rate / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
     bucket = _bucket(rate, max(packet + _HEADER_BYTES, int(rate / 8 * _BURST_SECONDS)))
-    run_tool(
-        ["tc", "-n", hub, "-batch", "-"], [f"qdisc replace dev port{index} {bucket}" for index in range(len(nodes))]
-    )
+    lines = [f"qdisc replace dev port{index} {bucket}" for index in range(len(nodes))]
+    run_tool(["tc", "-n", hub, "-batch", "-"], lines)
     for node in nodes:
         run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *bucket.split()])
         # open connections use the new size after a new route lookup
@@ -99,13 +135,6 @@ def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
     except KeyError as error:
         raise TestbedError(f"the link {error} of {hub} is gone. Did another program remove it?") from error
     return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
-
-
-def _silence_version_6(name: str) -> None:
-    """Disable IPv6 on new interfaces, because its announcements would count as traffic."""
-    with contextlib.suppress(TestbedError):  # read-only in some containers: then a few hundred bytes count
-        setting = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
-        run_tool(["ip", "netns", "exec", name, "sh", "-c", setting])
 
 
 def _bucket(bits_per_second: float, burst_bytes: int) -> str:

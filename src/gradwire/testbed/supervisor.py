@@ -6,24 +6,71 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import IO
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.output import LineCallback
-from gradwire.testbed.signals import Received, recorded
 
 log = logging.getLogger("gradwire.testbed")
 
 TIMED_OUT = 124  # as timeout(1) has it
+LineCallback = Callable[[int, str, str], None]
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 _MOST_LINES = 10_000
 _LONGEST_LINE = 16 * 1024 * 1024  # characters; longer lines are split, so that memory stays bounded
+
+
+class Received:
+    """The stopping signals so far: the first one, and whether another one followed later."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.insisted = False
+        self._first_at = 0.0
+
+    def note(self, number: int, _frame: FrameType | None = None) -> None:
+        """Signal handler. Signals within a second are one request, because timeout(1) sends two."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._first_at = number, now
+        elif now - self._first_at > 1.0:
+            self.insisted = True
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Received]:
+    """Record stopping signals instead of acting on them. Ignored signals (nohup) stay ignored. Main thread only."""
+    received = Received()
+    heeded = [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    with _handled(heeded, received.note):
+        yield received
+
+
+def exit_on_termination() -> contextlib.AbstractContextManager[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit(128 + signal) instead of ending the process without cleanup."""
+    deadly = [number for number in STOPPING[1:] if signal.getsignal(number) is signal.SIG_DFL]
+    return _handled(deadly, lambda number, frame: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def _handled(numbers: list[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Pass these signals to the handler. Outside of the main thread, do nothing."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @dataclass(frozen=True)
@@ -71,10 +118,12 @@ class ProcessEnd:
 
 
 class Supervisor:
-    """One run of all ranks. `end_leftovers` kills processes that ranks leave behind."""
+    """One run of all ranks. on_line: by default `print_with_prefix`. `end_leftovers` kills processes that ranks leave behind."""
 
-    def __init__(self, on_line: LineCallback, grace: Grace, end_leftovers: Callable[[], object] = lambda: None) -> None:
-        self._on_line = on_line
+    def __init__(
+        self, on_line: LineCallback | None, grace: Grace, end_leftovers: Callable[[], object] = lambda: None
+    ) -> None:
+        self._on_line = on_line or print_with_prefix
         self._end_leftovers = end_leftovers
         self._grace = grace
         self._said: queue.Queue[tuple[int, str, str | None]] = queue.Queue(_MOST_LINES)
@@ -95,7 +144,7 @@ class Supervisor:
                     self._hand_on(_TICK_SECONDS)
                     self._react(received, deadline)
             except BaseException:
-                self._on_line = _discard
+                self._on_line = lambda *line: None  # the callback may have raised
                 raise
             finally:
                 self._steps = []
@@ -119,14 +168,14 @@ class Supervisor:
         except OSError as error:
             raise TestbedError(f"rank {command.rank} could not be started: {error}. Check `ulimit -a`.") from error
         self._running[command.rank] = process
-        watchers: list[tuple[Callable[..., None], tuple[object, ...]]] = [
-            (self._read, (command.rank, "stdout", process.stdout)),
-            (self._read, (command.rank, "stderr", process.stderr)),
-            (self._await_end, (command.rank, process.pid)),
-        ]
-        for watch, arguments in watchers:
+        assert process.stdout is not None and process.stderr is not None
+        for watch in (
+            partial(self._read, command.rank, "stdout", process.stdout),
+            partial(self._read, command.rank, "stderr", process.stderr),
+            partial(self._await_end, command.rank, process.pid),
+        ):
             self._watchers += 1
-            threading.Thread(target=watch, args=arguments, daemon=True).start()
+            threading.Thread(target=watch, daemon=True).start()
 
     def _read(self, rank: int, name: str, pipe: IO[str]) -> None:
         r"""Lines end at \n, \r\n and \r (progress bars). Bytes that are not UTF-8 become backslash escapes."""
@@ -201,5 +250,13 @@ class Supervisor:
                 process.wait(_DRAIN_SECONDS)
 
 
-def _discard(rank: int, stream: str, line: str) -> None:
-    """Drop the lines of ranks after the caller's callback has failed."""
+def print_with_prefix(rank: int, stream: str, line: str) -> None:
+    """Print `[rank] line` on the stream it came from."""
+    target = sys.stderr if stream == "stderr" else sys.stdout
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    try:
+        print(f"[{rank}] {line}".encode(encoding, "backslashreplace").decode(encoding), file=target, flush=True)
+    except BrokenPipeError:
+        raise  # the reader has ended
+    except OSError as error:
+        raise TestbedError(f"the output of rank {rank} cannot be printed: {error.strerror or error}.") from error

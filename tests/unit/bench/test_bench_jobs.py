@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gradwire.bench.data import digits
-from gradwire.bench.jobs import make_job
+from gradwire.bench.jobs import digits, make_job
 from gradwire.bench.names import JOB_NAMES
 from gradwire.errors import FormatError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.collectives.connections import Connections
+from gradwire.collectives.link import Connections
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from gradwire.core import (
 )
 from gradwire.core.specs.base import ElementRun
 from gradwire.costs import CodecTimes, Prices, fit_line, fit_link, fold
-from gradwire.costs.codecs import time_at
 from gradwire.costs.collectives import flat_traffic, group_traffic
 from gradwire.costs.imported import costs_from, import_file, profile_from
+from gradwire.costs.prices import time_at
 from gradwire.costs.steps import steps_of
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner import Uniform

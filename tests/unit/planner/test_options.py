@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.core import QSGD, Identity, PowerSGD, RandomK, TensorInfo
-from gradwire.core.plan import CODEC_TASKS, LINK_TASKS
+from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS
 from gradwire.errors import PlanError
 from gradwire.planner import Uniform
 from gradwire.planner.grammar import (
@@ -26,8 +26,8 @@ from gradwire.planner.grammar import (
     endings,
     roots,
 )
-from gradwire.planner.named import RESTRICTED, SYSTEMS, beside_tree, names_of
 from gradwire.planner.options import option_of, select, tree
+from gradwire.planner.schemes import RESTRICTED, SYSTEMS, beside_tree, names_of
 
 TREE = tree()
 PAGE = Path(__file__).parents[3] / "docs" / "options.md"

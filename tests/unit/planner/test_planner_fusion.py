@@ -22,7 +22,7 @@ from benchmarks.papers.strawmen import (
     mg_wfbp,
     nearby_layers,
 )
-from gradwire.costs.fold import AffineCost
+from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.fusion import optimal
 from gradwire.planner.partition import Fusion, FusionCosts, evaluate

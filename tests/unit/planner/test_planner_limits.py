@@ -11,8 +11,8 @@ from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.named import RESTRICTED
 from gradwire.planner.options import option_of
+from gradwire.planner.schemes import RESTRICTED
 from gradwire.planner.starts import drafts_to_start_from
 from gradwire.sim.simulator import FS_PER_US
 

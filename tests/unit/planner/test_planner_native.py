@@ -13,7 +13,8 @@ from gradwire.planner.select import select_options
 from gradwire.planner.starts import bytecomp
 from gradwire.sim import native
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL
-from gradwire.sim.replay import Replayer, ReplayProgram
+from gradwire.sim.native import ReplayProgram
+from gradwire.sim.replay import Replayer
 from gradwire.sim.rules import Rules
 
 needed = pytest.mark.skipif(native._library() is None, reason="csrc/planner.cpp was not built (no g++)")

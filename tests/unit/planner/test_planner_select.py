@@ -24,7 +24,8 @@ from gradwire.planner.options import select
 from gradwire.planner.programs import Pricer, bytes_of
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.sim.events import COMPUTE, INTER
-from gradwire.sim.replay import Replayer, ReplayProgram, launch_key
+from gradwire.sim.native import ReplayProgram
+from gradwire.sim.replay import Replayer, launch_key
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US, Simulator
 

@@ -8,7 +8,20 @@ from test_core_formats import schedules
 from test_core_specs import specs
 
 import gradwire.core as core
-from gradwire.core import QSGD, Backward, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
+from gradwire.core import (
+    QSGD,
+    Backward,
+    Delayed,
+    ErrorFeedback,
+    Identity,
+    Pipelined,
+    Plan,
+    PowerSGD,
+    RandomK,
+    TensorInfo,
+    TopK,
+)
+from gradwire.core.payload import RAW
 from gradwire.errors import FormatError, PlanError, SpecError
 from gradwire.planner import Policy, Uniform, Where
 
@@ -73,7 +86,8 @@ def test_schemes(spec: core.Spec, scheme: str | None, option: tuple[str, ...]) -
 )
 def test_any_option_can_be_a_policy_s_scheme(scheme: str, compressed: str, exempt: str) -> None:
     """By name or by its tasks; on the CPU everything is encoded there; what is not compressed takes the same links."""
-    plan = Policy(default=QSGD(), scheme=scheme).plan([tensor("w", 10), TensorInfo("b", (3,), "float32")])
+    policy = Policy(default=QSGD(), rules=[("b", core.Identity())], scheme=scheme)
+    plan = policy.plan([tensor("w", 10), TensorInfo("b", (3, 1), "float32")])
     found = {bucket.tensors[0]: " ".join(bucket.option) for bucket in plan.buckets}
     assert found == {"w": compressed, "b": exempt}
     assert Policy.from_json(Policy(default=QSGD(), scheme=scheme).to_json()).scheme == scheme
@@ -157,25 +171,90 @@ VECTORS = [
 ]
 
 
-def test_vectors_travel_as_they_are_and_together() -> None:
-    plan = Policy(default=QSGD(bits=4)).plan(VECTORS)
+def test_vectors_travel_as_they_are_in_the_payloads_of_others() -> None:
+    (bucket,) = Policy(default=QSGD(bits=4)).plan(VECTORS).buckets
+    assert bucket.tensors == tuple(tensor.name for tensor in VECTORS)
+    compressed = {name for name in bucket.tensors if bucket.spec_of(name) == QSGD(bits=4)}
+    assert compressed == {"head.weight", "embed.weight"} and bucket.main_spec == QSGD(bits=4)
+    assert {name for name in bucket.tensors if bucket.bits_of(name) == RAW} == set(bucket.tensors) - compressed
+    (whole,) = Policy(default=QSGD(bits=4), exempt_vectors=False).plan(VECTORS).buckets
+    assert len(whole.tensors) == 5
+    named = Policy(default=QSGD(bits=4), rules=[("head.bias", QSGD(bits=8))]).plan(VECTORS)
+    assert {spec for spec in named.buckets[0].specs if spec.encodes} == {QSGD(bits=4), QSGD(bits=8)}
+    as_is = [("*weight", QSGD(bits=4)), ("*", Identity())]
+    assert Policy(default=QSGD(bits=8), rules=as_is).plan(VECTORS).buckets == (bucket,)
+
+
+def test_vectors_join_the_next_bucket_that_becomes_ready() -> None:
+    layers = [(f"{i}.{kind}", shape) for i in range(40) for kind, shape in (("weight", (256, 256)), ("bias", (256,)))]
+    plan = Policy(default=QSGD()).plan([TensorInfo(name, shape, "float32") for name, shape in layers])
+    for bucket in plan.buckets[:-1]:
+        assert bucket.tensors[-1].endswith("weight")  # no bucket is ready later for its vectors
+    assert list(plan.tensors) == [name for name, _ in layers]
+    assert all(bucket.main_spec.encodes for bucket in plan.buckets)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks"),
+    [
+        (Policy(default=PowerSGD(rank=2)), 2),
+        (Policy(default=RandomK(0.1)), 2),
+        (Policy(default=ErrorFeedback(TopK(0.01))), 5),
+        (Policy(default=QSGD(bits=4), schedule=Delayed(k=2, correction=TopK(0.1, per="bucket"))), 2),
+    ],
+)
+def test_vectors_that_no_payload_carries_travel_together(policy: Policy, ranks: int) -> None:
+    plan = policy.plan(VECTORS, ranks)
     assert {b.tensors: b.spec for b in plan.buckets} == {
-        ("head.weight", "embed.weight"): QSGD(bits=4),
+        ("head.weight", "embed.weight"): policy.default,
         ("head.bias", "norm.scale"): Identity(),
         ("temperature",): Identity(),  # all but a crumb has left before the last gradient
     }
-    (bucket,) = Policy(default=QSGD(bits=4), exempt_vectors=False).plan(VECTORS).buckets
-    assert len(bucket.tensors) == 5
-    named = Policy(default=QSGD(bits=4), rules=[("head.bias", QSGD(bits=8))]).plan(VECTORS)
-    assert {spec for b in named.buckets for spec in b.specs if "head.bias" in b.tensors} == {QSGD(bits=4), QSGD(bits=8)}
+
+
+def test_no_bucket_becomes_ready_later_for_a_vector() -> None:
+    """The only bucket that could carry the norms is ready first."""
+    layers = [(f"{i}.{kind}", shape) for i in range(9) for kind, shape in (("weight", (512, 512)), ("norm", (512,)))]
+    tensors = [TensorInfo("head", (512, 512), "float32")]
+    tensors += [TensorInfo(name, shape, "float32" if len(shape) == 1 else "bfloat16") for name, shape in layers]
+    plan = Policy(default=QSGD()).plan(tensors)
+    (head,) = (bucket for bucket in plan.buckets if "head" in bucket.tensors)
+    assert head.tensors == ("head",)
+    assert {b.spec for b in plan.buckets if any("norm" in name for name in b.tensors)} == {Identity()}
+
+
+def test_a_large_vector_is_summed_without_a_copy() -> None:
+    tensors = [TensorInfo("large", (2**18 + 1,), "float32"), TensorInfo("small", (2**18,), "float32"), tensor("w", 10)]
+    plan = Policy(default=QSGD()).plan(tensors)
+    assert {bucket.tensors: bucket.main_spec for bucket in plan.buckets} == {
+        ("large",): Identity(),
+        ("small", "w"): QSGD(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "carried"),
+    [
+        ({"scheme": "GRACE"}, False),
+        ({"scheme": "comp:gpu allgather:inter decomp:gpu"}, False),
+        ({"scheme": "alltoall"}, True),
+        ({"schedule": "pipelined"}, True),
+        ({}, False),
+    ],
+)
+def test_all_gather_among_many_ranks_carries_no_vectors(fields: dict[str, str], carried: bool) -> None:
+    plan = Policy(default=ErrorFeedback(TopK(0.01)), **fields).plan(VECTORS, ranks=16)  # type: ignore[arg-type]
+    assert (len(plan.buckets) == 1) == carried
 
 
 def test_exempt_tensors_of_a_deep_model_take_two_exchanges() -> None:
+    """Where payloads cannot carry them."""
     layers = [(f"{i}.{kind}", shape) for i in range(40) for kind, shape in (("weight", (256, 256)), ("bias", (256,)))]
-    plan = Policy(default=QSGD()).plan([TensorInfo(name, shape, "float32") for name, shape in layers])
+    policy = Policy(default=TopK(0.01), bucket_bytes=2**21)
+    plan = policy.plan([TensorInfo(*each, "float32") for each in layers], ranks=8)
     exempt = [b for b in plan.buckets if b.spec == Identity()]
     assert [len(b.tensors) for b in exempt] == [35, 5]
-    assert len(plan.launch) == 2 + 2 * (len(plan.buckets) - 2)
+    assert len(plan.launch) == len(plan.buckets)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ from gradwire.record.tensorboard import export
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
 from gradwire.report.page import page
-from gradwire.report.predict import Predicted, predicted
 from gradwire.report.sections import SECTIONS
-from gradwire.report.steps import step_figure
+from gradwire.report.steps import Predicted, predicted, step_figure
 from gradwire.report.words import summary
 from gradwire.sim.timeline import Event
 

@@ -25,7 +25,7 @@ from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL, RESOURCES
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import Simulator
 from gradwire.sim.timeline import Timeline, simulate
-from gradwire.sim.trace import as_trace
+from gradwire.sim.views import as_trace
 
 
 def times(timeline, what, bucket=None):

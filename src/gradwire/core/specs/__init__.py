@@ -22,11 +22,11 @@ from gradwire.core.specs.base import (
     register_spec,
     registered_specs,
     spec_from_dict,
+    spec_from_text,
 )
 from gradwire.core.specs.dense import FP8, Cast, Identity, Natural, Truncate
 from gradwire.core.specs.feedback import ErrorFeedback, innermost
 from gradwire.core.specs.low_rank import PowerSGD
-from gradwire.core.specs.notation import spec_from_text
 from gradwire.core.specs.quantisers import QSGD, Int8, TernGrad, TwoBit
 from gradwire.core.specs.signs import EFSignSGD, OneBit, SignSGD, Signum
 from gradwire.core.specs.sparse import DGC, BlockTopK, RandomK, Threshold, TopK

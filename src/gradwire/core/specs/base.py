@@ -1,5 +1,6 @@
-"""The base class of specs, and the registry of specs by id."""
+"""The base class of specs, the registry of specs by id, and specs as they are written in Python: `ErrorFeedback(TopK(0.01))`."""
 
+import ast
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from gradwire.core import entry_points
-from gradwire.core.checks import changed, near, show, under
-from gradwire.core.payload import coded_bytes
+from gradwire.core.checks import changed, near, number, show, under, whole
+from gradwire.core.payload import RAW, SCALE_ALIGN, coded_bytes
 from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
@@ -20,7 +21,7 @@ class ElementRun(NamedTuple):
 
     numel: int
     bits: int = 0
-    """Bits an element, if they differ by tensor; else 0."""
+    """Bits an element, if they differ by tensor; RAW for uncompressed tensors beside compressed ones; else 0."""
     shape: tuple[int, ...] = ()
     """The tensor's shape, if the compressor needs whole tensors; else empty."""
 
@@ -60,6 +61,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Usual values of the fields without default, for lists with one spec of every class."""
     encodes: ClassVar[bool] = True
     """Whether gradients are encoded. Only Identity sends them uncompressed."""
+    touches_segments_only: ClassVar[bool] = False
+    """Whether encode and decode leave elements outside their segments alone."""
 
     @property
     def owns_momentum(self) -> bool:
@@ -77,6 +80,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 1
 
     @property
+    def carries_uncompressed(self) -> bool:
+        """Whether payloads have room for uncompressed tensors, so that these may share a bucket with tensors of this spec."""
+        return self.encodes and self.touches_segments_only and not self.rounds
+
+    @property
     def element_bits(self) -> int:
         """`ElementRun.bits` of tensors with this spec."""
         return 0
@@ -89,6 +97,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
+
+    def bytes_beside(self, runs: Sequence[ElementRun], itemsize: int) -> int:
+        """`payload_bytes`, where runs with `bits` RAW travel uncompressed behind the payload of the others."""
+        raw = sum(run.numel for run in runs if run.bits == RAW)
+        coded = [run for run in runs if run.bits != RAW]
+        size = self.payload_bytes(coded, itemsize) if coded or not raw else 0
+        return -(-size // SCALE_ALIGN) * SCALE_ALIGN + raw * itemsize if raw else size
 
     def at_step(self, step: int) -> "Spec":
         """The spec of this step, for specs that change during the first steps."""
@@ -117,6 +132,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def family(self) -> str:
         """Tensors whose specs have the same family may share one encode call and one exchange.
 
+        >>> from gradwire.core.specs import QSGD
         >>> QSGD(bits=2).family == QSGD(bits=8).family, QSGD(block=64).family == QSGD(block=128).family
         (True, False)
         """
@@ -129,6 +145,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BlockSpec(Spec, frozen=True):
     """Base of specs with scales for blocks of `block` elements. `block` 0: one block is the whole run."""
 
+    touches_segments_only: ClassVar[bool] = True
     code_bits: ClassVar[int] = 8
     """Bits of an element in the payload, if all tensors have the same."""
     scales: ClassVar[int] = 1
@@ -176,17 +193,14 @@ def installed_specs() -> dict[str, type[Spec]]:
 
 
 def example_specs() -> tuple[Spec, ...]:
-    """One spec of every installed class, with the usual settings, by id. Classes with neither defaults nor `example` are left
-    out.
+    """One spec of every installed class, with the usual settings, by id; none of a class without defaults and `example`.
 
     >>> [spec for spec in example_specs() if spec.id.startswith("t")]
-    [TernGrad(), TopK(0.01), Truncate(4.0), TwoBit()]
+    [TernGrad(), Threshold(0.001), TopK(0.01), Truncate(4.0), TwoBit()]
     """
-    return tuple(cls(*cls.example) for _, cls in sorted(installed_specs().items()) if _has_example(cls))
-
-
-def _has_example(cls: type[Spec]) -> bool:
-    return all(not field.required for field in msgspec.structs.fields(cls)[len(cls.example) :])
+    classes = [cls for _, cls in sorted(installed_specs().items())]
+    fields = {cls: msgspec.structs.fields(cls)[len(cls.example) :] for cls in classes}
+    return tuple(cls(*cls.example) for cls in classes if not any(field.required for field in fields[cls]))
 
 
 def _installed(name: object) -> type[Spec] | None:
@@ -232,6 +246,61 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
         raise SpecError(f"{error} (in spec {name!r})") from error
 
 
+def spec_from_text(text: str) -> Spec:
+    """The spec whose repr this is, or an abbreviation of it with fields left out. Nothing is evaluated but literals.
+
+    Raises SpecError naming what is wrong.
+
+    >>> spec_from_text("ErrorFeedback(QSGD(bits=2))")
+    ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest'))
+    >>> spec_from_text("Identity")
+    Identity()
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"{show(text)} is no spec: write one as in Python, such as QSGD(bits=4).") from error
+    return _spec_of(tree, text)
+
+
+def _spec_of(node: ast.expr, text: str) -> Spec:
+    call = ast.Call(func=node, args=[], keywords=[]) if isinstance(node, ast.Name) else node
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise SpecError(f"{show(text)} is no spec: write one as in Python, such as QSGD(bits=4).")
+    name = call.func.id
+    by_name = {cls.__name__: cls for cls in registered_specs().values()}
+    if name not in by_name:
+        by_name = {cls.__name__: cls for cls in installed_specs().values()}
+    if name not in by_name:
+        raise SpecError(
+            f"there is no spec {show(name)}: it must be one of {', '.join(sorted(by_name))}{near(name, by_name)}."
+        )
+    cls, fields = by_name[name], msgspec.structs.fields(by_name[name])
+    known = [field.name for field in fields]
+    if len(call.args) > len(known):
+        raise SpecError(f"{name} takes at most {len(known)} values ({', '.join(known)}), not {len(call.args)}.")
+    values = dict(zip(known, (_value_of(argument, text) for argument in call.args), strict=False))
+    for keyword in call.keywords:
+        if keyword.arg not in known or keyword.arg in values:
+            told = "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
+            raise SpecError(f"{keyword.arg} {told}.")
+        values[keyword.arg] = _value_of(keyword.value, text)
+    if missing := [field.name for field in fields if field.required and field.name not in values]:
+        raise SpecError(f"{missing[0]} is missing in {name}(...): it has no default. Write {name}({missing[0]}=...).")
+    return cls(**values)
+
+
+def _value_of(node: ast.expr, text: str) -> Any:
+    if isinstance(node, (ast.Call, ast.Name)):
+        return _spec_of(node, text)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise SpecError(
+            f"{ast.unparse(node)} in {show(text)} is neither a number, a word in quotes nor a spec."
+        ) from error
+
+
 def as_spec(field: str, value: object) -> Spec:
     """The spec itself, or the spec read from its JSON object; errors begin with the field."""
     if isinstance(value, Spec):
@@ -246,3 +315,35 @@ if TYPE_CHECKING:
     SpecField = Spec
 else:
     SpecField = Any  # msgspec accepts any value; __post_init__ converts it by the registry
+
+
+def check_block(block: object, what: str = "the elements of a block", low: int = 32, high: int = 8192) -> None:
+    """A power of two from `low` to `high`."""
+    whole("block", block, what, low=low, high=high, error=SpecError)
+    assert isinstance(block, int)
+    if block & (block - 1):
+        lower = 1 << (block.bit_length() - 1)
+        raise SpecError(f"block is {block}: it must be a power of two. Use {lower} or {2 * lower}.")
+
+
+def check_seed(seed: object) -> None:
+    """A seed of a random stream."""
+    whole("seed", seed, "a seed", low=0, high=2**63 - 1, error=SpecError)
+
+
+def check_ratio(field: str, ratio: object) -> None:
+    """A part of all elements."""
+    number(field, ratio, "the part of the elements that is sent", positive=True, error=SpecError)
+    assert isinstance(ratio, (int, float))
+    if ratio > 1:
+        raise SpecError(
+            f"{field} is {ratio}: it is a part of the elements, at most 1. Write 0.01 for one in a hundred."
+        )
+
+
+def check_momentum(momentum: object) -> None:
+    """From 0 up to, not including, 1."""
+    number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
+    assert isinstance(momentum, (int, float))
+    if momentum >= 1:
+        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")

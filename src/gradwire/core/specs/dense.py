@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number, word
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_spec
-from gradwire.core.specs.fields import check_block, check_seed
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, check_block, check_seed, register_spec
 from gradwire.errors import SpecError
 
 
@@ -16,6 +15,7 @@ class Identity(Spec, frozen=True):
     id: ClassVar[str] = "identity"
     schemes: ClassVar[tuple[str, ...]] = ("allreduce", "alltoall", "allgather")
     encodes: ClassVar[bool] = False
+    touches_segments_only: ClassVar[bool] = True
     law: ClassVar[Law] = Law("exact")
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
@@ -65,8 +65,7 @@ class FP8(BlockSpec, frozen=True):
 class Natural(BlockSpec, frozen=True):
     """Natural compression: sign and a power of two, rounded at random to one of the two neighbours so that the mean is right
     (Horvath et al. 2019). 1 byte an element: 127 powers of two, down from the block's largest. Smaller values are rounded to
-    the last power or to zero.
-    """
+    the last power or to zero."""
 
     id: ClassVar[str] = "natural"
     law: ClassVar[Law] = Law("unbiased")
@@ -84,10 +83,10 @@ class Natural(BlockSpec, frozen=True):
 @register_spec
 class Truncate(Spec, frozen=True):
     """Fake compression for measurements: the first 1/ratio of the elements is sent, and the rest arrives as zeros (CGX, Fig.
-    1). Training does not work with Truncate: confirm with `unsafe=True`.
-    """
+    1). Training does not work with Truncate: confirm with `unsafe=True`."""
 
     id: ClassVar[str] = "truncate"
+    touches_segments_only: ClassVar[bool] = True
     example: ClassVar[tuple[float]] = (4.0,)
     law: ClassVar[Law] = Law("contractive")
 

@@ -53,6 +53,10 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.law
 
     @property
+    def touches_segments_only(self) -> bool:  # type: ignore[override]
+        return self.inner.touches_segments_only
+
+    @property
     def granularity(self) -> int:
         return self.inner.granularity
 
@@ -70,8 +74,7 @@ class ErrorFeedback(Spec, frozen=True):
 def innermost(spec: Spec) -> Spec:
     """The inner spec of ErrorFeedback; any other spec itself.
 
-    >>> from gradwire.core.specs import QSGD
     >>> innermost(ErrorFeedback(QSGD()))
-    QSGD(bits=4, block=128)
+    QSGD(bits=4, block=128, rounding='nearest')
     """
     return spec.inner if isinstance(spec, ErrorFeedback) else spec

@@ -7,8 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.checks import number, whole
-from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
-from gradwire.core.specs.fields import check_seed
+from gradwire.core.specs.base import ElementRun, Law, Spec, check_seed, register_spec
 from gradwire.errors import SpecError
 
 _NEVER = 1e300

@@ -7,8 +7,7 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import coded_bytes, qsgd_bytes
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, register_spec
-from gradwire.core.specs.fields import check_block, check_seed
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, check_block, check_seed, register_spec
 from gradwire.errors import SpecError
 
 
@@ -117,16 +116,15 @@ class Int8(BlockSpec, frozen=True):
 @register_spec
 class TwoBit(BlockSpec, frozen=True):
     """2-bit threshold quantisation with a residual (MXNet, CD-SGD). Elements of gradient plus residual from t on are sent as t,
-    elements up to -t as -t, and all others as zero. The residual keeps the rest.
-    """
+    elements up to -t as -t, and all others as zero. The residual keeps the rest."""
 
     id: ClassVar[str] = "twobit"
     state: ClassVar[tuple[str, ...]] = ("residual",)
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float = 0.0
-    """t, for mean gradients. MXNet's 0.5 is for gradients summed over a batch: divide by the batch size. 0: each block has its
-    own t, which is sent."""
+    """t, for mean gradients. MXNet's 0.5 is for gradients summed over a batch: divide by the batch size. 0: each block sends
+    its own t."""
     multiple: float = 1.0
     """t of a block over the mean magnitude of its gradient plus residual. Larger: fewer elements are sent; for normal elements 1
     is nearly best. No effect if `threshold` is given."""

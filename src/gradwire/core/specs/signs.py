@@ -3,21 +3,16 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gradwire.core.checks import number
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, register_spec
-from gradwire.core.specs.fields import check_block
-from gradwire.errors import SpecError
-
-_WHOLE = "the elements of a block, 0 for the tensor"
+from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, check_block, check_momentum, register_spec
 
 
 @register_spec
 class SignSGD(Spec, frozen=True):
     """Signs with a majority vote of the ranks: each element of the gradient becomes -1 or 1 (Bernstein et al. 2018; a tie and
-    zero count as 1). Choose the learning rate for steps of size 1.
-    """
+    zero count as 1). Choose the learning rate for steps of size 1."""
 
     id: ClassVar[str] = "signsgd"
+    touches_segments_only: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
@@ -25,11 +20,10 @@ class SignSGD(Spec, frozen=True):
 
 
 @register_spec
-class Signum(Spec, frozen=True):
+class Signum(SignSGD, frozen=True):
     """SignSGD on each rank's own running mean of gradients (Bernstein et al. 2018)."""
 
     id: ClassVar[str] = "signum"
-    schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
     state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.9
@@ -38,52 +32,39 @@ class Signum(Spec, frozen=True):
     def __post_init__(self) -> None:
         check_momentum(self.momentum)
 
-    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return SignSGD().payload_bytes(runs, itemsize)
+
+class _MeanSigns(BlockSpec, frozen=True):
+    """Signs with the means of blocks. Block 0 is as much of a tensor as is encoded at once."""
+
+    code_bits: ClassVar[int] = 1
+    state: ClassVar[tuple[str, ...]] = ("residual",)
+    law: ClassVar[Law] = Law("contractive")
+
+    def __post_init__(self) -> None:
+        if self.block != 0:
+            check_block(self.block, "the elements of a block, 0 for the tensor")
 
 
 @register_spec
-class EFSignSGD(BlockSpec, frozen=True):
+class EFSignSGD(_MeanSigns, frozen=True):
     """The sign of gradient plus residual, times the mean magnitude of the block; the residual keeps the error
     (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"
-    code_bits: ClassVar[int] = 1
-    state: ClassVar[tuple[str, ...]] = ("residual",)
-    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
     once. Larger: fewer bytes, more error."""
 
-    def __post_init__(self) -> None:
-        if self.block != 0:
-            check_block(self.block, _WHOLE)
-
 
 @register_spec
-class OneBit(BlockSpec, frozen=True):
+class OneBit(_MeanSigns, frozen=True):
     """One bit an element of gradient plus residual: the mean of the block's elements from zero on, or the mean of those below
     zero. The residual keeps the error (Seide et al. 2014)."""
 
     id: ClassVar[str] = "onebit"
-    code_bits: ClassVar[int] = 1
     scales: ClassVar[int] = 2
-    state: ClassVar[tuple[str, ...]] = ("residual",)
-    law: ClassVar[Law] = Law("contractive")
 
     block: int = 1024
     """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
     once. Smaller: less error, more bytes. Up to 8192 gradient and residual are read once, a whole tensor twice."""
-
-    def __post_init__(self) -> None:
-        if self.block != 0:
-            check_block(self.block, _WHOLE)
-
-
-def check_momentum(momentum: object) -> None:
-    """From 0 up to, not including, 1."""
-    number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
-    assert isinstance(momentum, (int, float))
-    if momentum >= 1:
-        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")

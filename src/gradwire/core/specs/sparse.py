@@ -7,9 +7,16 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import index_bytes, kept_of
-from gradwire.core.specs.base import ElementRun, Law, Spec, register_spec
-from gradwire.core.specs.fields import check_block, check_ratio, check_seed
-from gradwire.core.specs.signs import check_momentum
+from gradwire.core.specs.base import (
+    ElementRun,
+    Law,
+    Spec,
+    check_block,
+    check_momentum,
+    check_ratio,
+    check_seed,
+    register_spec,
+)
 from gradwire.errors import SpecError
 
 _WARM_UP = (0.25, 0.0625, 0.0156, 0.004, 0.001)
@@ -20,13 +27,15 @@ class _Selected(Spec, frozen=True):
     """Values of the selected elements, then their indices, for each tensor or for the whole bucket."""
 
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+    touches_segments_only: ClassVar[bool] = True
 
-    def _groups(self, runs: Sequence[ElementRun]) -> list[int]:
+    part: ClassVar[str] = "ratio"
+    """The field that has the part of the elements that is sent."""
+
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         numels = [run.numel for run in runs]
-        return [sum(numels)] if getattr(self, "per", "tensor") == "bucket" else numels
-
-    def _bytes(self, runs: Sequence[ElementRun], itemsize: int, ratio: float) -> int:
-        kept = [(kept_of(numel, ratio), numel) for numel in self._groups(runs)]
+        groups = [sum(numels)] if getattr(self, "per", "tensor") == "bucket" else numels
+        kept = [(kept_of(numel, getattr(self, self.part)), numel) for numel in groups]
         return sum(k for k, _ in kept) * itemsize + sum(index_bytes(k, n) for k, n in kept)
 
 
@@ -55,11 +64,12 @@ class TopK(_Selected, frozen=True):
         word("per", self.per, ("tensor", "bucket"), error=SpecError)
 
     @property
+    def touches_segments_only(self) -> bool:  # type: ignore[override]
+        return self.per == "tensor"
+
+    @property
     def law(self) -> Law:
         return Law("contractive", self.ratio)
-
-    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return self._bytes(runs, itemsize, self.ratio)
 
 
 @register_spec
@@ -69,6 +79,7 @@ class BlockTopK(Spec, frozen=True):
     id: ClassVar[str] = "block_topk"
     example: ClassVar[tuple[float]] = (0.01,)
     schemes: ClassVar[tuple[str, ...]] = ("allgather", "alltoall")
+    touches_segments_only: ClassVar[bool] = True
 
     ratio: float
     """The part that is sent of each block, rounded up, at least one element."""
@@ -99,11 +110,11 @@ class BlockTopK(Spec, frozen=True):
 @register_spec
 class Threshold(_Selected, frozen=True):
     """The elements of at least a fixed magnitude, up to `capacity` of them, the largest first. Unused places are sent as zeros,
-    since payload sizes never depend on values. Biased: give it ErrorFeedback.
-    """
+    since payload sizes never depend on values. Biased: give it ErrorFeedback."""
 
     id: ClassVar[str] = "threshold"
     example: ClassVar[tuple[float]] = (1e-3,)
+    part: ClassVar[str] = "capacity"
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float
@@ -115,9 +126,6 @@ class Threshold(_Selected, frozen=True):
         number("threshold", self.threshold, "the smallest magnitude that is sent", positive=True, error=SpecError)
         check_ratio("capacity", self.capacity)
 
-    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return self._bytes(runs, itemsize, self.capacity)
-
 
 @register_spec
 class RandomK(Spec, frozen=True):
@@ -128,6 +136,7 @@ class RandomK(Spec, frozen=True):
 
     id: ClassVar[str] = "randomk"
     example: ClassVar[tuple[float]] = (0.01,)
+    touches_segments_only: ClassVar[bool] = True
     law: ClassVar[Law] = Law("unbiased")
 
     ratio: float
@@ -160,11 +169,10 @@ class RandomK(Spec, frozen=True):
 
 @register_spec
 class DGC(_Selected, frozen=True):
-    """Deep gradient compression (Lin et al. 2018): Top-k of the sum of momenta. Both momentum u and sum v are cleared where an
-    element is sent.
+    """Deep gradient compression (Lin et al. 2018): Top-k of the sum of momenta.
 
-    DGC applies the momentum: u = momentum * u + gradient, v = v + u, and the largest of v are sent. Train with an optimizer
-    without momentum.
+    DGC applies the momentum: u = momentum * u + gradient, v = v + u. The largest of v are sent, and u and v are cleared there.
+    Train with an optimizer without momentum.
     """
 
     id: ClassVar[str] = "dgc"
@@ -175,8 +183,7 @@ class DGC(_Selected, frozen=True):
     momentum: float = 0.9
     """Momentum of the gradients, before selection."""
     clip: float = 0.0
-    """The largest norm of a tensor's gradient before it is added to the momentum, divided by the root of the number of ranks.
-    0: no clipping."""
+    """The largest norm of a tensor's gradient before momentum, divided by the root of the number of ranks. 0: no clipping."""
     warm_up_steps: int = 0
     """Steps in which the ratio falls from 0.25 to `ratio`, a quarter at a time. 0: no warm-up."""
     selection: str = "exact"
@@ -192,9 +199,6 @@ class DGC(_Selected, frozen=True):
     @property
     def owns_momentum(self) -> bool:
         return self.momentum > 0
-
-    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return self._bytes(runs, itemsize, self.ratio)
 
     def at_step(self, step: int) -> "DGC":
         """

@@ -12,8 +12,6 @@ from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
 
-__all__ = ["BackwardSchedule"]
-
 
 class BackwardSchedule:
     """Wait-free backpropagation: a bucket is exchanged while backward computes the gradients of the next one."""

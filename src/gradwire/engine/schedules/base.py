@@ -17,21 +17,6 @@ from gradwire.exchange import Exchange
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.states import Saved
 
-__all__ = [
-    "ClipsGradients",
-    "Closed",
-    "Corrects",
-    "KeepsState",
-    "Launches",
-    "Missing",
-    "PutsOff",
-    "ScheduleEvents",
-    "SeesBackward",
-    "ShardsOptimizer",
-    "TrainingJob",
-    "Traits",
-]
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -96,7 +81,8 @@ class ScheduleEvents(Protocol):
         ...
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient is about to be accumulated into parameter.grad, or at the end of backward none was."""
+        """A gradient is about to be accumulated into parameter.grad, or at the end of backward none was. The first call of a step
+        comes before `on_begin`; a backward that does not synchronise calls it too."""
         ...
 
     def on_begin(self) -> None:
@@ -109,7 +95,7 @@ class ScheduleEvents(Protocol):
         ...
 
     def on_closed(self, closed: Closed) -> None:
-        """The step counts: give parameters their gradients."""
+        """The step counts: settle what is missing. Where `traits` send in backward, all other means are in `grad` already."""
         ...
 
     def settle(self) -> None:

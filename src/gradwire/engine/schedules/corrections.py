@@ -13,9 +13,7 @@ from gradwire.exchange import Exchange
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import Remembered
 from gradwire.exchange.plans import info_of
-from gradwire.planner.corrections import correction_plan
-
-__all__ = ["Corrections"]
+from gradwire.planner.schemes import correction_plan
 
 
 class Corrections:

@@ -37,7 +37,6 @@ from gradwire.core.schedules import Delayed
 from gradwire.engine.buffers import BufferCopy, ModelBuffers
 from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.drift import checksums
-from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.corrections import Corrections
@@ -64,8 +63,6 @@ from gradwire.exchange import StepReport
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import added_up
 from gradwire.exchange.states import CORRECTION, LOCAL, Saved, divided
-
-__all__ = ["DelayedSchedule"]
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""
@@ -105,10 +102,7 @@ class DelayedSchedule:
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
 
-    @staticmethod
-    def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """See `ScheduleClass`."""
-        check_delayed(prepared, optimizers)
+    check_optimizers = staticmethod(check_delayed)
 
     def attach(self) -> None:
         reducer = self._reducer

@@ -32,8 +32,14 @@ class ScheduleClass(Protocol):
 
 
 def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
-    """What runs the steps of a plan with this schedule."""
+    """What runs the steps of a plan with this schedule. Raises PlanError where it lacks a part of `ScheduleEvents`."""
     made: ScheduleEvents = named(schedule.engine)(reducer, schedule, job)
+    methods = [name for name in vars(ScheduleEvents) if not name.startswith("_")]
+    if missing := [name for name in ("traits", *methods) if not hasattr(made, name)]:
+        raise PlanError(
+            f"{type(made).__name__}, which runs the schedule {schedule.word!r}, has no {', '.join(missing)}: the engine calls "
+            "every method of gradwire.engine.schedules.base.ScheduleEvents. Add what is missing."
+        )
     return made
 
 

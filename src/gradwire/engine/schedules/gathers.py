@@ -3,15 +3,15 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
 from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.base import ScheduleEvents
+from gradwire.engine.seams.hooks import ModelHook
 from gradwire.exchange import Exchange, StepReport
-
-__all__ = ["Gathers"]
 
 
 class Gathers:
@@ -81,6 +81,13 @@ class Gathers:
     def let_go(self) -> Callable[[], None]:
         """See `Schedule.let_go`."""
         return partial(_let_go, self._reducer.exchange, self._running_out)
+
+
+def settle_before_backward(schedule: ScheduleEvents, outputs: Iterable[torch.Tensor]) -> None:
+    """A backward from these settles before it uses saved tensors: a parameter that was stepped since is refused by torch, as it
+    should be."""
+    for output in outputs:
+        output.register_hook(ModelHook(schedule, lambda schedule, gradient: schedule.settle()))
 
 
 def _let_go(exchange: Exchange, running_out: threading.Event) -> None:

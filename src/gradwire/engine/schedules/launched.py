@@ -17,8 +17,6 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import Slot
 
-__all__ = ["Launched", "Update", "by_bucket", "check_delayed", "check_gradients", "finish_quietly"]
-
 Update = Callable[[Sequence[torch.nn.Parameter]], None]
 """Makes the global weights of these parameters, with the gradients that they hold."""
 

@@ -22,21 +22,19 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import LinkError
+from gradwire.collectives import Link, TwoPhase, transfer
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import Gradient
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
-from gradwire.engine.schedules.gathers import Gathers
-from gradwire.engine.schedules.shard_norm import clip_coefficient, exact_shards, norm_over_ranks
+from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
 from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.seams.later import is_later, looking, make_current, use_later
 from gradwire.engine.seams.settling import SettleFirst
 from gradwire.engine.seams.splitting import why_whole
 from gradwire.engine.seams.stepping import Groups, Stepping, outermost, snapshot, step_only
-
-__all__ = ["PipelinedSchedule", "warn_once"]
+from gradwire.exchange import Exchange
 
 
 @dataclass
@@ -100,12 +98,7 @@ class PipelinedSchedule:
 
     def after_forward(self, outputs: list[torch.Tensor]) -> None:
         """See `SeesBackward`."""
-        for output in outputs:
-            output.register_hook(ModelHook(self, PipelinedSchedule._backward_begins))
-
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
-        # before saved tensors are used: a parameter stepped since then is refused by torch, as it should be
-        self.settle()
+        settle_before_backward(self, outputs)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """What is accumulated into must be there. Usually it is: forward waited for it, or there is no gradient."""
@@ -198,10 +191,7 @@ class PipelinedSchedule:
             untouched = all_under_way and self._scale is None and self._all_ours()
             if untouched:
                 gathers.await_sums()
-            try:
-                norm = norm_over_ranks(reducer.lanes.control, shards if untouched else None, 2.0)
-            except LinkError as error:
-                raise reducer.broken("the norm of all gradients", error) from error
+            norm = norm_over_ranks(reducer, shards if untouched else None, 2.0)
             if norm is None:
                 return None
             self._scale = clip_coefficient(norm, max_norm)
@@ -260,3 +250,51 @@ def warn_once(said: set[str], why: str, optimizer: torch.optim.Optimizer) -> boo
             stacklevel=6,
         )
     return bool(why)
+
+
+# ---- the norm of the mean gradients before anything is gathered: that of the shards which ranks own
+
+
+def exact_shards(exchange: Exchange) -> list[torch.Tensor]:
+    """This rank's shards of all mean gradients, once the reduce phases are done. Empty where what is gathered may differ from
+    them: where a bucket is compressed, has no shards, or sums in another dtype than its gradients'. So on all ranks alike."""
+    shards = []
+    for buffers in exchange.buckets:
+        plain = not buffers.bucket.main_spec.encodes
+        for chunk in buffers.chunks:
+            if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
+                return []
+            shards.append(chunk.total)
+    return shards
+
+
+def norm_over_ranks(reducer: Reducer, shards: Iterable[torch.Tensor] | None, power: float) -> float | None:
+    """The norm of all ranks' shards as one vector; None on all ranks where one of them passed None. `power`, above 0 and maybe
+    inf, says which norm. Collective."""
+    own = None
+    if shards is not None:
+        own = float(_joined([torch.linalg.vector_norm(shard, power, dtype=torch.float64) for shard in shards], power))
+    with reducer.lanes.told("the norm of all gradients", reducer.step):
+        return reducer.lanes.control.submit(partial(_norm, own=own, power=power)).result()
+
+
+def _norm(link: Link, own: float | None, power: float) -> float | None:
+    # the norm of each rank's shards, and last whether a rank passed none
+    told = torch.zeros(link.world_size + 1, dtype=torch.float64)
+    if own is None:
+        told[-1] = 1.0
+    else:
+        told[link.rank] = own
+    with transfer():
+        link.all_reduce(told).wait()
+    return None if told[-1] else float(_joined(list(told[:-1]), power))
+
+
+def _joined(norms: list[torch.Tensor], power: float) -> torch.Tensor:
+    """The norm of parts that have these norms."""
+    return torch.linalg.vector_norm(torch.stack(norms), power) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied with, as by torch.nn.utils.clip_grad_norm_: at most 1, and NaN for NaN."""
+    return float((max_norm / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0))

@@ -21,29 +21,24 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradwire.collectives import Link, LinkError
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.leaving import leave
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.gathers import Gathers
-from gradwire.engine.schedules.pipelined import PipelinedSchedule, warn_once
-from gradwire.engine.schedules.shard_norm import clip_coefficient, norm_over_ranks
+from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
+from gradwire.engine.schedules.pipelined import PipelinedSchedule, clip_coefficient, norm_over_ranks, warn_once
 from gradwire.engine.schedules.shards import Shard, Shards
-from gradwire.engine.seams.elementwise import why_not_sharded
 from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.seams.later import looking, make_current, use_later
 from gradwire.engine.seams.settling import SettleFirst
-from gradwire.engine.seams.splitting import why_none_later
+from gradwire.engine.seams.splitting import why_none_later, why_not_sharded
 from gradwire.engine.seams.stepping import Stepping, outermost, step_in_place_of
 from gradwire.engine.step_state import StepState
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.exchange.options import check_sharded
-
-__all__ = ["ShardedSchedule"]
 
 
 class ShardedSchedule:
@@ -91,10 +86,7 @@ class ShardedSchedule:
                 "elements apart, as torch's SGD, Adam, AdamW, NAdam, RAdam, RMSprop and Adagrad do."
             )
 
-    @staticmethod
-    def why_not(job: TrainingJob) -> str:
-        """See `ScheduleClass`."""
-        return PipelinedSchedule.why_not(job)
+    why_not = staticmethod(PipelinedSchedule.why_not)
 
     def check_exchange(self, exchange: Exchange) -> None:
         """See `ShardsOptimizer`."""
@@ -161,12 +153,7 @@ class ShardedSchedule:
 
     def after_forward(self, outputs: list[torch.Tensor]) -> None:
         """See `SeesBackward`."""
-        for output in outputs:
-            output.register_hook(ModelHook(self, ShardedSchedule._backward_begins))
-
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
-        # before saved tensors are used: a parameter stepped since then is refused by torch, as it should be
-        self.settle()
+        settle_before_backward(self, outputs)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.settle()
@@ -311,10 +298,7 @@ class ShardedSchedule:
             raise StepStateError(_refusal(f"norm_type is {norm_type}: only norms above 0 can be joined from shards"))
         self._gathers.await_sums()
         totals = [shard.total for shards in self._due_by_parameter().values() for shard in shards]
-        try:
-            norm = norm_over_ranks(self._reducer.lanes.control, totals, power)
-        except LinkError as error:
-            raise self._reducer.broken("the norm of all gradients", error) from error
+        norm = norm_over_ranks(self._reducer, totals, power)
         assert norm is not None
         for total in totals:
             total.mul_(clip_coefficient(norm, max_norm))
@@ -323,16 +307,9 @@ class ShardedSchedule:
 
     def optimizer_state_dict(self, rank: int | None) -> dict[str, Any]:
         self.settle()
-        optimizer = self._living_optimizer()
-        shards = self._of_shards
-
-        def join(link: Link) -> dict[torch.Tensor, dict[str, Any]]:
-            return shards.whole_state(optimizer, link)
-
-        try:
-            whole = self._reducer.lanes.control.submit(join).result()
-        except LinkError as error:
-            raise self._reducer.broken("the optimizer's state of all ranks", error) from error
+        optimizer, lanes = self._living_optimizer(), self._reducer.lanes
+        with lanes.told("the optimizer's state of all ranks", self._reducer.step):
+            whole = lanes.control.submit(partial(self._of_shards.whole_state, optimizer)).result()
         if rank is not None and rank != self._reducer.group.rank:
             return {}
         own = optimizer.state

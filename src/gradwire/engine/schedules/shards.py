@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.collectives import Link
-from gradwire.engine.seams.optimizer_state import in_order, part_of_state
+from gradwire.engine.seams.splitting import in_order, part_of_state
 from gradwire.exchange.agreement import broadcast_bytes, gather_bytes
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.phases import shards_of
-
-__all__ = ["Shard", "Shards", "State"]
 
 State = Mapping[str, Any]
 """What an optimizer keeps of one parameter."""

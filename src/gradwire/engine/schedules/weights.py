@@ -19,16 +19,6 @@ from gradwire.errors import PlanError
 from gradwire.exchange.states import LOCAL
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
-__all__ = [
-    "LocalMove",
-    "TwoWeights",
-    "check_local",
-    "check_local_updates",
-    "has_local_update",
-    "local_move",
-    "local_moves",
-]
-
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 """A local update for a rate of 1, and the squares and the mean that it takes."""
 

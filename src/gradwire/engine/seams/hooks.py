@@ -19,8 +19,6 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Act", "GradientHooks", "ModelHook", "Patch", "leave_hooks_behind", "tensors_in"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["can_wait", "is_later", "looking", "make_current", "use_later"]
-
 # Attributes that say what a tensor is and not what it holds, and giving it another gradient or a hook
 _LOOKS_AT_NO_VALUES = {
     *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "is_sparse")),

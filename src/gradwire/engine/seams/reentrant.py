@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["in_graph", "inside"]
-
 _MARK = "CheckpointFunctionBackward"
 
 

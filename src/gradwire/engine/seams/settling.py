@@ -17,8 +17,6 @@ import torch
 
 from gradwire.engine.seams.hooks import Patch, leave_hooks_behind
 
-__all__ = ["Guard", "SettleFirst"]
-
 # parameters(), buffers() and requires_grad_() of a module, and of those around it, walk by named_modules(); to(), half() and
 # cuda() by _apply(); load_state_dict() by _load_from_state_dict()
 _WALKS = ("parameters", "named_parameters", "named_modules", "get_parameter")

@@ -1,4 +1,4 @@
-"""Whether an optimizer may step some parameters earlier than others: tried on a clone."""
+"""Whether an optimizer may step some parameters earlier than others, or a part of a tensor by itself: tried on a clone."""
 
 import copy
 import sys
@@ -13,22 +13,14 @@ from torch.optim import optimizer as torch_optimizer
 from gradwire.engine.seams.later import can_wait
 from gradwire.engine.seams.stepping import is_replaced, step_only
 
-__all__ = [
-    "clone",
-    "compiled_frames",
-    "gradients",
-    "has_hooks",
-    "moved",
-    "splits",
-    "why_at_once",
-    "why_none_later",
-    "why_whole",
-]
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
 _RATE = 0.1
 _MOST_EDGE = 4
+_MOST_OF_VECTOR, _MOST_OF_MATRIX = 300, 18
+"""Edges of small tensors that are cut."""
+_SHARD = 128
+"""Shards begin at multiples of so many elements of a tensor."""
 _KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
@@ -48,10 +40,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, c
 def why_at_once(optimizer: torch.optim.Optimizer) -> str:
     """Why its step must be one of all parameters at once; '' if it need not."""
     name = type(optimizer).__name__
-    if has_hooks(optimizer):
-        return f"{name} has step hooks, which expect that all parameters are stepped at once"
-    if is_replaced(optimizer):
-        return f"something else stands in place of {name}.step, and may expect that all parameters are stepped at once"
+    if why := _why_watched(optimizer, "all parameters are stepped at once"):
+        return why
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return f"a GradScaler unscales gradients inside {name}.step"
     if optimizer.defaults.get("differentiable"):
@@ -171,7 +161,105 @@ def _is_guard(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before or after its steps."""
+def _why_watched(optimizer: torch.optim.Optimizer, expected: str) -> str:
+    """What may expect that its steps are as they were, in words; '' if nothing does."""
+    name = type(optimizer).__name__
     everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-    return bool(everywhere) or any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+    if everywhere or any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+        return f"{name} has step hooks, which expect that {expected}"
+    if is_replaced(optimizer):
+        return f"something else stands in place of {name}.step, and may expect that {expected}"
+    return ""
+
+
+# ---- parts of tensors
+
+
+def why_not_sharded(optimizer: torch.optim.Optimizer, tried: bool = False) -> str:
+    """Why ranks cannot step a shard each; '' if they can. `tried`: a clone was tried before, and only hooks may be new."""
+    name = type(optimizer).__name__
+    if why := _why_watched(optimizer, "whole parameters are stepped"):
+        return why
+    if optimizer.defaults.get("differentiable"):
+        return f"{name} has differentiable=True"
+    if not tried and not elementwise(optimizer):
+        return (
+            f"a step of {name} on a part of a tensor is not that part of its step on the whole: it looks at norms, rows or "
+            "shapes, or needs a closure"
+        )
+    return ""
+
+
+def elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step on parts of flattened tensors equals the step on the tensors, bit for bit, on a clone with small ones.
+
+    >>> elementwise(torch.optim.Adam([torch.nn.Parameter(torch.ones(20, 20))]))
+    True
+    >>> elementwise(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(20, 20))]))
+    False
+    """
+
+    def small(parameter: torch.nn.Parameter, generator: torch.Generator) -> torch.nn.Parameter:
+        most = _MOST_OF_VECTOR if parameter.dim() == 1 else _MOST_OF_MATRIX
+        shape = [min(size, most) for size in parameter.shape]
+        return torch.nn.Parameter(torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype))
+
+    try:
+        (whole, tensors), (cut, _) = clone(optimizer, small), clone(optimizer, small)
+        parts = {tensor: _parts(tensor) for tensor in tensors}
+        before = [tensor.detach().clone() for tensor in tensors]
+        for group, of_whole in zip(cut.param_groups, whole.param_groups, strict=True):
+            group["params"] = [part for tensor in of_whole["params"] for _, part in parts[tensor]]
+        for tensor, of_tensor in parts.items():
+            for first, part in of_tensor if tensor in whole.state else ():
+                cut.state[part] = part_of_state(whole.state[tensor], tensor, first, part.numel())
+        for number in range(_STEPS):
+            for tensor, gradient in zip(tensors, gradients(tensors, number), strict=True):
+                tensor.grad = gradient
+                for first, part in parts[tensor]:
+                    part.grad = gradient.reshape(-1)[first : first + part.numel()]
+            whole.step()
+            cut.step()
+    except Exception:
+        return False  # it is not built like torch's
+    if not moved(tensors, before):
+        return False
+    of_parts = {part: cut.state.get(part, {}) for of_tensor in parts.values() for _, part in of_tensor}
+    if not all(_is_known(value, part) for part, state in of_parts.items() for value in state.values()):
+        return False
+    joined = [torch.cat([part.detach() for _, part in parts[tensor]]) for tensor in tensors]
+    return all(torch.equal(one.reshape(-1), other) for one, other in zip(tensors, joined, strict=True))
+
+
+def _parts(tensor: torch.nn.Parameter) -> list[tuple[int, torch.nn.Parameter]]:
+    """Parts of the flattened tensor, each with its first element."""
+    flat = tensor.detach().reshape(-1)
+    edges = [0, _SHARD] if flat.numel() > _SHARD else [0]
+    ends = [*edges[1:], flat.numel()]
+    return [(a, torch.nn.Parameter(flat[a:b].clone())) for a, b in zip(edges, ends, strict=True)]
+
+
+def _is_known(value: Any, part: torch.nn.Parameter) -> bool:
+    """Whether shards of it can be joined again."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 or value.shape == part.shape
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def part_of_state(state: Mapping[str, Any], like: torch.Tensor, first: int, numel: int) -> dict[str, Any]:
+    """What an optimizer keeps of a run of a parameter's elements, from what it keeps of all. `like` has the parameter's shape,
+    and the strides in whose order elements count. Copies."""
+    part = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == like.shape:
+            part[key] = in_order(value, like)[first : first + numel].clone()
+        else:
+            part[key] = copy.deepcopy(value)
+    return part
+
+
+def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order in which those of `like` lie: a view where the strides are the same."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((like.numel(),), (1,))

@@ -11,8 +11,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradwire.errors import StepStateError
 
-__all__ = ["Groups", "Stepping", "is_replaced", "outermost", "snapshot", "step_in_place_of", "step_later", "step_only"]
-
 Groups = list[dict[str, Any]]
 """An optimizer's `param_groups`."""
 Whole = Callable[[], Any]

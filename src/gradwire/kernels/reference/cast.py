@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.reference.numbers import narrow
+from gradwire.kernels.segments import State
 
 
-def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload: Tensor) -> None:
+def cast_encode(src: Tensor, residual: State, wire: torch.dtype, payload: Tensor) -> None:
     """Encode src (+ residual) as `wire` (bfloat16 or float16), to nearest even. What overflows leaves no residual."""
     v = src.to(torch.float32) if residual is None else src.to(torch.float32) + residual
     sent = narrow(v, wire)

@@ -1,9 +1,9 @@
-"""FP8: each block's largest magnitude is brought to the format's largest number and all are rounded to nearest even.
+"""FP8: a block is scaled so that its largest magnitude becomes the format's largest number, and is rounded to nearest even.
 
     code = value * (largest of the format / scale) in the format, saturating          scale: the block's maximum, rounded up
     value = code * (scale / largest of the format)
 
-A block whose largest magnitude is below 2^-110 counts as zero: the factor would overflow.
+A block counts as zero if its largest magnitude is below 2^-110, because the factor would overflow.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.kernels.reference.numbers import bf16_up, bf16_value, bits_of
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 
 TINY = 2.0**-110
 
@@ -21,7 +21,7 @@ TINY = 2.0**-110
 @dataclass(frozen=True)
 class _Format(Coder):
     mantissa: int
-    """Bits of it."""
+    """Bits of the mantissa."""
     bias: int
     largest: float
 
@@ -49,9 +49,7 @@ class _Format(Coder):
 _FORMATS = {"e4m3": _Format(3, 7, 448.0), "e5m2": _Format(2, 15, 57344.0)}
 
 
-def fp8_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, block: int, format: str, payload: Tensor
-) -> None:
+def fp8_encode(src: Tensor, residual: State, segments: Segments, block: int, format: str, payload: Tensor) -> None:
     """As `scaled_encode`; format is e4m3 or e5m2."""
     scaled_encode(_FORMATS[format], src, residual, segments, None, block, payload)
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.reference.numbers import narrow
+from gradwire.kernels.segments import State
 
 
 class LocalUpdate(NamedTuple):
     """out = weight - rate * (own * gradient + momentum * mean) / (sqrt(kept * squares + taken * gradient^2) + eps). Without
-    squares nothing is divided, and without a mean its term is left out."""
+    squares there is no division, and without a mean there is no term of the mean."""
 
     rate: float
     own: float = 1.0
@@ -20,9 +21,7 @@ class LocalUpdate(NamedTuple):
     eps: float = 0.0
 
 
-def local_update(
-    weight: Tensor, gradient: Tensor, squares: Tensor | None, mean: Tensor | None, by: LocalUpdate, out: Tensor
-) -> None:
+def local_update(weight: Tensor, gradient: Tensor, squares: State, mean: State, by: LocalUpdate, out: Tensor) -> None:
     """Write the weights moved by `by` to `out`, in float32 (or float64, if they are) and rounded once. All have one shape."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     g = gradient.to(wide)

@@ -1,7 +1,7 @@
 """PowerSGD's products. `matrices` is int64 of shape (count, 5): offset, rows, columns, first number of P, first number of Q.
 
-M is src + residual, a matrix row after row in the flat buffer. P is rows x rank, row after row; Q is rank rows of `columns`.
-Sums differ from the kernels' in their last bits: the order of adding is torch's here.
+M is src + residual, row after row in the flat buffer. P has shape (rows, rank), Q has shape (rank, columns), both row after row.
+Sums differ from those of other kernels in their last bits, because torch adds in another order.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradwire.kernels.segments import State
 
 
 class _Matrix(NamedTuple):
@@ -21,31 +23,30 @@ class _Matrix(NamedTuple):
 
 def _each(matrices: Tensor, rank: int) -> Iterator[_Matrix]:
     for offset, rows, columns, p_at, q_at in matrices.tolist():
-        run, p, q = (
-            slice(at, at + n) for at, n in ((offset, rows * columns), (p_at, rows * rank), (q_at, columns * rank))
-        )
+        spans = (offset, rows * columns), (p_at, rows * rank), (q_at, columns * rank)
+        run, p, q = (slice(at, at + n) for at, n in spans)
         yield _Matrix(run, rows, columns, p, q)
 
 
-def _whole(src: Tensor, residual: Tensor | None, m: _Matrix) -> Tensor:
+def _whole(src: Tensor, residual: State, m: _Matrix) -> Tensor:
     x = src[m.run].to(torch.float32)
     return (x if residual is None else x + residual[m.run]).view(m.rows, m.columns)
 
 
-def project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
+def project(src: Tensor, residual: State, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
     """P = M Q', of every matrix."""
     for m in _each(matrices, rank):
         p[m.p] = (_whole(src, residual, m) @ q[m.q].view(rank, m.columns).T).reshape(-1)
 
 
-def back_project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
+def back_project(src: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
     """Q = P' M, of every matrix."""
     for m in _each(matrices, rank):
         q[m.q] = (p[m.p].view(m.rows, rank).T @ _whole(src, residual, m)).reshape(-1)
 
 
 def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
-    """Make the columns of each P orthonormal; they span at least what they did. A P that is not finite becomes NaN."""
+    """Make the columns of each P orthonormal. They span at least the same space. A P that is not finite becomes NaN."""
     for m in _each(matrices, rank):
         columns = p[m.p].view(m.rows, rank).double()
         if bool(columns.isfinite().all()):
@@ -55,9 +56,9 @@ def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
 
 
 def reconstruct(
-    dst: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
+    dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
 ) -> None:
-    """dst = P Q of all ranks; residual = M less P Q of this one, unless Q is not finite: then it stays what it was."""
+    """dst = P times the sum of Q; residual = M - P times the own Q. If the sum is not finite, the residual does not change."""
     for m in _each(matrices, rank):
         left = p[m.p].view(m.rows, rank)
         if residual is not None and bool(q_sum[m.q].isfinite().all()):

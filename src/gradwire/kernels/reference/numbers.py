@@ -1,7 +1,9 @@
-"""Conversions and blocks that all reference kernels share."""
+"""Conversions, blocks, and codes of 1 to 8 bits packed in planes (see csrc/planes.hpp), which all reference kernels share."""
 
 import torch
 from torch import Tensor
+
+from gradwire.kernels.segments import State
 
 TINY = 2.0**-100  # below this a range of values counts as zero: 2^24 times its reciprocal would overflow
 HUGE = 2.0**126  # from here on values count as not finite: the range or the rounded scale would overflow
@@ -21,7 +23,7 @@ def equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
     return [run for run in ((0, full, block), (full * block, 1, tail)) if run[1] and run[2]]
 
 
-def given(src: Tensor, residual: Tensor | None, where: slice | Tensor) -> Tensor:
+def given(src: Tensor, residual: State, where: slice | Tensor) -> Tensor:
     """src + residual of these elements, in float32."""
     v = src[where].to(torch.float32)
     return v if residual is None else v + residual[where]
@@ -58,3 +60,39 @@ def bf16_towards(x: Tensor, up: bool) -> Tensor:
     magnitude, negative = bits & 0x7FFFFFFF, bits >> 31 == 1
     raw = torch.where(negative != up, bf16_up(magnitude), magnitude >> 16)
     return raw | torch.where(negative, 0x8000, 0)
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """(width, shift) of each plane."""
+    if bits == 8:
+        return [(8, 0)]
+    planes, shift = [], 0
+    for width in (4, 2, 1):
+        if bits & width:
+            planes.append((width, shift))
+            shift += width
+    return planes
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+    out = []
+    for width, shift in _planes(bits):
+        plane = (codes >> shift) & ((1 << width) - 1)
+        parts = plane.reshape(codes.shape[0], 8 // width, -1)
+        shifts = torch.arange(0, 8, width, device=codes.device).reshape(1, -1, 1)
+        out.append((parts << shifts).sum(dim=1))
+    return torch.cat(out, dim=1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
+    m = (n + 7) // 8 * 8
+    codes = torch.zeros(packed.shape[0], m, dtype=torch.int64, device=packed.device)
+    at = 0
+    for width, shift in _planes(bits):
+        size = m * width // 8
+        part = packed[:, at : at + size].to(torch.int64).unsqueeze(1)
+        shifts = torch.arange(0, 8, width, device=packed.device).reshape(1, -1, 1)
+        codes |= (((part >> shifts) & ((1 << width) - 1)) << shift).reshape(packed.shape[0], m)
+        at += size
+    return codes[:, :n]

@@ -1,25 +1,27 @@
 """Powers of two with a sign: natural compression, and QSGD's exponential levels, which are powers of two times the scale.
 
-The last b - 1 bits of a code of b bits say which power, 0 for zero; its first bit is the sign.
+A code has b bits. The first bit is the sign. The other bits are the number of the power, or 0 for zero.
 
     natural, e from 1 to 127                     value = 2^(E - 127 + e)        scale 2^E, the smallest not below the maximum
     exponential, i from 1 to L = 2^(b-1) - 1     value = scale * 2^(i - L)
 
-A value becomes one of the two neighbouring levels at random so that the mean is right, or the nearer one, the upper of
-two that are as near. The random 16 bits are added to the mantissa, and a carry out of it is the next power. Below the
-lowest level there is zero. Levels that float32 does not hold as normal numbers (natural: below 2^-126; exponential: below
-2^-120) count as zero: what lies there goes to the smallest level that is left or to zero. Of natural compression what lies
-more than 126 powers below the scale, where that exceeds 1, is zero unless it is rounded up to the lowest level. A block
-whose scale is below 2^-100 counts as zero.
+Stochastic rounding chooses one of the two neighbouring levels so that the mean is right. Nearest rounding chooses the nearer
+level, and the upper one of two equally near levels. Encoding adds 16 random bits to the mantissa; a carry gives the next power.
+The level below the lowest one is zero. Levels that float32 does not hold as normal numbers (natural: below 2^-126; exponential:
+below 2^-120) count as zero; values there become the smallest remaining level or zero. In natural compression with a scale above
+1, a value more than 126 powers below the scale is zero, unless it is rounded up to the lowest level. A block counts as zero if
+its scale is below 2^-100.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.reference.numbers import TINY, bf16_value, bits_of, float_of
-from gradwire.kernels.reference.qsgd import find_scale
+from gradwire.kernels.reference.qsgd import find_scale, levels_encode
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments, State
 
 
 class _Natural(Coder):
@@ -75,32 +77,13 @@ def _value(codes: Tensor, offset: Tensor | int, unit: Tensor, bits: int) -> Tens
 
 
 def natural_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, payload: Tensor
 ) -> None:
     """As `scaled_encode`."""
     scaled_encode(_Natural(), src, residual, segments, stream, block, payload)
 
 
-def natural_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """As `scaled_decode`."""
-    scaled_decode(_Natural(), payload, segments, block, add, dst)
-
-
-def exponential_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    stream: Tensor,
-    block: int,
-    scale: str,
-    rounding: str,
-    payload: Tensor,
-) -> None:
-    """As `qsgd_encode`, with levels that halve from the scale ('max' or 'l2') on."""
-    drawn = stream if rounding == "stochastic" else None
-    scaled_encode(_Exponential(scale), src, residual, segments, drawn, block, payload)
-
-
-def exponential_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """As `qsgd_decode`."""
-    scaled_decode(_Exponential("max"), payload, segments, block, add, dst)
+natural_decode = partial(scaled_decode, _Natural())
+exponential_encode = partial(levels_encode, _Exponential)
+"""As `qsgd_encode`, with levels that halve from the scale ('max' or 'l2') on."""
+exponential_decode = partial(scaled_decode, _Exponential("max"))

@@ -1,10 +1,12 @@
-"""QSGD's uniform levels. The scales bound the block: bfloat16, rounded away from zero, two of them for 'minmax'. A code is found
-in fixed point with 16 fractional bits:
+"""QSGD's uniform levels. The scale of a block is a bound of its values: a bfloat16, rounded away from zero. 'minmax' has two
+scales. Codes are computed in fixed point with 16 fractional bits:
 
     code = (int((x - base) * inverse + origin) + u) >> 16        u uniform in 0..65535; 32768 rounds to nearest
     value = base + (code - zero) * step
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,29 +14,9 @@ from torch import Tensor
 
 from gradwire.kernels.reference.numbers import TINY, bf16_towards, bf16_up, bf16_value, bits_of, norms
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments, State
 
 SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest code
-
-
-def qsgd_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    stream: Tensor,
-    block: int,
-    scale: str,
-    rounding: str,
-    payload: Tensor,
-) -> None:
-    """As `scaled_encode`; scale is 'max', 'minmax' or 'l2', rounding 'stochastic' or 'nearest'."""
-    drawn = stream if rounding == "stochastic" else None
-    scaled_encode(UniformLevels(scale), src, residual, segments, drawn, block, payload)
-
-
-def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
-    """As `scaled_decode`."""
-    scaled_decode(UniformLevels(scale), payload, segments, block, add, dst)
 
 
 def find_scale(v: Tensor, scale: str) -> Tensor:
@@ -91,3 +73,27 @@ def _level_grid(raw: Tensor, bits: int) -> _LevelGrid:
         origin, zero = top * 65536.0, top
     factor = torch.tensor(top * (65536.0 * SHORT), dtype=torch.float32, device=span.device)
     return _LevelGrid(base, torch.where(span >= TINY, factor / span, 0.0), origin, zero, span / float(top))
+
+
+def levels_encode(
+    levels: Callable[[str], Coder],
+    src: Tensor,
+    residual: State,
+    segments: Segments,
+    stream: Tensor,
+    block: int,
+    scale: str,
+    rounding: str,
+    payload: Tensor,
+) -> None:
+    """As `scaled_encode`; scale is 'max', 'minmax' or 'l2', rounding 'stochastic' or 'nearest'."""
+    drawn = stream if rounding == "stochastic" else None
+    scaled_encode(levels(scale), src, residual, segments, drawn, block, payload)
+
+
+qsgd_encode = partial(levels_encode, UniformLevels)
+
+
+def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
+    """As `scaled_decode`."""
+    scaled_decode(UniformLevels(scale), payload, segments, block, add, dst)

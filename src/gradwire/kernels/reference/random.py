@@ -6,7 +6,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-_M32 = 0xFFFFFFFF
+from gradwire.kernels.reference.numbers import M32
+
 _MULTIPLY = (1, 0x915F77F5, 0x93D765DD, 0xADB4A92D)
 _ADD = (0, 0x9E3779B9, 0x3C6EF372, 0xDAA66D2B)
 _M64 = 0xFFFFFFFFFFFFFFFF
@@ -28,16 +29,16 @@ def random_words(counter: Tensor, key: int) -> Tensor:
     """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
     group = counter // 16 % 4
     hashed = random_hash(counter - 16 * group, key)
-    x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & _M32
-    x = (x + torch.tensor(_ADD, device=hashed.device)[group]) & _M32
+    x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & M32
+    x = (x + torch.tensor(_ADD, device=hashed.device)[group]) & M32
     return torch.where(group == 0, x, x ^ (x >> 16))
 
 
 def random_hash(counter: Tensor, key: int) -> Tensor:
-    x = (counter & _M32) ^ (key & _M32)
+    x = (counter & M32) ^ (key & M32)
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _M32
-    x = (x + (key >> 32)) & _M32
+    x = (x * 0x7FEB352D) & M32
+    x = (x + (key >> 32)) & M32
     x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _M32
+    x = (x * 0x846CA68B) & M32
     return x ^ (x >> 16)

@@ -1,8 +1,8 @@
-"""Random-k: element i of a run of n is drawn from its i-th stretch, i * n // k up to (i + 1) * n // k, at its start +
-(word * length >> 32), where word is the i-th of the random stream keyed by the run.
+"""Random-k: a run of n elements has k stretches. Stretch i reaches from i * n // k to (i + 1) * n // k. The element drawn from a
+stretch is its start + (word * length >> 32), where word is the i-th word of the random stream keyed by the run.
 
-Without a residual values are multiplied by the length of their stretch. A stretch that holds something that cannot be sent
-is sent as NaN, wherever in it that was, and keeps its residual.
+Without a residual, each value is multiplied by the length of its stretch. If a stretch holds a value that cannot be sent, NaN is
+sent for the stretch, and its residual does not change.
 """
 
 import torch
@@ -12,13 +12,13 @@ from gradwire.core.payload import kept_of
 from gradwire.kernels.reference.numbers import given, narrow
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.reference.sparse import write_sparse
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments, State
 
 STREAM_BYTES = 8
 
 
 def randomk_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
 ) -> None:
     """The key of the stream of (seed, step, encode, rank), 8 bytes, then the values drawn, in the dtype of src.
 
@@ -39,7 +39,7 @@ def randomk_decode(
 
 
 def gather_random(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, values: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor
 ) -> None:
     """As `randomk_encode`, the values alone, as float32; all ranks and all encodes of a step draw the same elements."""
     values.copy_(_gather(src, residual, segments, _common(stream), ratio, torch.float32))
@@ -50,9 +50,7 @@ def scatter_random(values: Tensor, segments: Segments, stream: Tensor, ratio: fl
     _scatter(values, segments, _common(stream), ratio, add, dst)
 
 
-def _gather(
-    src: Tensor, residual: Tensor | None, segments: Segments, base: int, ratio: float, dtype: torch.dtype
-) -> Tensor:
+def _gather(src: Tensor, residual: State, segments: Segments, base: int, ratio: float, dtype: torch.dtype) -> Tensor:
     out = [torch.empty(0, dtype=dtype, device=src.device)]
     for row in segments.rows:
         where = slice(row.offset, row.offset + row.numel)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
-from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow
-from gradwire.kernels.reference.planes import pack, unpack
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, unpack
 from gradwire.kernels.reference.random import random_words, stream_key
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments, State
 
 BAD = 0x7FC0
 """The bfloat16 that is NaN."""
@@ -53,13 +52,7 @@ class Coder:
 
 
 def scaled_encode(
-    coder: Coder,
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    stream: Tensor | None,
-    block: int,
-    payload: Tensor,
+    coder: Coder, src: Tensor, residual: State, segments: Segments, stream: Tensor | None, block: int, payload: Tensor
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8). stream is int64 (seed, step, encode, rank), or None
     for codes that are not random.

@@ -1,29 +1,28 @@
-"""Payloads of one bit an element. The signs of a run are cut from its start into units of 512 elements: a unit of n
-elements is padded to m, a multiple of 8, and byte j of it holds elements j + k*m/8 in bit k. A bit is the sign bit, but
-signs alone, which are votes, take -0.0 for zero, and zero counts as above.
+"""Payloads of one bit an element. A run is cut from its start into units of 512 elements. A unit of n elements is padded to m, a
+multiple of 8, and its byte j holds elements j + k*m/8 in bit k. The bit is the sign bit. In payloads without means, which are
+votes, -0.0 counts as 0.0, and zero counts as positive.
 
-Before them, where blocks have means, travel those of all blocks in bfloat16, rounded to nearest even, and zero bytes up to
-a multiple of 16: the mean magnitude, or the mean of the elements of at least zero and that of those below (0 where there
-are none). Elements decode to plus or minus the one, or to the two. A block of 0 elements is a whole run.
+With means, the payload begins with the means of all blocks in bfloat16, rounded to nearest even, and zero bytes up to a multiple
+of 16. One mean is the mean magnitude: elements decode to plus or minus the mean. Two means are the mean of the elements of at
+least zero and the mean of the elements below zero (0 if there are none). A block size of 0 makes a whole run one block.
 
-A block's sum of magnitudes of 2^126 or more, or a NaN in it, makes its means NaN and its bits 0: it decodes to NaN
-throughout, and its residual stays what it was. Signs alone have no way to say so: there it is the sign bit that counts.
+If a block's sum of magnitudes is 2^126 or more, or NaN, its means are NaN and its bits 0. The block decodes to NaN, and its
+residual does not change. Payloads without means cannot express this, and send the sign bits.
 """
 
 import torch
 from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
-from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow
-from gradwire.kernels.reference.planes import pack, unpack
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, unpack
+from gradwire.kernels.segments import Segments, State
 
 PIECE = 8192
 """Elements that are summed as float32; the sums of pieces are added up as float64."""
 LANES = 64
 
 
-def sign_encode(src: Tensor, momentum: Tensor | None, keep: float, segments: Segments, payload: Tensor) -> None:
+def sign_encode(src: Tensor, momentum: State, keep: float, segments: Segments, payload: Tensor) -> None:
     """Encode the signs of src (float32, bfloat16 or float16, flat).
 
     With a momentum (float32, as long as src) it becomes keep * momentum + (1 - keep) * src, and its signs are encoded; an
@@ -43,9 +42,7 @@ def sign_encode(src: Tensor, momentum: Tensor | None, keep: float, segments: Seg
         at += packed.numel()
 
 
-def mean_sign_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, block: int, means: int, payload: Tensor
-) -> None:
+def mean_sign_encode(src: Tensor, residual: State, segments: Segments, block: int, means: int, payload: Tensor) -> None:
     """Encode src (float32, bfloat16 or float16, flat) as signs with 1 or 2 means a block.
 
     With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.

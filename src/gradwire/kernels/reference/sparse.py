@@ -1,8 +1,8 @@
-"""Top-k, Threshold, DGC and Block Top-k: the values of the elements that are sent, in the gradient's own dtype, then their
-indices. Values of all groups come first, group after group; then the indices of each, see `indices`.
+"""Top-k, Threshold, DGC and Block Top-k. A payload holds the values of the sent elements in the gradient's dtype, group after
+group, then the indices of each group (see `indices`).
 
-The k elements of largest magnitude are sent, of equal ones the first; all NaN count as one magnitude above Inf. What does
-not round to something finite in the gradient's dtype is sent as that, and what is remembered of it stays as it was.
+The k elements of largest magnitude are sent; of equal elements, the first ones. All NaN count as one magnitude above Inf. A value
+that rounds to Inf or NaN in the gradient's dtype is sent as such, and its residual and momentum do not change.
 """
 
 import torch
@@ -11,19 +11,13 @@ from torch import Tensor
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
 from gradwire.kernels.reference.numbers import bits_of, equal_blocks, given, narrow, norms
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 
 NAN_KEY = 0x7F800001
 
 
 def topk_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    ratio: float,
-    together: bool,
-    threshold: float,
-    payload: Tensor,
+    src: Tensor, residual: State, segments: Segments, ratio: float, together: bool, threshold: float, payload: Tensor
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8).
 
@@ -46,8 +40,8 @@ def topk_encode(
 
 def dgc_encode(
     src: Tensor,
-    residual: Tensor | None,
-    momentum: Tensor | None,
+    residual: State,
+    momentum: State,
     segments: Segments,
     ratio: float,
     decay: float,
@@ -99,7 +93,7 @@ def topk_decode(
 
 
 def block_topk_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, ratio: float, block: int, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor
 ) -> None:
     """The largest of each block, a byte for the place of each in its block; else as `topk_encode`."""
     values, places = [], []

@@ -14,7 +14,7 @@ from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_up, bf16_value, 
 from gradwire.kernels.reference.qsgd import UniformLevels
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
 from gradwire.kernels.reference.signs import block_sums
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments, State
 
 SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
 """A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there."""
@@ -76,13 +76,7 @@ class _Clipped(UniformLevels):
 
 
 def threshold_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    block: int,
-    threshold: float,
-    multiple: float,
-    payload: Tensor,
+    src: Tensor, residual: State, segments: Segments, block: int, threshold: float, multiple: float, payload: Tensor
 ) -> None:
     """As `scaled_encode`. t is `threshold`, or where that is 0 `multiple` times the block's mean magnitude."""
     scaled_encode(_ThresholdCoder(threshold, multiple), src, residual, segments, None, block, payload)
@@ -94,7 +88,7 @@ def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold:
 
 
 def terngrad_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
 ) -> None:
     """As `qsgd_encode` with 2 bits, scale 'max' and stochastic rounding, but a scale is at most `clip` times the root mean
     square of its block, and values beyond the scale count as the scale. Decoded by `qsgd_decode`."""

@@ -1,6 +1,6 @@
-"""Block Top-k: one launch a call, a program for up to 4096 elements of a tensor. The smallest magnitude of each block that is
-sent is found bit by bit. A block whose places are damaged becomes NaN throughout: to raise an error as the reference does, the
-host would have to wait.
+"""Block Top-k: a call is one launch, and a program handles up to 4096 elements of a tensor. A program finds the smallest sent
+magnitude of each block bit by bit. A block with damaged places becomes NaN; an error, as in the reference, would make the host
+wait.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.payload import kept_of
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import (
     blocks_each,
@@ -101,17 +101,15 @@ class _Blocks(NamedTuple):
 
 
 def block_topk_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, ratio: float, block: int, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor
 ) -> None:
-    """As `reference.block_topk_encode`."""
     blocks = _blocks_of(segments, ratio, block)
     check_flat(src, blocks.numel, [residual])
     check_payload(payload, blocks.values * (src.itemsize + 1))
     if blocks.values:
         values = torch.empty(blocks.values, dtype=src.dtype, device=src.device)
-        kept = src if residual is None else residual
         launch(
-            block_topk_encode_kernel, len(blocks.table), src, kept, blocks.table, values, payload[values.nbytes :],
+            block_topk_encode_kernel, len(blocks.table), src, residual, blocks.table, values, payload[values.nbytes :],
             ROWS=blocks_each(block), BLOCK=block, RESIDUAL=residual is not None,
         )  # fmt: skip
         payload[: values.nbytes].copy_(values.view(torch.uint8))

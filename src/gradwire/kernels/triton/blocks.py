@@ -1,6 +1,6 @@
-"""What programs do with blocks. A block of m codes (n elements, m rounded up to a multiple of 8) is held as eight pieces of
-m / 8 columns: elements j and j + m / 2, which share a random word, are in pieces k and k + 4, and every byte of a plane takes
-its codes from one column. So all that needs several threads is the search for the scale.
+"""Device functions for blocks. A block of n elements has m codes, n rounded up to a multiple of 8. A program holds a block as
+eight pieces of m / 8 columns. Elements j and j + m / 2, which share a random word, are in pieces k and k + 4. Each byte of a
+plane takes its codes from one column. So only the search for the scale needs several threads.
 """
 
 import triton

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.kernels.segments import State
 from gradwire.kernels.triton.launch import check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
 
@@ -44,20 +45,17 @@ def cast_decode_kernel(
     tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
 
 
-def cast_encode(src: Tensor, residual: Tensor | None, wire: torch.dtype, payload: Tensor) -> None:
-    """As `reference.cast_encode`."""
+def cast_encode(src: Tensor, residual: State, wire: torch.dtype, payload: Tensor) -> None:
     numel = src.numel()
     check_flat(src, numel, [residual])
     check_payload(payload, 2 * numel)
     words, constants = _wire(payload, wire)
     launch(
-        cast_encode_kernel, triton.cdiv(numel, TILE), src, residual if residual is not None else src, words,
-        numel, RESIDUAL=residual is not None, **constants,
+        cast_encode_kernel, triton.cdiv(numel, TILE), src, residual, words, numel, RESIDUAL=residual is not None, **constants,
     )  # fmt: skip
 
 
 def cast_decode(payload: Tensor, wire: torch.dtype, add: bool, dst: Tensor) -> None:
-    """As `reference.cast_decode`."""
     numel = dst.numel()
     check_flat(dst, numel)
     check_payload(payload, 2 * numel)

@@ -1,14 +1,15 @@
-"""QSGD, TernGrad with clipping (2 bits of QSGD, after values were cut back to a smaller scale), FP8, Natural, QSGD's exponential
-levels and thresholds. A call is one launch; a program encodes up to 4096 elements of a tensor.
+"""QSGD, TernGrad with clipping (QSGD with 2 bits of clipped values), FP8, Natural, QSGD's exponential levels and thresholds. A
+call is one launch, and a program encodes up to 4096 elements of a tensor.
 """
 
+from functools import partial
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import halves, load_pieces, load_scale, pack, store_piece, store_scale, unpack
 from gradwire.kernels.triton.launch import (
     Programs,
@@ -164,105 +165,26 @@ def coded_decode_kernel(
         decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, False)
 
 
-def qsgd_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
-    payload: Tensor,
-) -> None:  # fmt: skip
-    """As `reference.qsgd_encode`."""
-    code, drawn = MINMAX if scale == "minmax" else MAX, stream if rounding == "stochastic" else None
-    _encode(src, residual, segments, drawn, block, code.value, payload, norm=scale == "l2")
-
-
-def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
-    """As `reference.qsgd_decode`."""
-    _decode(payload, segments, block, (MINMAX if scale == "minmax" else MAX).value, add, dst)
-
-
-def terngrad_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
-) -> None:
-    """As `reference.terngrad_encode`."""
-    _encode(src, residual, segments, stream, block, CLIPPED.value, payload, factor=clip)
-
-
-def fp8_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, block: int, format: str, payload: Tensor
-) -> None:
-    """As `reference.fp8_encode`."""
-    _encode(src, residual, segments, None, block, _FORMATS[format], payload)
-
-
-def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
-    """As `reference.fp8_decode`."""
-    _decode(payload, segments, block, _FORMATS[format], add, dst)
-
-
-def natural_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, payload: Tensor
-) -> None:
-    """As `reference.natural_encode`."""
-    _encode(src, residual, segments, stream, block, NATURAL.value, payload)
-
-
-def natural_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """As `reference.natural_decode`."""
-    _decode(payload, segments, block, NATURAL.value, add, dst)
-
-
-def exponential_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
-    payload: Tensor,
-) -> None:  # fmt: skip
-    """As `reference.exponential_encode`."""
-    drawn = stream if rounding == "stochastic" else None
-    _encode(src, residual, segments, drawn, block, EXPONENTIAL.value, payload, norm=scale == "l2")
-
-
-def exponential_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """As `reference.exponential_decode`."""
-    _decode(payload, segments, block, EXPONENTIAL.value, add, dst)
-
-
-def threshold_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    block: int,
-    threshold: float,
-    multiple: float,
-    payload: Tensor,
-) -> None:
-    """As `reference.threshold_encode`."""
-    code = FIXED if threshold else THRESHOLD
-    _encode(src, residual, segments, None, block, code.value, payload, factor=threshold or multiple)
-
-
-def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
-    """As `reference.threshold_decode`."""
-    _decode(payload, segments, block, (FIXED if threshold else THRESHOLD).value, add, dst, factor=threshold)
-
-
 def _encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor | None, block: int, code: int, payload: Tensor,
+    code: int, src: Tensor, residual: State, segments: Segments, stream: Tensor | None, block: int, payload: Tensor,
     norm: bool = False, factor: float = 0.0,
 ) -> None:  # fmt: skip
-    programs = _programs_of(segments, block, code)
+    programs = programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
     check_flat(src, programs.numel, [residual])
     check_payload(payload, programs.payload_bytes)
     if stream is not None:
         check_stream(stream)
     launch(
-        coded_encode_kernel, len(programs.table), src, src if residual is None else residual, programs.table,
-        programs.table if stream is None else stream, payload,
+        coded_encode_kernel, len(programs.table), src, residual, programs.table, stream, payload,
         NORM=norm, FACTOR=float(factor), STOCHASTIC=stream is not None, RESIDUAL=residual is not None,
         **_constants(programs, block, code),
     )  # fmt: skip
 
 
 def _decode(
-    payload: Tensor, segments: Segments, block: int, code: int, add: bool, dst: Tensor, factor: float = 0.0
+    code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0
 ) -> None:
-    programs = _programs_of(segments, block, code)
+    programs = programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
     launch(
@@ -271,11 +193,57 @@ def _decode(
     )  # fmt: skip
 
 
-def _programs_of(segments: Segments, block: int, code: int) -> Programs:
-    return programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
-
-
 def _constants(programs: Programs, block: int, code: int) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """The constants that the kernels are compiled for."""
     each = {"ROWS": blocks_each(block), "BLOCK": block, "CODE": code, "ALIGNED": programs.aligned}
     return {**each, "num_warps": 8 if block > 4096 else 4}
+
+
+natural_encode = partial(_encode, NATURAL.value)
+natural_decode = partial(_decode, NATURAL.value)
+exponential_decode = partial(_decode, EXPONENTIAL.value)
+
+
+def qsgd_encode(
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
+    payload: Tensor,
+) -> None:  # fmt: skip
+    code, drawn = MINMAX if scale == "minmax" else MAX, stream if rounding == "stochastic" else None
+    _encode(code.value, src, residual, segments, drawn, block, payload, norm=scale == "l2")
+
+
+def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
+    _decode((MINMAX if scale == "minmax" else MAX).value, payload, segments, block, add, dst)
+
+
+def exponential_encode(
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, scale: str, rounding: str,
+    payload: Tensor,
+) -> None:  # fmt: skip
+    drawn = stream if rounding == "stochastic" else None
+    _encode(EXPONENTIAL.value, src, residual, segments, drawn, block, payload, norm=scale == "l2")
+
+
+def terngrad_encode(
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
+) -> None:
+    _encode(CLIPPED.value, src, residual, segments, stream, block, payload, factor=clip)
+
+
+def fp8_encode(src: Tensor, residual: State, segments: Segments, block: int, format: str, payload: Tensor) -> None:
+    _encode(_FORMATS[format], src, residual, segments, None, block, payload)
+
+
+def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
+    _decode(_FORMATS[format], payload, segments, block, add, dst)
+
+
+def threshold_encode(
+    src: Tensor, residual: State, segments: Segments, block: int, threshold: float, multiple: float, payload: Tensor
+) -> None:
+    code = FIXED if threshold else THRESHOLD
+    _encode(code.value, src, residual, segments, None, block, payload, factor=threshold or multiple)
+
+
+def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
+    _decode((FIXED if threshold else THRESHOLD).value, payload, segments, block, add, dst, factor=threshold)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.payload import coded_bytes
+from gradwire.kernels import is_float
 from gradwire.kernels.segments import Segments
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -20,8 +21,6 @@ ELEMENTS = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -123,7 +122,7 @@ def programs_of(segments: Segments, block: int, scales: int, bits: int) -> Progr
 
 def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = ()) -> None:
     """Raise RuntimeError unless kernels may read and write `numel` elements of a flat buffer and what is remembered of it."""
-    if flat.dtype not in FLOATS:
+    if not is_float(flat.dtype):
         raise RuntimeError(f"gradwire kernels take float32, bfloat16 and float16 tensors, not {flat.dtype}")
     if not flat.is_contiguous() or flat.numel() < numel:
         raise RuntimeError(f"segments reach element {numel} of a contiguous flat buffer; this one has {flat.numel()}")
@@ -156,7 +155,11 @@ def check_payload(payload: Tensor, expected: int) -> None:
 
 
 def launch(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Queue so many programs on the device of the first argument; of 0 programs none."""
+    """Queue the programs of a grid on the device of the first argument; a grid of 0 queues none.
+
+    The first argument stands in for an argument that is None, which a kernel does not read.
+    """
     if grid:
+        arguments = tuple(arguments[0] if each is None else each for each in arguments)
         with torch.cuda.device_of(arguments[0]):
             kernel[grid if isinstance(grid, tuple) else (grid,)](*arguments, **constants, **OPTIONS)

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.reference.local_update import LocalUpdate
+from gradwire.kernels.segments import State
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import narrow, widen
 
@@ -32,13 +33,9 @@ def local_update_kernel(
     tl.store(out + at, narrow(moved, out.dtype.element_ty), mask=inside)
 
 
-def local_update(
-    weight: Tensor, gradient: Tensor, squares: Tensor | None, mean: Tensor | None, by: LocalUpdate, out: Tensor
-) -> None:
-    """As `reference.local_update`."""
+def local_update(weight: Tensor, gradient: Tensor, squares: State, mean: State, by: LocalUpdate, out: Tensor) -> None:
     numel = weight.numel()
-    moments = [moment if moment is not None else weight for moment in (squares, mean)]
-    for each in (weight, gradient, *moments, out):
+    for each in [tensor for tensor in (weight, gradient, squares, mean, out) if tensor is not None]:
         check_flat(each, numel)
         if each.dtype != weight.dtype or each.numel() != numel:
             raise RuntimeError(
@@ -46,6 +43,6 @@ def local_update(
             )
     if numel:
         launch(
-            local_update_kernel, triton.cdiv(numel, TILE), weight, gradient, *moments, out, numel, *map(float, by),
+            local_update_kernel, triton.cdiv(numel, TILE), weight, gradient, squares, mean, out, numel, *map(float, by),
             SQUARES=squares is not None, MEAN=mean is not None, TILE=TILE,
         )  # fmt: skip

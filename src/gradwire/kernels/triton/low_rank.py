@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.kernels.segments import State
 from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
@@ -193,13 +194,11 @@ def orthogonalise_kernel(matrices, rank, p, TILE: tl.constexpr):
             tl.store(p + start + i, missing, mask=start + i < rows * rank)
 
 
-def project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
-    """As `reference.project`, sums taken in another order."""
+def project(src: Tensor, residual: State, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
     _product(project_kernel, src, residual, matrices, rank, q, p, HEIGHT)
 
 
-def back_project(src: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
-    """As `reference.back_project`, sums taken in another order."""
+def back_project(src: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
     _product(back_project_kernel, src, residual, matrices, rank, p, q, WIDTH)
 
 
@@ -209,17 +208,16 @@ def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
 
 
 def reconstruct(
-    dst: Tensor, residual: Tensor | None, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
+    dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
 ) -> None:
-    """As `reference.reconstruct`, sums taken in another order."""
     check_flat(dst, 0, [residual])
     if len(matrices):
         finite = torch.empty(len(matrices), dtype=torch.int32, device=dst.device)
         programs = _programs(dst.numel(), HEIGHT * WIDTH)
         launch(finite_kernel, len(matrices), matrices, rank, q_sum, finite, TILE=1024)
         launch(
-            reconstruct_kernel, (len(matrices), programs), dst, dst if residual is None else residual, matrices,
-            rank, p, q_sum, q_own, finite, HEIGHT=HEIGHT, WIDTH=WIDTH, RESIDUAL=residual is not None,
+            reconstruct_kernel, (len(matrices), programs), dst, residual, matrices, rank, p, q_sum, q_own,
+            finite, HEIGHT=HEIGHT, WIDTH=WIDTH, RESIDUAL=residual is not None,
         )  # fmt: skip
 
 
@@ -229,14 +227,7 @@ def _programs(numel: int, each: int) -> int:
 
 
 def _product(
-    kernel: Any,
-    src: Tensor,
-    residual: Tensor | None,
-    matrices: Tensor,
-    rank: int,
-    given: Tensor,
-    out: Tensor,
-    each: int,
+    kernel: Any, src: Tensor, residual: State, matrices: Tensor, rank: int, given: Tensor, out: Tensor, each: int
 ) -> None:
     """Launch a kernel of products. each: the rows or columns of a tile of `out`."""
     check_flat(src, 0, [residual])
@@ -244,6 +235,6 @@ def _product(
     if len(matrices):
         launch(
             kernel, (len(matrices), _programs(out.numel() // rank, each), triton.cdiv(rank, columns)), src,
-            src if residual is None else residual, matrices, rank, given, out,
+            residual, matrices, rank, given, out,
             HEIGHT=HEIGHT, WIDTH=WIDTH, RANK=columns, RESIDUAL=residual is not None,
         )  # fmt: skip

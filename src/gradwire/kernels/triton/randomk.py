@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.payload import kept_of
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
@@ -137,9 +137,8 @@ class _Stretches(NamedTuple):
 
 
 def randomk_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
 ) -> None:
-    """As `reference.randomk_encode`."""
     stretches = _stretches_of(segments, ratio)
     check_flat(src, stretches.numel, [residual])
     check_payload(payload, STREAM_BYTES + stretches.values * src.itemsize)
@@ -153,16 +152,14 @@ def randomk_encode(
 def randomk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
 ) -> None:
-    """As `reference.randomk_decode`."""
     stretches = _stretches_of(segments, ratio)
     check_payload(payload, STREAM_BYTES + stretches.values * dtype.itemsize)
     _scatter(payload[STREAM_BYTES:].clone().view(dtype), stretches, payload, SENT.value, add, dst)
 
 
 def gather_random(
-    src: Tensor, residual: Tensor | None, segments: Segments, stream: Tensor, ratio: float, values: Tensor
+    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor
 ) -> None:
-    """As `reference.gather_random`."""
     stretches = _stretches_of(segments, ratio)
     check_flat(src, stretches.numel, [residual])
     check_stream(stream)
@@ -171,20 +168,16 @@ def gather_random(
 
 
 def scatter_random(values: Tensor, segments: Segments, stream: Tensor, ratio: float, add: bool, dst: Tensor) -> None:
-    """As `reference.scatter_random`."""
     stretches = _stretches_of(segments, ratio)
     check_stream(stream)
     _check_values(values, stretches)
     _scatter(values, stretches, stream, COMMON.value, add, dst)
 
 
-def _gather(
-    src: Tensor, residual: Tensor | None, stretches: _Stretches, stream: Tensor, key: int, values: Tensor
-) -> None:
+def _gather(src: Tensor, residual: State, stretches: _Stretches, stream: Tensor, key: int, values: Tensor) -> None:
     if stretches.values:
-        kept = src if residual is None else residual
         launch(
-            gather_kernel, len(stretches.table), src, kept, stream, stretches.table, values,
+            gather_kernel, len(stretches.table), src, residual, stream, stretches.table, values,
             KEY=key, RESIDUAL=residual is not None, **stretches.constants(),
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Which elements of each group are the largest: four passes that count the next bits of the magnitudes find the magnitude of the
-last one that is sent, and two find the places. One launch a pass for all groups, a program for up to 4096 elements; nothing of
-the size of the gradient is kept between them.
+"""Selection of the largest elements of each group. Four passes find the smallest sent magnitude: each pass counts the next bits
+of the magnitudes. Two more passes find the places. A pass is one launch for all groups, and a program handles up to 4096
+elements. Nothing as large as the gradient is kept between passes.
 """
 
 import torch
@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.triton.groups import Groups
+from gradwire.kernels.segments import State
+from gradwire.kernels.triton.indices import Groups
 from gradwire.kernels.triton.launch import ELEMENTS, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, widen
 
@@ -142,15 +143,9 @@ class Given:
     """What is selected from, as the kernels take it."""
 
     def __init__(
-        self,
-        src: Tensor,
-        residual: Tensor | None,
-        momentum: Tensor | None = None,
-        decay: float = 0.0,
-        factors: Tensor | None = None,
+        self, src: Tensor, residual: State, momentum: State = None, decay: float = 0.0, factors: Tensor | None = None
     ) -> None:
-        tensors = [src, *(src if each is None else each for each in (residual, momentum, factors))]
-        self.src, self.arguments = src, (*tensors, decay)
+        self.src, self.arguments = src, (src, residual, momentum, factors, decay)
         self.constants = {
             "RESIDUAL": residual is not None,
             "MOMENTUM": momentum is not None,

@@ -1,6 +1,6 @@
-"""Signs, with means of blocks or without: one launch a call, a program for up to 4096 elements of a tensor (8192 in blocks of
-8192). Programs begin at whole units of signs and at whole blocks. The bytes of a unit are held as in blocks.py: each takes
-its bits from one of 64 columns. Where a block is a whole run, two launches find the means before.
+"""Signs, with or without means of blocks. A call is one launch, and a program handles up to 4096 elements of a tensor (8192 for
+blocks of 8192). Programs begin at whole units of signs and at whole blocks. A program holds the bytes of a unit as in blocks.py:
+each byte takes its bits from one of 64 columns. If a block is a whole run, two launches compute the means first.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
@@ -24,9 +24,8 @@ from gradwire.kernels.triton.launch import (
     program,
     reach_of,
 )
-from gradwire.kernels.triton.means import negative, store_mean, store_run_means
 from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
-from gradwire.kernels.triton.sums import LANES, folded
+from gradwire.kernels.triton.sums import LANES, folded, negative, store_mean, store_run_means
 
 UNIT = tl.constexpr(SIGN_UNIT)
 
@@ -160,20 +159,15 @@ def sign_decode_kernel(
         decode_units(scales, codes, dst, numel, SPAN, BLOCK, MEANS, ADD, False)
 
 
-def sign_encode(src: Tensor, momentum: Tensor | None, keep: float, segments: Segments, payload: Tensor) -> None:
-    """As `reference.sign_encode`."""
+def sign_encode(src: Tensor, momentum: State, keep: float, segments: Segments, payload: Tensor) -> None:
     _encode(src, momentum, keep, segments, 0, 0, payload)
 
 
-def mean_sign_encode(
-    src: Tensor, residual: Tensor | None, segments: Segments, block: int, means: int, payload: Tensor
-) -> None:
-    """As `reference.mean_sign_encode`."""
+def mean_sign_encode(src: Tensor, residual: State, segments: Segments, block: int, means: int, payload: Tensor) -> None:
     _encode(src, residual, 0.0, segments, block, means, payload)
 
 
 def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add: bool, dst: Tensor) -> None:
-    """As `reference.sign_decode`."""
     programs = _programs_of(segments, block, means)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
@@ -182,7 +176,7 @@ def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add
 
 
 def _encode(
-    src: Tensor, state: Tensor | None, keep: float, segments: Segments, block: int, means: int, payload: Tensor
+    src: Tensor, state: State, keep: float, segments: Segments, block: int, means: int, payload: Tensor
 ) -> None:
     programs = _programs_of(segments, block, means)
     check_flat(src, programs.numel, [state])
@@ -191,7 +185,7 @@ def _encode(
     if known:
         store_run_means(src, state, segments, means, payload)
     launch(
-        sign_encode_kernel, len(programs.table), src, src if state is None else state, programs.table, payload, keep,
+        sign_encode_kernel, len(programs.table), src, state, programs.table, payload, keep,
         1.0 - keep, KNOWN=known, STATE=state is not None, **_constants(programs, block, means),
     )  # fmt: skip
 

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.segments import Segments
-from gradwire.kernels.triton.groups import ENTRIES, Groups, groups_of
-from gradwire.kernels.triton.indices import pack_indices, unpack_indices
+from gradwire.kernels.segments import Segments, State
+from gradwire.kernels.triton.indices import ENTRIES, Groups, groups_of, pack_indices, unpack_indices
 from gradwire.kernels.triton.launch import ELEMENTS, check_dst, check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import narrow, widen
 from gradwire.kernels.triton.selection import Given, chosen_counts, element_program, select, send_kernel
@@ -73,15 +72,8 @@ def write_kernel(
 
 
 def topk_encode(
-    src: Tensor,
-    residual: Tensor | None,
-    segments: Segments,
-    ratio: float,
-    together: bool,
-    threshold: float,
-    payload: Tensor,
+    src: Tensor, residual: State, segments: Segments, ratio: float, together: bool, threshold: float, payload: Tensor
 ) -> None:
-    """As `reference.topk_encode`."""
     groups = groups_of(segments, ratio, together, src.itemsize)
     check_flat(src, groups.numel, [residual])
     check_payload(payload, groups.payload_bytes)
@@ -90,8 +82,8 @@ def topk_encode(
 
 def dgc_encode(
     src: Tensor,
-    residual: Tensor | None,
-    momentum: Tensor | None,
+    residual: State,
+    momentum: State,
     segments: Segments,
     ratio: float,
     decay: float,
