@@ -9,13 +9,13 @@ runs a sample of it.
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.common import RESULTS, write
+from gradwire.testbed.supervisor import free_port
 
 RANKS, RANKS_PER_NODE = 4, 2
 PROGRAM = Path(__file__).parents[1] / "tests" / "support" / "options.py"
@@ -24,10 +24,7 @@ PROGRAM = Path(__file__).parents[1] / "tests" / "support" / "options.py"
 def run(arguments: list[str]) -> int:
     """Start the ranks, print what is wrong and write benchmarks/results/options.json."""
     argparse.ArgumentParser(prog="python -m benchmarks options").parse_args(arguments)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start = time.monotonic()
+    start, port = time.monotonic(), free_port()
     ranks = [subprocess.Popen([sys.executable, str(PROGRAM)], env=_environment(rank, port)) for rank in range(1, RANKS)]
     told = subprocess.run(
         [sys.executable, str(PROGRAM)], env=_environment(0, port), stdout=subprocess.PIPE, text=True, check=False

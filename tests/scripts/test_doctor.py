@@ -3,7 +3,6 @@
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from gradwire.doctor.machine import TRAPS, emulation_finding, machine_findings, 
 from gradwire.doctor.meeting import Job, Meeting, bounded
 from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.survey import Survey
+from gradwire.testbed.supervisor import free_port
 
 LO, ETH = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.5")
 HEALTHY = Facts(
@@ -413,12 +413,6 @@ def test_facts_travel_as_json():
 
 
 # ---- whole runs
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(*arguments, **variables):

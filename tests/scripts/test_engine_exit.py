@@ -3,7 +3,6 @@ run what happens at exit."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from gradwire.testbed.supervisor import free_port
 
 SCRIPT = """
 import os, sys, threading, time
@@ -57,10 +58,12 @@ def two_ranks(folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]
     """The script as torchrun would start it; whatever is left at the end is killed."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), ending],
@@ -84,7 +87,7 @@ def test_a_script_ends_by_itself(tmp_path: Path, ending: str) -> None:
     with two_ranks(tmp_path, ending) as ranks:
         for rank in ranks:
             assert rank.stdout is not None
-            assert rank.stdout.readline() == "done\n"
+            assert rank.stdout.readline() == "done\n" or pytest.fail(rank.communicate(timeout=30)[1])
         started = time.monotonic()
         for rank in ranks:
             _, stderr = rank.communicate(timeout=30)

@@ -17,7 +17,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401
 
 import gradwire.engine  # noqa: F401
+from gradwire.testbed.supervisor import free_port
 
 DEADLINE_S = 40.0
 
@@ -45,12 +45,6 @@ def start(folder: Path, script: str, argument: str, rank: int, port: int) -> int
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [script, argument]
     return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def left_in(session: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from contextlib import AbstractContextManager
 
 from gradwire.errors import TestbedError
@@ -12,6 +11,7 @@ from gradwire.testbed.supervisor import (
     RankCommand,
     Supervisor,
     exit_on_termination,
+    free_port,
     rank_variables,
 )
 
@@ -35,10 +35,7 @@ class Loopback(AbstractContextManager["Loopback"]):
         self, argv: list[str], *, env: dict[str, str] | None = None, on_line: LineCallback, timeout: float | None = None
     ) -> int:
         """Run `argv` once per rank, as `EmulatedCluster.run` does."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        commands = []
+        commands, port = [], free_port()
         for rank in range(self.world_size):
             variables = rank_variables(rank, 1, self.world_size, "127.0.0.1", port, LOOPBACK)
             commands.append(RankCommand(rank, argv, os.environ | (env or {}) | variables))

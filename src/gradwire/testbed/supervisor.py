@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import queue
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -80,6 +83,17 @@ class RankCommand:
     rank: int
     argv: list[str]
     environment: dict[str, str]
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody has now. It is below the kernel's range for connections and for port 0: a port of
+    that range may be given to another process between this call and the moment when a rank listens on it."""
+    first_of_range = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:  # not with `random`, which two processes may have seeded alike
+        port = 10_000 + secrets.randbelow(max(first_of_range - 10_000, 1_000))
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_variables(
