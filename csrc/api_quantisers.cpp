@@ -1,5 +1,5 @@
 // QSGD, casts, FP8, natural compression and QSGD's exponential levels.
-#include "api.hpp"
+#include "packed.hpp"
 
 namespace gradwire {
 namespace {
@@ -141,3 +141,14 @@ GW_API gw_exponential_encode(const Tensor* src, const Tensor* residual, const Te
 GW_API gw_exponential_decode(const Tensor* payload, const Tensor* segments, int64_t block, bool add, const Tensor* dst) {
   return guarded([&] { decode_scaled(payload, segments, Code::exponential, block, add, dst); });
 }
+
+GW_PACKED(qsgd_encode)
+GW_PACKED(qsgd_decode)
+GW_PACKED(cast_encode)
+GW_PACKED(cast_decode)
+GW_PACKED(fp8_encode)
+GW_PACKED(fp8_decode)
+GW_PACKED(natural_encode)
+GW_PACKED(natural_decode)
+GW_PACKED(exponential_encode)
+GW_PACKED(exponential_decode)

@@ -1,5 +1,5 @@
 // Signs and ternary codes.
-#include "api.hpp"
+#include "packed.hpp"
 
 namespace gradwire {
 namespace {
@@ -86,3 +86,10 @@ GW_API gw_terngrad_encode(const Tensor* src, const Tensor* residual, const Tenso
                               stream_of(*stream), block, clip, bytes_of(*payload));
   });
 }
+
+GW_PACKED(sign_encode)
+GW_PACKED(mean_sign_encode)
+GW_PACKED(sign_decode)
+GW_PACKED(threshold_encode)
+GW_PACKED(threshold_decode)
+GW_PACKED(terngrad_encode)

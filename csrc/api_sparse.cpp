@@ -1,7 +1,7 @@
 // The sparsifiers: Top-k, Threshold, DGC, Block Top-k and Random-k.
 #include <memory>
 
-#include "api.hpp"
+#include "packed.hpp"
 
 namespace gradwire {
 namespace {
@@ -203,3 +203,13 @@ GW_API gw_scatter_random(const Tensor* values, const Tensor* segments, const Ten
                              common_base(*stream));
   });
 }
+
+GW_PACKED(topk_encode)
+GW_PACKED(dgc_encode)
+GW_PACKED(topk_decode)
+GW_PACKED(block_topk_encode)
+GW_PACKED(block_topk_decode)
+GW_PACKED(randomk_encode)
+GW_PACKED(randomk_decode)
+GW_PACKED(gather_random)
+GW_PACKED(scatter_random)

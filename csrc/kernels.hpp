@@ -97,7 +97,7 @@ struct Kernels {
   // dst = decoded, or dst += decoded (float32 dst only).
   void (*qsgd_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                       const Quantiser& q);
-  // numel elements of src (+ residual) as wire (bfloat16 or float16).
+  // numel elements of src (+ residual) as wire (bfloat16 or float16). Decoding takes float32 too: a copy, or a sum.
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
   // PowerSGD, M being src + residual: P = M Q', Q = P' M, dst = P Q.

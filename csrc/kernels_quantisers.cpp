@@ -52,8 +52,11 @@ void cast_encode(const void* src, Dtype dtype, float* residual, int64_t numel, D
 template <class T>
 static void cast_decode_dtype(const uint8_t* payload, Dtype wire, void* dst, bool add, int64_t numel) {
   T* to = static_cast<T*>(dst);
-  if (wire == Dtype::bfloat16) cast_decode_as<T, bf16>(reinterpret_cast<const bf16*>(payload), to, add, numel);
-  else cast_decode_as<T, f16>(reinterpret_cast<const f16*>(payload), to, add, numel);
+  switch (wire) {
+    case Dtype::float32: return cast_decode_as<T, float>(reinterpret_cast<const float*>(payload), to, add, numel);
+    case Dtype::bfloat16: return cast_decode_as<T, bf16>(reinterpret_cast<const bf16*>(payload), to, add, numel);
+    case Dtype::float16: return cast_decode_as<T, f16>(reinterpret_cast<const f16*>(payload), to, add, numel);
+  }
 }
 
 void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel) {

@@ -12,7 +12,7 @@ import torch
 from gradwire.collectives.link import Group
 from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.schemes import OneEncode
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, Work
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c
 
 
 class _Hops(Transfers, OneEncode):
@@ -31,6 +31,7 @@ class _Hops(Transfers, OneEncode):
         edges = zip(pairwise(bounds), self.segments, strict=True)
         self.memory = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
         Transfers.__init__(self, [self._up(), self._down()], rank, world_size)
+        self.runs_in_c = in_c([codec], piece, self.memory)
 
     def _up(self) -> list[Transfer]:
         raise NotImplementedError

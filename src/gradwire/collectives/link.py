@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch.distributed import distributed_c10d
 from gradwire.collectives.grid import Grid
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
+
+if TYPE_CHECKING:
+    from gradwire.collectives.wire import Wire
 
 _DESCRIPTORS = "/dev/fd"
 
@@ -89,6 +92,8 @@ class Link:
     def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
         self.streams = streams_for(device)
+        self.wire: Wire | None = None
+        """What C++ runs phases on, where all ranks can."""
         self._connections = Connections()
         store = group.store(name)
         self.backend: Any  # the backends share no typed base
@@ -126,9 +131,16 @@ class Link:
         work: dist.Work = self.backend.broadcast([tensor], options)
         return work
 
+    @property
+    def own_host(self) -> str | None:
+        """The address by which this rank reaches the others; None where gloo's connections are not known."""
+        return self._connections.own_host()
+
     def close(self) -> None:
         """Free the backend before the interpreter exits: a gloo thread that frees tensors during exit aborts the process."""
         del self.backend
+        if self.wire is not None:
+            self.wire.close()
 
     def break_off(self) -> None:
         """Fail all waits on this link, here and on the other ranks, at once. For any thread; the link is unusable afterwards."""
@@ -136,6 +148,8 @@ class Link:
         if backend is not None and backend.name() == "nccl":
             backend.abort()
         self._connections.shut_down()
+        if self.wire is not None:
+            self.wire.shut_down()
 
     def abandon(self) -> None:
         """Never destroy the backend: its destructor would wait for operations that cannot finish."""
@@ -209,6 +223,7 @@ class SilentLink:
     """A link that sends nothing, to measure the codec work of a scheme alone."""
 
     streams = streams_for(torch.device("cpu"))
+    wire = None
 
     def __init__(self, group: Group) -> None:
         self.rank, self.world_size = group.rank, group.world_size
@@ -244,6 +259,15 @@ class Connections:
         yield
         opened = {number: inode for number, inode in _connected().items() if before.get(number) != inode}
         self._inodes = opened if len(opened) == expected else {}
+
+    def own_host(self) -> str | None:
+        """The address of this end of the first remembered connection."""
+        now = _connected()
+        for number, inode in self._inodes.items():
+            if now.get(number) == inode:
+                with suppress(OSError), _borrowed(number) as connection:
+                    return str(connection.getsockname()[0])
+        return None
 
     def shut_down(self) -> None:
         """Shut down both directions of the remembered connections. Their owner keeps the descriptors."""

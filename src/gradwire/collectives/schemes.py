@@ -15,7 +15,8 @@ from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
+from gradwire.kernels.cpu import available
 
 
 class Scheme(Protocol):
@@ -115,6 +116,7 @@ class AllGather(Transfers, OneEncode):
             only.arrivals[source] = [Decode(codec, payload, segments, flat.dtype, source > 0, total, context)]
         only.after += [Copy(flat, total)] if wide else []
         super().__init__([[only]], rank, world_size)
+        self.runs_in_c = in_c([codec], piece, self.memory)
 
 
 class TwoPhase(Transfers):
@@ -166,6 +168,7 @@ class TwoPhase(Transfers):
         for j, part in enumerate(self.parts):
             gather.arrivals[j] = [Decode(again, sums[j], shards[j], self.total.dtype, False, part, context)]
         super().__init__([[reduce], [gather]], rank, world_size)
+        self.runs_in_c = in_c([codec, again], piece, self.memory)
 
     def take_shard(self, streams: Streams) -> None:
         """Before a gather phase alone: gather the own shard of the flat buffer."""
@@ -209,6 +212,7 @@ class ShardedSum(Transfers, OneEncode):
             reduce.arrivals[source] = [Add(self.total, part) if source else Copy(self.total, part)]
         gather = Transfer([], [sent[rank]] * world_size, sent, {source: [] for source in range(world_size)})
         super().__init__([[reduce], [gather]], rank, world_size)
+        self.runs_in_c = in_c([], piece, []) and available() is None
 
     def take_shard(self, streams: Streams) -> None:
         """See `TwoPhase.take_shard`: the gather phase sends the flat buffer anyway."""

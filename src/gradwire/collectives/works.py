@@ -9,8 +9,11 @@ import torch
 from gradwire.collectives.link import AllToAll, Link
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.piece import Codec
+from gradwire.collectives.operations import Operations
+from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.streams import Mark, Streams
+from gradwire.kernels import cpu
+from gradwire.kernels.cpu import Call
 
 __all__ = ["Add", "Copy", "Decode", "Encoding", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
 
@@ -36,6 +39,10 @@ class Copy:
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
         self.into.copy_(self.source)
 
+    def calls(self) -> list[Call]:
+        """The same for C++, here and below."""
+        return [cpu.call("copy_into", self.into, self.source)]
+
 
 @dataclass(frozen=True)
 class Add:
@@ -46,6 +53,9 @@ class Add:
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
         self.into.add_(self.source)
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("add_into", self.into, self.source)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,9 @@ class Encoding:
         with self.memory.open(streams, self.source) as state:
             self.codec.encode(self.source, state, self.segments, self.context.on(stream), self.payload)
 
+    def calls(self) -> list[Call]:
+        return self.codec.encode_calls(self.source, self.memory.state, self.segments, self.context, self.payload)
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -79,6 +92,9 @@ class Decode:
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
         self.codec.decode(self.payload, self.segments, self.dtype, self.add, self.into, self.context.on(stream))
+
+    def calls(self) -> list[Call]:
+        return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, self.into, self.context)
 
 
 @dataclass
@@ -106,6 +122,11 @@ class Transfer:
 class Transfers:
     """A scheme whose phases are lists of transfers, one after another."""
 
+    runs_in_c = False
+    """Whether C++ runs the phases where the lane has a wire. The same on all ranks: each of their works has `calls`."""
+
+    aliases: list[torch.Tensor]
+
     def __init__(self, phases: list[list[Transfer]], rank: int, world_size: int) -> None:
         self.phases, self.rank = phases, rank
         self.shared: dict[str, torch.Tensor] = {}
@@ -121,8 +142,14 @@ class Transfers:
         self.bytes_to = [sum(each.sent[to].nbytes for each in every if to != rank) for to in range(world_size)]
         self._done: Mark = None
         self._posted: dict[int, list[AllToAll]] = {}
+        self._tag = 0
+        self._listed: dict[int, Operations] = {}
+        self._listed_at = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        self._tag = tag
+        if self.runs_in_c and link.wire is not None:
+            return
         self._posted = {}
         for number, phase in enumerate(self.phases):
             if number in phases:
@@ -130,6 +157,9 @@ class Transfers:
             tag += len(phase)
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if self.runs_in_c and link.wire is not None:
+            link.wire.run(self._operations(phase), meter)
+            return
         done = ready if phase == 0 else self._done
         for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
             with link.streams.encoding(done) as stream:
@@ -142,6 +172,50 @@ class Transfers:
                 exchange.finish()
                 _run_all(transfer.after, link.streams, stream, meter)
                 done = self._done = link.streams.mark()
+
+    def _operations(self, phase: int) -> Operations:
+        """What C++ runs. Made anew when the bucket's memory has moved."""
+        address = self.aliases[0].data_ptr()
+        if address != self._listed_at:
+            self._listed, self._listed_at = {}, address
+        if phase not in self._listed:
+            self._listed[phase] = made = Operations()
+            tag = self._tag + sum(map(len, self.phases[:phase]))
+            for at, each in enumerate(self.phases[phase], tag):
+                self._add(each, at, made)
+        return self._listed[phase]
+
+    def _add(self, transfer: Transfer, tag: int, operations: Operations) -> None:
+        """As `run` does it."""
+        _call_all(transfer.before, operations)
+        world_size = len(transfer.sent)
+        others = [(self.rank + step) % world_size for step in range(1, world_size)]
+        targets = [to for to in others if transfer.sent[to].numel()]
+        for to in targets:
+            operations.send(to, transfer.sent[to], tag)
+        for source, works in transfer.arrivals.items():
+            if source != self.rank and transfer.received[source].numel():
+                operations.receive(source, transfer.received[source], tag)
+            _call_all(works, operations)
+        if targets:
+            operations.flush()
+        _call_all(transfer.after, operations)
+
+
+def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> bool:
+    """Whether works with these codecs on this piece are calls of C++."""
+    dtypes = {piece.flat.dtype, piece.reduce_dtype}
+    return (
+        piece.flat.is_cpu
+        and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+        and all(codec.runs_in_c for codec in codecs)
+        and not any(each.narrow for each in memory)
+    )
+
+
+def _call_all(works: Sequence[Any], operations: Operations) -> None:
+    for work in works:
+        operations.call(work.calls())
 
 
 def _run_all(works: Sequence[Work], streams: Streams, stream: torch.Stream | None, meter: Meter) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradwire.core.specs import ElementRun, Spec
 from gradwire.errors import PayloadError
-from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels import Segments, cpu, kernels_for
+from gradwire.kernels.cpu import Call
 from gradwire.kernels.reference.indices import DAMAGED
 
 
@@ -81,6 +82,24 @@ class Compressor(ABC):
         Raises PayloadError for a payload of another size.
         """
 
+    @property
+    def runs_in_c(self) -> bool:
+        """Whether this machine has `encode_calls` and `decode_calls`: then C++ runs whole phases without Python. The same on all
+        ranks with the same version."""
+        return False
+
+    def encode_calls(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> list[Call]:
+        """The kernels that `encode` of these tensors runs; they keep their memory."""
+        raise NotImplementedError
+
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[Call]:
+        """The kernels that `decode` of these tensors runs."""
+        raise NotImplementedError
+
     def check(self, payload: Tensor, segments: Segments, dtype: torch.dtype) -> None:
         """Raise PayloadError unless the payload has the size that the segments take."""
         expected = self.payload_bytes(segments, dtype)
@@ -97,13 +116,15 @@ class KernelCompressor(Compressor):
 
     encoder(src, residual, segments, [random stream,] *settings, payload)
     decoder(payload, segments, [dtype,] *settings, add, dst)
+
+    A kernel with other arguments overrides `encode_with` or `decode_with`.
     """
 
     def __init__(
         self,
         spec: Spec,
-        encoder: tuple[Any, ...],
-        decoder: tuple[Any, ...],
+        encoder: tuple[Any, ...] = (),
+        decoder: tuple[Any, ...] = (),
         *,
         random: bool = False,
         typed: bool = False,
@@ -113,22 +134,34 @@ class KernelCompressor(Compressor):
         super().__init__(spec)
         self.encoder, self.decoder, self.random, self.typed = encoder, decoder, random, typed
 
+    def encode_with(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> tuple[Any, ...]:
+        """The name of the kernel that encodes, and its arguments."""
+        name, *settings = self.encoder
+        stream = [context.random] if self.random else []
+        return name, src, residual_in(state), segments, *stream, *settings, payload
+
+    def decode_with(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor
+    ) -> tuple[Any, ...]:
+        """The name of the kernel that decodes, and its arguments."""
+        name, *settings = self.decoder
+        return name, payload, segments, *([dtype] if self.typed else []), *settings, add, dst
+
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
-        name, *settings = self.encoder
-        stream = [context.random] if self.random else []
-        getattr(kernels_for(src.device.type), name)(src, residual_in(state), segments, *stream, *settings, payload)
+        name, *arguments = self.encode_with(src, state, segments, context, payload)
+        getattr(kernels_for(src.device.type), name)(*arguments)
 
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         self.check(payload, segments, dtype)
-        name, *settings = self.decoder
+        name, *arguments = self.decode_with(payload, segments, dtype, add, dst)
         try:
-            getattr(kernels_for(dst.device.type), name)(
-                payload, segments, *([dtype] if self.typed else []), *settings, add, dst
-            )
+            getattr(kernels_for(dst.device.type), name)(*arguments)
         except RuntimeError as error:
             if DAMAGED not in str(error):
                 raise
@@ -136,6 +169,23 @@ class KernelCompressor(Compressor):
                 f"{DAMAGED}: no encode of {self.spec!r} writes these bytes, and nothing was decoded. Ranks run different plans "
                 "or versions, or the bytes were changed. Run the same plan and version on all ranks."
             ) from error
+
+    @property
+    def runs_in_c(self) -> bool:
+        own = type(self)
+        plain = own.encode is KernelCompressor.encode and own.decode is KernelCompressor.decode
+        return plain and kernels_for("cpu") is cpu
+
+    def encode_calls(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> list[Call]:
+        return [cpu.call(*self.encode_with(src, state, segments, context, payload))]
+
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[Call]:
+        self.check(payload, segments, dtype)
+        return [cpu.call(*self.decode_with(payload, segments, dtype, add, dst))]
 
 
 def runs_of(segments: Segments) -> list[ElementRun]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
 from gradwire.core.payload import RAW
-from gradwire.kernels import Segments
+from gradwire.kernels import Segments, cpu
+from gradwire.kernels.cpu import Call
 
 
 class _Parts(NamedTuple):
@@ -18,6 +19,8 @@ class _Parts(NamedTuple):
     coded: Segments
     raw: Tensor
     """int64 indices of the uncompressed elements in the flat buffer, in the order of the segments."""
+    raw_rows: Segments
+    """The same as segments."""
 
 
 class BesideCompressor(Compressor):
@@ -34,6 +37,35 @@ class BesideCompressor(Compressor):
 
     def for_sum(self) -> "BesideCompressor":
         return self._for_sum
+
+    @property
+    def runs_in_c(self) -> bool:
+        return self.inner.runs_in_c
+
+    def encode_calls(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> list[Call]:
+        parts, calls, size = _parts_of(segments), [], 0
+        if parts.coded.rows or not parts.raw_rows.rows:
+            size = self.inner.payload_bytes(parts.coded, src.dtype)
+            calls += self.inner.encode_calls(src, state, parts.coded, context, payload[:size])
+        if parts.raw_rows.rows:
+            raw = _raw_of(payload, parts, src.dtype)
+            payload[size : payload.numel() - raw.nbytes].zero_()  # once: no encode writes there
+            calls.append(cpu.call("gather_rows", src, parts.raw_rows, raw))
+        return calls
+
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[Call]:
+        self.check(payload, segments, dtype)
+        parts, calls = _parts_of(segments), []
+        if parts.coded.rows or not parts.raw_rows.rows:
+            size = self.inner.payload_bytes(parts.coded, dtype)
+            calls += self.inner.decode_calls(payload[:size], parts.coded, dtype, add, dst, context)
+        if parts.raw_rows.rows:
+            calls.append(cpu.call("scatter_rows", _raw_of(payload, parts, dtype), parts.raw_rows, add, dst))
+        return calls
 
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
@@ -67,11 +99,17 @@ class BesideCompressor(Compressor):
                 dst.index_copy_(0, parts.raw, values)
 
 
+def _raw_of(payload: Tensor, parts: _Parts, dtype: torch.dtype) -> Tensor:
+    """The uncompressed elements of a payload that begins at an address of its own, so that they are aligned."""
+    return payload[payload.numel() - parts.raw_rows.numel * dtype.itemsize :].view(dtype)
+
+
 def _parts_of(segments: Segments) -> _Parts:
     found: _Parts | None = segments.launches.get(RAW)
     if found is None:
         coded = [index for index, row in enumerate(segments.rows) if row.bits != RAW]
-        ranges = [torch.arange(row.offset, row.offset + row.numel) for row in segments.rows if row.bits == RAW]
+        raw = tuple(row for row in segments.rows if row.bits == RAW)
+        ranges = [torch.arange(row.offset, row.offset + row.numel) for row in raw]
         found = segments.launches[RAW] = _Parts(
             Segments(
                 tuple(segments.rows[index] for index in coded),
@@ -80,5 +118,6 @@ def _parts_of(segments: Segments) -> _Parts:
                 tuple(segments.shapes[index] for index in coded) if segments.shapes else (),
             ),
             torch.cat(ranges).to(segments.device) if ranges else torch.empty(0, dtype=torch.int64),
+            Segments(raw, segments.device),
         )
     return found

@@ -8,12 +8,13 @@ keep their old values there.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, KernelCompressor
 from gradwire.core.specs import DGC
-from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels import Segments
 
 
 class DGCCompressor(KernelCompressor):
@@ -36,9 +37,8 @@ class DGCCompressor(KernelCompressor):
         """The largest norm of a tensor's gradient after the division by the ranks: `clip` over ranks and their root."""
         return self.clip / (math.sqrt(self.ranks) * self.ranks)
 
-    def encode(
+    def encode_with(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    ) -> tuple[Any, ...]:
         name, *settings = self.encoder
-        remembered = state or (None, None)
-        getattr(kernels_for(src.device.type), name)(src, *remembered, segments, *settings, self.bound, payload)
+        return name, src, *(state or (None, None)), segments, *settings, self.bound, payload

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire.compressors.base import Compressor, Context
 from gradwire.core.specs import ErrorFeedback
 from gradwire.kernels import Segments
+from gradwire.kernels.cpu import Call
 
 
 class ErrorFeedbackCompressor(Compressor):
@@ -25,6 +26,20 @@ class ErrorFeedbackCompressor(Compressor):
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Any:
         """The program of an inner compressor with sums on the wire."""
         return self.inner.program(flat, state, segments)  # type: ignore[attr-defined]  # its spec has rounds
+
+    @property
+    def runs_in_c(self) -> bool:
+        return self.inner.runs_in_c
+
+    def encode_calls(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> list[Call]:
+        return self.inner.encode_calls(src, state, segments, context, payload)
+
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[Call]:
+        return self.inner.decode_calls(payload, segments, dtype, add, dst, context)
 
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor

@@ -5,16 +5,17 @@ signs of the sum. A tie counts as 1. Without a scale, NaN and Inf cannot be mark
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context
+from gradwire.compressors.base import Compressor, Context, KernelCompressor
 from gradwire.core.specs import SignSGD, Signum
-from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels import Segments
 
 
-class SignSGDCompressor(Compressor):
+class SignSGDCompressor(KernelCompressor):
     """-1 or 1; zero and -0.0 become 1."""
 
     encodes_own_part = True
@@ -23,17 +24,15 @@ class SignSGDCompressor(Compressor):
         super().__init__(spec)
         self.keep = 0.0
 
-    def encode(
+    def encode_with(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        momentum = state[0] if state else None
-        kernels_for(src.device.type).sign_encode(src, momentum, self.keep, segments, payload)
+    ) -> tuple[Any, ...]:
+        return "sign_encode", src, state[0] if state else None, self.keep, segments, payload
 
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
-        self.check(payload, segments, dtype)
-        kernels_for(dst.device.type).sign_decode(payload, segments, 0, 0, add, dst)
+    def decode_with(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor
+    ) -> tuple[Any, ...]:
+        return "sign_decode", payload, segments, 0, 0, add, dst
 
 
 class SignumCompressor(SignSGDCompressor):

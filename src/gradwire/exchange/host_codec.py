@@ -34,6 +34,8 @@ class HostCodec:
         self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
         self._on_host: dict[int, tuple[Segments, Segments]] = {}
 
+    runs_in_c = False
+
     @cached_property
     def _for_sum(self) -> "HostCodec":
         return self if self.codec.for_sum() is self.codec else HostCodec(self.codec.for_sum(), self._staging)

@@ -17,6 +17,7 @@ from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name, 
 from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
+from gradwire.exchange.wires import connect_wires
 
 if TYPE_CHECKING:
     from gradwire.exchange.executor import Executor, TaskTimes
@@ -87,6 +88,10 @@ class Lanes:
             self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
             for number in range(CPU_LANES if device.type == "cpu" else 1):
                 self.data.append(self._lane(str(number), device))
+            if device.type == "cpu" and self.group.world_size > 1:
+                wires = self.control.submit(lambda link: connect_wires(link, CPU_LANES)).result()
+                for lane, wire in zip(self.data, wires, strict=False):
+                    lane.link.wire = wire
         except LinkError as error:
             raise CommunicationError(
                 f"rank {self._own_rank}: ranks could not compare models and plans: one died, stalled "

@@ -10,9 +10,10 @@ import ctypes
 import functools
 import inspect
 import itertools
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,6 +85,47 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """The types of each kernel's arguments, from the signature of the reference."""
 
 
+_ROWS = {
+    "copy_into": (Tensor, Tensor),
+    "add_into": (Tensor, Tensor),
+    "gather_rows": (Tensor, _TYPES[Segments], Tensor),
+    "scatter_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
+}
+"""Functions of csrc/api_exchange.cpp that only `call` makes calls of: (into, source), and (from, segments, [add,] into)."""
+
+
+class Call(NamedTuple):
+    """A call of a kernel that C++ runs later, any number of times, on the same memory."""
+
+    function: int
+    """The address of the function in its packed form."""
+    words: tuple[int, ...]
+    """The arguments, 64 bits each."""
+    keeps: tuple[Any, ...]
+    """What the words point to."""
+
+
+def call(name: str, *arguments: Any) -> Call:
+    """A call of a kernel, or of a function in `_ROWS`. Tensors must keep their memory as long as the call is used."""
+    kinds = ARGUMENTS.get(name) or _ROWS[name]
+    words, keeps = [], list(arguments)
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if kind is c_double:
+            words.append(struct.unpack("<q", struct.pack("<d", argument))[0])
+        elif kind in (c_int64, c_bool):
+            words.append(int(argument))
+        elif (converted := kind.from_param(argument)) is None:
+            words.append(0)
+        elif isinstance(converted, c_int64):
+            words.append(converted.value)
+        else:
+            keeps.append(converted._obj)
+            words.append(ctypes.addressof(converted._obj))
+    function = ctypes.cast(native.library()[f"gw_packed_{name}"], c_void_p).value
+    assert function is not None
+    return Call(function, tuple(words), tuple(keeps))
+
+
 def __getattr__(name: str) -> Callable[..., None]:
     """A kernel, when it is first asked for."""
     if name not in ARGUMENTS:
@@ -104,7 +146,12 @@ def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None
 
 def _refused(words: bytes | None, *_: object) -> None:
     if words is not None:
-        raise RuntimeError(words.decode())
+        raise refused(words.decode())
+
+
+def refused(words: str) -> Exception:
+    """The error to raise where a kernel refused its arguments."""
+    return RuntimeError(words)
 
 
 @functools.cache

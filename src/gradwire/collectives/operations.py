@@ -1,0 +1,85 @@
+"""The work of a phase as a list of operations that C++ runs in one call, without Python (csrc/api_exchange.cpp).
+
+The list is made once, from the same works and transfers that Python would run one by one. It holds addresses, so whatever it
+names must stay where it is.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import c_char, c_double, c_int64, c_void_p
+from itertools import pairwise
+from typing import Any
+
+from gradwire.kernels.cpu import Call
+
+_CALL, _SEND, _RECEIVE, _FLUSH = range(4)
+_MOST_ARGUMENTS = 10
+
+
+class Operation(ctypes.Structure):
+    """Twin of `Operation` in csrc/api_exchange.cpp."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("peer", c_int64),
+        ("target", c_void_p),
+        ("arguments", c_int64 * _MOST_ARGUMENTS),
+    )
+
+
+class Outcome(ctypes.Structure):
+    """Twin of `Outcome` in csrc/api_exchange.cpp."""
+
+    _fields_ = (("operation", c_int64), ("peer", c_int64), ("codec_seconds", c_double), ("words", c_char * 256))
+
+
+class Operations:
+    """A list of operations, and what it keeps alive."""
+
+    def __init__(self) -> None:
+        self._made: list[Operation] = []
+        self._keeps: list[Any] = []
+        self._array: Any = None
+
+    def call(self, calls: Iterable[Call]) -> None:
+        """Run kernels."""
+        for function, words, keeps in calls:
+            self._add(_CALL, 0, function, words)
+            self._keeps.append(keeps)
+
+    def send(self, to: int, part: Any, tag: int) -> None:
+        """Begin to send a tensor, which must stay as it is until `flush`."""
+        self._add(_SEND, to, part.data_ptr(), (part.nbytes, tag))
+        self._keeps.append(part)
+
+    def receive(self, source: int, part: Any, tag: int) -> None:
+        """Wait until the tensor of another rank is there. It may be written from the begin of the list on."""
+        self._add(_RECEIVE, source, part.data_ptr(), (part.nbytes, tag))
+        self._keeps.append(part)
+
+    def flush(self) -> None:
+        """Wait until sent tensors may be overwritten."""
+        self._add(_FLUSH, 0, None, ())
+
+    def _add(self, kind: int, peer: int, target: int | None, words: Sequence[int]) -> None:
+        self._made.append(Operation(kind, peer, target, (c_int64 * _MOST_ARGUMENTS)(*words)))
+
+    @property
+    def array(self) -> Any:
+        """All of them, for C."""
+        if self._array is None:
+            self._array = (Operation * len(self._made))(*self._made)
+        return self._array
+
+    def spans(self, times: Sequence[float]) -> list[tuple[float, float]]:
+        """Begin and end of each run of calls, by the times of every operation."""
+        spans: list[tuple[float, float]] = []
+        kinds = [operation.kind for operation in self._made]
+        for at, (before, kind) in enumerate(pairwise([_FLUSH, *kinds])):
+            if kind == _CALL:
+                began, ended = times[2 * at], times[2 * at + 1]
+                if before == _CALL:
+                    spans[-1] = spans[-1][0], ended
+                else:
+                    spans.append((began, ended))
+        return spans

@@ -1,0 +1,79 @@
+"""A wire: the TCP connections of one lane to all other ranks, on which C++ runs whole phases (`operations`).
+
+Gloo has a thread of its own for each link, which every message wakes, and Python submits and awaits message by message. On a core
+that also computes, these took more time than encoding and decoding (LOG.md). A wire needs neither: the lane's thread sends and
+receives in the same call that encodes and decodes.
+"""
+
+import ctypes
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from ctypes import c_double, c_int64
+from functools import cache
+from typing import Any
+
+from gradwire.collectives.link import LinkError
+from gradwire.collectives.meter import Meter
+from gradwire.collectives.operations import Operations, Outcome
+from gradwire.core import native
+from gradwire.kernels.cpu import refused
+
+
+class Wire:
+    """Used by one thread, but for `shut_down`."""
+
+    def __init__(self, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+        """`sockets`: of each other rank."""
+        self._sockets, self._timeout_s = dict(sockets), timeout_s
+        numbers = [self._sockets[rank].fileno() if rank in self._sockets else -1 for rank in range(world_size)]
+        self._numbers = (c_int64 * world_size)(*numbers)
+        _open.add(self)
+
+    def run(self, operations: Operations, meter: Meter) -> None:
+        """Run a list of operations. Raises LinkError where a connection fails, PayloadError for a damaged payload, RuntimeError
+        where a kernel refuses its arguments."""
+        outcome, array = Outcome(), operations.array
+        times = (c_double * (2 * len(array)))() if meter.spans is not None else None
+        world_size = len(self._numbers)
+        if _run()(self._numbers, world_size, self._timeout_s, array, len(array), times, ctypes.byref(outcome)):
+            words = outcome.words.decode(errors="replace")
+            if outcome.peer >= 0:
+                raise LinkError(outcome.peer, ConnectionError(words))
+            raise refused(words)
+        meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
+
+    def shut_down(self) -> None:
+        """Fail all waits, here and on the other ranks, at once. For any thread."""
+        for each in self._sockets.values():
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections. Nothing may run."""
+        for each in self._sockets.values():
+            each.close()
+
+
+_open: "weakref.WeakSet[Wire]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
+    for wire in _open:
+        wire.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@cache
+def _run() -> Any:
+    function = native.library()["gw_run_operations"]
+    function.argtypes = (
+        *(ctypes.c_void_p, c_int64, c_double, ctypes.c_void_p, c_int64, ctypes.c_void_p, ctypes.c_void_p),
+    )
+    function.restype = c_int64
+    return function

@@ -1,0 +1,230 @@
+"""Wires: lists of operations that C++ runs on connections between threads of one process."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+
+import pytest
+import torch
+
+from gradwire.collectives import Meter
+from gradwire.collectives.link import LinkError
+from gradwire.collectives.operations import Operations
+from gradwire.collectives.wire import Wire
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
+from gradwire.compressors.beside import BesideCompressor
+from gradwire.core.payload import RAW
+from gradwire.core.specs import (
+    DGC,
+    FP8,
+    QSGD,
+    BlockTopK,
+    Cast,
+    ErrorFeedback,
+    Int8,
+    Natural,
+    SignSGD,
+    Signum,
+    Spec,
+    TernGrad,
+    TopK,
+    TwoBit,
+)
+from gradwire.kernels import Segment, Segments, cpu
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
+
+Wires = Callable[..., list[Wire]]
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """wires(world_size): one for each rank, all in this process."""
+    made: list[Wire] = []
+
+    def connect(world_size: int, timeout_s: float = 10.0) -> list[Wire]:
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+        for low, high in combinations(range(world_size), 2):
+            ends[low][high], ends[high][low] = socket.socketpair()
+        made.extend(Wire(world_size, each, timeout_s) for each in ends)
+        return made[-world_size:]
+
+    yield connect
+    for wire in made:
+        wire.close()
+
+
+def run_all(wires: list[Wire], lists: list[Operations]) -> list[Meter]:
+    meters = [Meter(spans=[]) for _ in wires]
+    with ThreadPoolExecutor(len(wires)) as pool:
+        done = [pool.submit(*each) for each in zip([wire.run for wire in wires], lists, meters, strict=True)]
+    for each in done:
+        each.result()
+    return meters
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 10_000_000], ids=["a byte", "little", "more than the connection holds"])
+def test_messages_pass_in_both_directions_at_once(wires: Wires, numel: int) -> None:
+    world_size = 3
+    sent = [torch.randint(0, 256, (numel,), dtype=torch.uint8) for _ in range(world_size)]
+    received = [[torch.zeros_like(each) for each in sent] for _ in range(world_size)]
+    lists = []
+    for rank in range(world_size):
+        operations = Operations()
+        others = [other for other in range(world_size) if other != rank]
+        for other in others:
+            operations.send(other, sent[rank], 5)
+        for other in others:
+            operations.receive(other, received[rank][other], 5)
+        operations.flush()
+        lists.append(operations)
+    connected = wires(world_size)
+    for _ in range(2):
+        run_all(connected, lists)
+        for rank, parts in enumerate(received):
+            for other, part in enumerate(parts):
+                assert other == rank or torch.equal(part, sent[other])
+                part.zero_()
+
+
+def test_parts_are_awaited_in_any_order_of_ranks_and_in_the_order_of_each_rank(wires: Wires) -> None:
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32)
+
+    first, second, total = numbers(1, 2), numbers(10, 20), numbers(0, 0)
+    sender, adder = Operations(), Operations()
+    arrived, later = torch.zeros(2), torch.zeros(2)
+    sender.send(1, first, 1)
+    sender.send(1, second, 2)
+    sender.flush()
+    adder.receive(0, arrived, 1)
+    adder.call([cpu.call("copy_into", total, arrived)])
+    adder.receive(0, later, 2)
+    adder.call([cpu.call("add_into", total, later)])
+    meters = run_all(wires(2), [sender, adder])
+    assert total.tolist() == [11, 22]
+    assert meters[1].codec_seconds > 0 and len(meters[1].spans or []) == 2 and not meters[0].spans
+
+
+def test_another_list_than_the_peers_is_told(wires: Wires) -> None:
+    part = torch.zeros(8)
+    lists = [Operations(), Operations()]
+    for rank, tag in enumerate((3, 4)):
+        lists[rank].send(1 - rank, part, tag)
+        lists[rank].receive(1 - rank, part.clone(), tag)
+    with pytest.raises(LinkError, match="tag 4 came where one of 32 bytes with tag 3 was expected") as error:
+        run_all(wires(2), lists)
+    assert error.value.peer == 1
+
+
+def test_a_peer_that_is_gone_silent_or_shut_down_is_named(wires: Wires) -> None:
+    waits = Operations()
+    waits.receive(1, torch.zeros(8), 0)
+    gone, _ = (pair := wires(2))
+    pair[1].close()
+    with pytest.raises(LinkError, match="closed by peer") as error:
+        gone.run(waits, Meter())
+    assert error.value.peer == 1
+    silent = wires(2, timeout_s=0.2)[0]
+    with pytest.raises(LinkError, match="Timed out waiting"):
+        silent.run(waits, Meter())
+    waiting = wires(2)[0]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(waiting.run, waits, Meter())
+        time.sleep(0.1)
+        waiting.shut_down()
+        with pytest.raises(LinkError):
+            running.result(timeout=5)
+
+
+def test_a_kernel_that_refuses_ends_the_list(wires: Wires) -> None:
+    operations = Operations()
+    operations.call([cpu.call("add_into", torch.zeros(3), torch.zeros(4))])
+    with pytest.raises(RuntimeError, match="as long as its sum"):
+        wires(2)[0].run(operations, Meter())
+
+
+def test_a_child_closes_its_copies(wires: Wires) -> None:
+    """Or the workers of a DataLoader would keep the connections of a killed rank open."""
+    wire, peer = wires(2)
+    number = wire._numbers[1]
+    if (pid := os.fork()) == 0:
+        try:
+            os.fstat(number)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert os.fstat(number) and peer
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize("into_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_copies_and_sums_are_torchs(wires: Wires, dtype: torch.dtype, into_dtype: torch.dtype) -> None:
+    source, into = torch.randn(1001).to(dtype), torch.randn(1001).to(into_dtype)
+    copied, added = torch.empty_like(into), into.clone()
+    operations = Operations()
+    operations.call([cpu.call("copy_into", copied, source), cpu.call("add_into", added, source)])
+    wires(1)[0].run(operations, Meter())
+    assert torch.equal(copied, torch.empty_like(into).copy_(source))
+    assert torch.equal(added, into.add_(source.float()))
+
+
+SPECS = [
+    QSGD(bits=4),
+    QSGD(bits=3, levels="exponential"),
+    Int8(),
+    FP8(),
+    Natural(),
+    TernGrad(),
+    TwoBit(),
+    Cast("bfloat16"),
+]
+SPECS += [TopK(0.1), BlockTopK(0.1), DGC(0.1), SignSGD(), Signum(), ErrorFeedback(QSGD(bits=2))]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside vectors"])
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_calls_do_what_the_compressor_does(wires: Wires, spec: Spec, dtype: torch.dtype, beside: bool) -> None:
+    if beside and not spec.carries_uncompressed:
+        pytest.skip("its payloads carry no vectors")
+    codec = compressor_for(spec)
+    bits = spec.element_bits
+    rows = [Segment(0, 2000, 11, 0, bits), Segment(2000, 37, 12, 0, RAW), Segment(2037, 700, 13, 0, bits)]
+    if not beside:
+        rows[1] = rows[1]._replace(bits=bits)
+    segments = Segments.of(rows)
+    if beside:
+        codec = BesideCompressor(codec)
+    assert codec.runs_in_c
+    context = Context(torch.tensor([1, 2, 3, 4]))
+    source = torch.randn(2737).to(dtype)
+    state = [[torch.randn(2737) for _ in codec.state]]
+    state.append([each.clone() for each in state[0]])
+    size = codec.payload_bytes(segments, dtype)
+    payloads = torch.zeros(2, size, dtype=torch.uint8)
+    own = [payloads[0].clone(), payloads[1].clone()]
+    sums = [torch.ones(2737), torch.ones(2737)]
+    codec.encode(source, state[0], segments, context, own[0])
+    codec.decode(own[0], segments, dtype, True, sums[0], context)
+    operations = Operations()
+    operations.call(codec.encode_calls(source, state[1], segments, context, own[1]))
+    operations.call(codec.decode_calls(own[1], segments, dtype, True, sums[1], context))
+    wires(1)[0].run(operations, Meter())
+    assert torch.equal(*own) and torch.equal(*sums)
+    assert all(torch.equal(*each) for each in zip(*state, strict=True))
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="takes a tensor"):
+        cpu.call("copy_into", torch.zeros(1), 3)
+    with pytest.raises(ValueError, match="zip"):
+        cpu.call("copy_into", torch.zeros(1))
