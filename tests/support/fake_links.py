@@ -1,16 +1,19 @@
 """Links between ranks of one process, a thread each: schemes as they are, without processes or sockets."""
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 
 from gradwire.collectives import Meter
 from gradwire.collectives.streams import Streams
+from gradwire.collectives.wire import Wire
 
-__all__ = ["FakeLink", "drive", "links"]
+__all__ = ["FakeLink", "drive", "links", "wires"]
 
 Key = tuple[int, int, int]
 """Source, target, tag."""
@@ -20,15 +23,16 @@ class FakeLink:
     """What schemes use of a link. A part that does not come within half a minute is an error, not a hang."""
 
     streams = Streams()
+    wire: Wire | None = None
 
-    def __init__(self, rank: int, world_size: int, wires: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
-        self.rank, self.world_size, self.wires = rank, world_size, wires
+    def __init__(self, rank: int, world_size: int, channels: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
+        self.rank, self.world_size, self.channels = rank, world_size, channels
         self.sent_to = [0] * world_size
         """Bytes, counted as they leave."""
 
-    def wire(self, source: int, target: int, tag: int) -> "queue.Queue[torch.Tensor]":
+    def channel(self, source: int, target: int, tag: int) -> "queue.Queue[torch.Tensor]":
         """Made by whoever needs it first; setdefault, since both ends may be that at once."""
-        return self.wires.setdefault((source, target, tag), queue.Queue())
+        return self.channels.setdefault((source, target, tag), queue.Queue())
 
     def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "FakeExchange":
         return FakeExchange(self, tag, received)
@@ -42,12 +46,12 @@ class FakeExchange:
         for to, part in enumerate(sent):
             if to != self.link.rank and part.numel():
                 self.link.sent_to[to] += part.numel() * part.element_size()
-                self.link.wire(self.link.rank, to, self.tag).put(part.clone())
+                self.link.channel(self.link.rank, to, self.tag).put(part.clone())
 
     def wait(self, source: int) -> None:
         into = self.received[source]
         if source != self.link.rank and into.numel():
-            part = self.link.wire(source, self.link.rank, self.tag).get(timeout=30)
+            part = self.link.channel(source, self.link.rank, self.tag).get(timeout=30)
             assert part.dtype is into.dtype and part.shape == into.shape
             into.copy_(part)
 
@@ -55,15 +59,27 @@ class FakeExchange:
         pass
 
 
-def links(world_size: int) -> list[FakeLink]:
-    """One for each rank."""
-    wires: dict[Key, queue.Queue[torch.Tensor]] = {}
-    return [FakeLink(rank, world_size, wires) for rank in range(world_size)]
+def links(world_size: int, wired: bool = False) -> list[FakeLink]:
+    """One for each rank. `wired`: with real connections, on which C++ runs the schemes that it can; they count no bytes."""
+    channels: dict[Key, queue.Queue[torch.Tensor]] = {}
+    made = [FakeLink(rank, world_size, channels) for rank in range(world_size)]
+    if wired:
+        for link, wire in zip(made, wires(world_size), strict=True):
+            link.wire = wire
+    return made
 
 
-def drive(schemes: Sequence[Any], phases: int) -> list[FakeLink]:
+def wires(world_size: int, timeout_s: float = 30.0) -> list[Wire]:
+    """One for each rank, all in this process."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+    for low, high in combinations(range(world_size), 2):
+        ends[low][high], ends[high][low] = socket.socketpair()
+    return [Wire(world_size, each, timeout_s) for each in ends]
+
+
+def drive(schemes: Sequence[Any], phases: int, wired: bool = False) -> list[FakeLink]:
     """One step of all ranks' schemes; returns the links, which know what was sent."""
-    made, errors = links(len(schemes)), []
+    made, errors = links(len(schemes), wired), []
 
     def live(scheme: Any, link: FakeLink) -> None:
         try:
@@ -79,8 +95,11 @@ def drive(schemes: Sequence[Any], phases: int) -> list[FakeLink]:
         thread.start()
     for thread in threads:
         thread.join()
+    for link in made:
+        if link.wire is not None:
+            link.wire.close()
     if errors:
         raise errors[0]
-    left = {key: wire.qsize() for key, wire in made[0].wires.items() if wire.qsize()}
+    left = {key: channel.qsize() for key, channel in made[0].channels.items() if channel.qsize()}
     assert not left, f"parts that nobody waited for: {left}"
     return made

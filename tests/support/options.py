@@ -74,8 +74,11 @@ class Ranks:
         dtype: torch.dtype = torch.float32,
         root: int = 0,
         codecs: Callable[[Any, int], dict[str, Any]] | None = None,
+        wired: bool = False,
     ) -> None:
-        """`root`: as if the bucket had this index. `codecs`: of a codec and a rank, what runs on each device instead."""
+        """`root`: as if the bucket had this index. `codecs`: of a codec and a rank, what runs on each device instead. `wired`:
+        see `fake_links.links`."""
+        self.wired = wired
         self.plan, self.sizes, self.world_size = plan, tuple(sizes), len(grid)
         everybody, minute = tuple(range(len(grid))), timedelta(seconds=60)
         nobody: Any = None
@@ -102,7 +105,8 @@ class Ranks:
                 torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
         sent = []
         for chunk in range(len(self.buckets[0].chunks)):
-            sent += drive([bucket.chunks[chunk] for bucket in self.buckets], len(self.plan.buckets[0].link_tasks))
+            pieces = [bucket.chunks[chunk] for bucket in self.buckets]
+            sent += drive(pieces, len(self.plan.buckets[0].link_tasks), self.wired)
         return sent
 
     def held_back(self) -> torch.Tensor:

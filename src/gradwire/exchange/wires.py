@@ -7,8 +7,9 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from gradwire._version import __version__
 from gradwire.collectives import Link
@@ -18,6 +19,8 @@ from gradwire.kernels.cpu import available
 
 log = logging.getLogger(__name__)
 
+Mesh = dict[int, socket.socket]
+"""The connections of a lane, by rank."""
 _HELLO = struct.Struct("<16sII")
 """A token of the listener, the rank, and the lane."""
 _PATIENCE_S = 30.0
@@ -29,29 +32,39 @@ def connect_wires(control: Link, lanes: int) -> list[Wire]:
     the control lane."""
     token = secrets.token_bytes(16)
     listener = _listen(control, lanes)
+    meshes: list[Mesh] = [{} for _ in range(lanes)]
     try:
         own = _card(listener, token)
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(own).encode())]
-        if not all(card and card["version"] == __version__ for card in cards):
+        if listener is None or not all(card and card["version"] == __version__ for card in cards):
             return []
-        assert listener is not None
-        meshes, problem = None, ""
-        try:
-            meshes = _mesh(control, listener, token, cards, lanes)
-        except OSError as error:
-            problem = f"rank {control.rank}: {error}"
-        problems = [raw.decode() for raw in gather_bytes(control, problem.encode() or b" ")]
-        if any(each.strip() for each in problems):
-            log.info("gloo carries gradients: %s", "; ".join(each for each in problems if each.strip()))
-            for mesh in meshes or ():
-                for connection in mesh.values():
-                    connection.close()
-            return []
-        assert meshes is not None
-        return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in meshes]
+        until = time.monotonic() + min(_PATIENCE_S, control.timeout.total_seconds())
+        # a listener's queue holds connections that nobody has accepted yet: so all know who failed before anybody waits
+        for step in (partial(_connect, control, cards), partial(_accept, control, listener, token)):
+            if problems := _problems(control, partial(step, meshes, until)):
+                log.info("gloo carries gradients: %s", problems)
+                return []
+        for connection in (connection for mesh in meshes for connection in mesh.values()):
+            connection.setblocking(True)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected, meshes = meshes, []
+        return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected]
     finally:
+        for connection in (connection for mesh in meshes for connection in mesh.values()):
+            connection.close()
         if listener is not None:
             listener.close()
+
+
+def _problems(control: Link, step: Callable[[], None]) -> str:
+    """Do a step that may fail on some ranks; why it did, on all of them."""
+    problem = ""
+    try:
+        step()
+    except OSError as error:
+        problem = f"rank {control.rank}: {error}"
+    everybody = [raw.decode().strip() for raw in gather_bytes(control, problem.encode() or b" ")]
+    return "; ".join(filter(None, everybody))
 
 
 def _listen(control: Link, lanes: int) -> socket.socket | None:
@@ -73,41 +86,26 @@ def _card(listener: socket.socket | None, token: bytes) -> dict[str, str | int]:
     return {"version": __version__, "host": host, "port": port, "token": token.hex()}
 
 
-def _mesh(
-    control: Link, listener: socket.socket, token: bytes, cards: Sequence[dict[str, str]], lanes: int
-) -> list[dict[int, socket.socket]]:
-    """Of each lane the connections by rank. Every rank connects to the lower ones and hears the higher ones."""
-    until = time.monotonic() + min(_PATIENCE_S, control.timeout.total_seconds())
-    meshes: list[dict[int, socket.socket]] = [{} for _ in range(lanes)]
-    try:
-        for peer in range(control.rank):
-            for lane in range(lanes):
-                card = cards[peer]
-                connection = socket.create_connection((card["host"], int(card["port"])), timeout=_left(until))
-                meshes[lane][peer] = connection
-                connection.sendall(_HELLO.pack(bytes.fromhex(card["token"]), control.rank, lane))
-        missing = lanes * (control.world_size - 1 - control.rank)
-        while missing:
-            listener.settimeout(_left(until))
-            connection, _ = listener.accept()
-            connection.settimeout(_left(until))
-            told = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(told) != _HELLO.size or told[:16] != token:
-                connection.close()  # somebody else
-                continue
+def _connect(control: Link, cards: Sequence[dict[str, str]], meshes: list[Mesh], until: float) -> None:
+    """To the lower ranks."""
+    for peer, card in enumerate(cards[: control.rank]):
+        for lane, mesh in enumerate(meshes):
+            mesh[peer] = socket.create_connection((card["host"], int(card["port"])), timeout=_left(until))
+            mesh[peer].sendall(_HELLO.pack(bytes.fromhex(card["token"]), control.rank, lane))
+
+
+def _accept(control: Link, listener: socket.socket, token: bytes, meshes: list[Mesh], until: float) -> None:
+    """The higher ranks."""
+    while sum(map(len, meshes)) < len(meshes) * (control.world_size - 1):
+        listener.settimeout(_left(until))
+        connection, _ = listener.accept()
+        connection.settimeout(_left(until))
+        told = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        if len(told) == _HELLO.size and told.startswith(token):
             _, peer, lane = _HELLO.unpack(told)
             meshes[lane][peer] = connection
-            missing -= 1
-    except BaseException:
-        for mesh in meshes:
-            for connection in mesh.values():
-                connection.close()
-        raise
-    for mesh in meshes:
-        for connection in mesh.values():
-            connection.setblocking(True)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return meshes
+        else:
+            connection.close()  # somebody else
 
 
 def _left(until: float) -> float:

@@ -1,14 +1,13 @@
 """Wires: lists of operations that C++ runs on connections between threads of one process."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 
 import pytest
 import torch
+from fake_links import wires as pairs
 
 from gradwire.collectives import Meter
 from gradwire.collectives.link import LinkError
@@ -47,11 +46,8 @@ def wires() -> Iterator[Wires]:
     made: list[Wire] = []
 
     def connect(world_size: int, timeout_s: float = 10.0) -> list[Wire]:
-        ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
-        for low, high in combinations(range(world_size), 2):
-            ends[low][high], ends[high][low] = socket.socketpair()
-        made.extend(Wire(world_size, each, timeout_s) for each in ends)
-        return made[-world_size:]
+        made.extend(connected := pairs(world_size, timeout_s))
+        return connected
 
     yield connect
     for wire in made:
