@@ -19,7 +19,8 @@ from gradwire.collectives.link import LinkError
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.operations import Operations, Outcome
 from gradwire.core import native
-from gradwire.kernels.cpu import refused
+from gradwire.errors import PayloadError
+from gradwire.kernels.reference.indices import DAMAGED
 
 
 class Wire:
@@ -42,7 +43,12 @@ class Wire:
             words = outcome.words.decode(errors="replace")
             if outcome.peer >= 0:
                 raise LinkError(outcome.peer, ConnectionError(words))
-            raise refused(words)
+            if DAMAGED in words:
+                raise PayloadError(
+                    f"{words}: nothing was decoded. Ranks run different plans or versions, or the bytes were changed. Run the same "
+                    "plan and version on all ranks."
+                )
+            raise RuntimeError(words)
         meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
 
     def shut_down(self) -> None:

@@ -146,12 +146,7 @@ def bind(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None
 
 def _refused(words: bytes | None, *_: object) -> None:
     if words is not None:
-        raise refused(words.decode())
-
-
-def refused(words: str) -> Exception:
-    """The error to raise where a kernel refused its arguments."""
-    return RuntimeError(words)
+        raise RuntimeError(words.decode())
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from gradwire.core.specs import (
     TopK,
     TwoBit,
 )
+from gradwire.errors import PayloadError
 from gradwire.kernels import Segment, Segments, cpu
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
@@ -141,6 +142,16 @@ def test_a_kernel_that_refuses_ends_the_list(wires: Wires) -> None:
     operations = Operations()
     operations.call([cpu.call("add_into", torch.zeros(3), torch.zeros(4))])
     with pytest.raises(RuntimeError, match="as long as its sum"):
+        wires(2)[0].run(operations, Meter())
+
+
+def test_a_damaged_payload_is_told(wires: Wires) -> None:
+    codec, segments = compressor_for(TopK(0.1)), Segments.of([Segment(0, 1000, 11, 0, 0)])
+    payload = torch.full((codec.payload_bytes(segments, torch.float32),), 255, dtype=torch.uint8)
+    operations = Operations()
+    context = Context(torch.tensor([1, 2, 3, 4]))
+    operations.call(codec.decode_calls(payload, segments, torch.float32, True, torch.zeros(1000), context))
+    with pytest.raises(PayloadError, match="indices are damaged"):
         wires(2)[0].run(operations, Meter())
 
 
