@@ -45,8 +45,8 @@ class Wire:
                 raise LinkError(outcome.peer, ConnectionError(words))
             if DAMAGED in words:
                 raise PayloadError(
-                    f"{words}: nothing was decoded. Ranks run different plans or versions, or the bytes were changed. Run the same "
-                    "plan and version on all ranks."
+                    f"{words}: nothing was decoded. Ranks run different plans or versions, or the bytes were changed. Run the "
+                    "same plan and version on all ranks."
                 )
             raise RuntimeError(words)
         meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
