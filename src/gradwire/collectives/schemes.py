@@ -151,7 +151,8 @@ class TwoPhase(Transfers):
         def encoding(to: int, payload: torch.Tensor) -> Encoding:
             return Encoding(codec, self.parts[to], self.own[to], shards[to], context, payload)
 
-        reduce = Transfer([encoding(to, to_owners[to]) for to in range(world_size) if to != rank], to_owners, for_sum)
+        others = [(rank + step) % world_size for step in range(1, world_size)]  # not all encode for rank 0 first
+        reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
         for source, payload in enumerate(for_sum):
             works = reduce.arrivals[source] = []
             if encoded[source]:

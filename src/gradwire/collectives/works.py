@@ -186,12 +186,17 @@ class Transfers:
         return self._listed[phase]
 
     def _add(self, transfer: Transfer, tag: int, operations: Operations) -> None:
-        """As `run` does it."""
-        _call_all(transfer.before, operations)
+        """As `run` does it; but a part leaves as soon as it is encoded."""
         world_size = len(transfer.sent)
         others = [(self.rank + step) % world_size for step in range(1, world_size)]
-        targets = [to for to in others if transfer.sent[to].numel()]
-        for to in targets:
+        targets = unsent = [to for to in others if transfer.sent[to].numel()]
+        for work in transfer.before:
+            _call_all([work], operations)
+            encoded = getattr(work, "payload", None)
+            for to in [to for to in unsent if transfer.sent[to] is encoded]:
+                operations.send(to, transfer.sent[to], tag)
+            unsent = [to for to in unsent if transfer.sent[to] is not encoded]
+        for to in unsent:
             operations.send(to, transfer.sent[to], tag)
         for source, works in transfer.arrivals.items():
             if source != self.rank and transfer.received[source].numel():
