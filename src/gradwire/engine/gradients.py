@@ -81,10 +81,12 @@ class Gradient:
         another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
         if self.handed is None or self.handed is grad:
             return
-        self._memory.take_back(self.handed)
-        if _references(self) > _ALONE:
-            self.handed.data = self.handed.clone()
-        self.handed = None
+        alone = _references(self) == _ALONE + 1  # the memory refers to it too
+        if not (alone and _is_as_made(self.handed, self.slot.view)):
+            self._memory.take_back(self.handed)
+            if _references(self) > _ALONE:
+                self.handed.data = self.handed.clone()
+            self.handed = None
         self._memory.leave_to_script()
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
@@ -100,6 +102,12 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> list[Gradient]:
     """Those of these parameters."""
     memories = [BucketMemory(buffers.aliases) for buffers in exchange.buckets]
     return [Gradient(slot, memories[slot.bucket]) for slot in (exchange.slots[name] for name in names)]
+
+
+def _is_as_made(handed: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a tensor that nothing in Python refers to can be handed out once more."""
+    saved_in_a_graph = handed._use_count() > 1  # type: ignore[attr-defined]
+    return not (saved_in_a_graph or handed.requires_grad or vars(handed)) and handed.is_set_to(view)
 
 
 def _references(holder: Any) -> int:

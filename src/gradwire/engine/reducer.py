@@ -46,6 +46,7 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
+        self._share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         self.control = ControlExchange(lanes, drift_check_steps)
         """What ranks tell each other at the end of a step."""
         self.step = 0
@@ -67,7 +68,6 @@ class Reducer:
         self.watched = 0
         """How often it was given parameters."""
         self.observers = Observers()
-        """Who is told of steps."""
         self._schedule: weakref.ref[ScheduleEvents] | None = None
         self._state = StepState.IDLE
         self._deferred = False
@@ -287,7 +287,7 @@ class Reducer:
                 self,
                 f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False).",
             )
-        torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
+        torch.mul(grad.detach(), self._share, out=slot.view)
 
     def _fill_late(self) -> None:
         """Gradients that came without becoming ready: the parameter's memory was replaced, and its node with it."""
@@ -387,7 +387,7 @@ class Reducer:
         return reports
 
     def converted(self) -> str | None:
-        """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
+        """The first parameter whose gradient no longer fits its slot (`model.to(dtype)`)."""
         for name, slot, reference in zip(self.names, self.slots, self.parameters, strict=True):
             if (parameter := reference()) is not None and not slot.fits(parameter):
                 return repr(name)
