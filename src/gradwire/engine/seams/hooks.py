@@ -19,6 +19,8 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
+from gradwire.engine.seams.arrivals import Arrivals
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -60,18 +62,23 @@ class GradientHooks:
         ready: Act | None,
         parameters: Iterable[torch.nn.Parameter] = (),
         before: Act | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
-        """`before` is called before the gradient is accumulated. What is None is not called."""
+        """`before` is called before the gradient is accumulated. What is None is not called. With `arrivals`,
+        `coming` and `ready` are called only for gradients that are not simply noted there."""
         self._owner, self._ready, self._before = weakref.ref(owner), ready, before
+        self._arrivals = arrivals
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
         self._of_tensors = []
         for index, reference in enumerate(self._parameters):
             if coming is not None and (parameter := reference()) is not None:
-                act = partial(_act, self._owner, coming, index, reference)
+                hook: Callable[..., None] = partial(_act, self._owner, coming, index, reference)
+                if arrivals is not None:
+                    hook = arrivals.coming_hook(index, hook)
                 with _trainable(parameter):
-                    self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
+                    self._of_tensors.append(parameter.register_post_accumulate_grad_hook(hook))
         self.renew()
 
     def renew(self) -> None:
@@ -86,7 +93,10 @@ class GradientHooks:
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
                 if self._ready is not None:
-                    self._handles.append(node.register_hook(partial(_act, self._owner, self._ready, index, reference)))
+                    hook: Callable[..., None] = partial(_act, self._owner, self._ready, index, reference)
+                    if self._arrivals is not None:
+                        hook = self._arrivals.ready_hook(index, hook)
+                    self._handles.append(node.register_hook(hook))
                 if self._before is not None:
                     self._handles.append(
                         node.register_prehook(partial(_act, self._owner, self._before, index, reference))
