@@ -18,7 +18,7 @@ def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
     """End the step of a backward that was left. Returns the error to raise here."""
     return leave(
         reducer,
-        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.arrivals.ready)} of "
+        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.arrivals.came)} of "
         f"{len(reducer.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
         "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart.",
     )
@@ -26,7 +26,7 @@ def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
 
 def not_sent(reducer: "Reducer", index: int, grad: torch.Tensor | None) -> GradwireError:
     """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
-    reducer.arrivals.ready.pop(index, None)
+    reducer.arrivals.came.pop(index, None)
     gone = (
         "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
         "after all hooks; step the optimizer after backward."

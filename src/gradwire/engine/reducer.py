@@ -115,7 +115,8 @@ class Reducer:
         if others:
             sends = self.schedule.traits.sends_in_backward
             self.gradients, self._runs = gradients_of(exchange, self.names) if sends else ([], [])
-            self.arrivals.attach({index: number for number, run in enumerate(self._runs) for index in run.indices})
+            self.arrivals.attach([run.indices for run in self._runs])
+            self._hooks.renew(self.arrivals.last_ones)
         self.schedule.attach()
         if self._release is not None:
             self._release.detach()
@@ -182,22 +183,24 @@ class Reducer:
             if reentrant.inside():
                 raise reentrant.refusal(self.names[index])
             self._begin_in_backward()
-        elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred:
-            if not reentrant.inside():
+        elif not self._deferred:
+            if torch._C._current_graph_task_id() == self._outer_task:
+                self._fill_complete()
+            elif not reentrant.inside():
                 raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
-            # inside the backward we know each parameter's gradient is still counted once, so each is looked at from now on
-            self.arrivals.task = NO_BACKWARD
+            else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
+                self.arrivals.task = NO_BACKWARD
+            if index in self.arrivals.came:
+                raise came_twice(self, index)
         self.running.check_lanes()
-        self.arrivals.coming[index] = None
+        self.arrivals.note(index)
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """parameter.grad is as it is to be sent."""
-        if not self.synchronise or self._deferred:
-            return
-        if index in self.arrivals.ready:
-            raise came_twice(self, index)
-        if (run := self.arrivals.count(index)) is not None:
-            self._fill(self._runs[run])
+        """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
+        last, the run is taken when the next gradient of this backward comes, or at its end."""
+        self.arrivals.heard.add(index)
+        if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
+            self._fill_complete()
 
     def _outermost(self) -> None:
         if self.synchronise and not self.in_hand:
@@ -254,7 +257,7 @@ class Reducer:
         if gradient is None:
             self.slots[index].view.zero_()
         else:
-            self.arrivals.ready[index] = None
+            self.arrivals.came[index] = None
             self._scale_into(self.slots[index], gradient)
 
     def count(self, *indices: int) -> None:
@@ -285,17 +288,19 @@ class Reducer:
             raise not_sent(self, self.names.index(slot.name), grad)
         torch.mul(grad.detach(), self._share, out=slot.view)
 
+    def _fill_complete(self) -> None:
+        for run in self.arrivals.take_complete():
+            self._fill(self._runs[run])
+
     def _fill_rest(self) -> None:
-        """Send what came of runs some of whose gradients did not. Gradients that came without becoming ready are among them: the
-        parameter's memory was replaced, and its node with it."""
-        late = [index for index in self.arrivals.never_ready() if self.parameters[index]() is not None]
-        self.arrivals.ready.update(dict.fromkeys(late))
+        """Send what came, at the end of backward: also of runs some of whose gradients did not come."""
+        self._fill_complete()
         for run in (run for run, left in zip(self._runs, self.arrivals.left, strict=True) if left):
             for at, index in enumerate(run.indices):
-                if index in self.arrivals.ready and index not in self.sent:
+                if index in self.arrivals.came:
                     self._fill(run.alone(at))
-        if late:
-            self._hooks.renew()
+        if self.arrivals.some_silent:
+            self._hooks.renew(self.arrivals.last_ones)  # a parameter's memory was replaced, and its node with it
 
     def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
         """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""
@@ -325,9 +330,9 @@ class Reducer:
         reducer did not see the gradients come."""
         if used is not None:
             self._used = used
-        self._used = reduce(or_, (1 << index for index in self.arrivals.coming), self._used)
+        self._used = reduce(or_, (1 << index for index in self.arrivals.came), self._used)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        return self.control.tell(self.step, state, len(self.arrivals.ready), self._used)
+        return self.control.tell(self.step, state, len(self.arrivals.came), self._used)
 
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""
@@ -346,7 +351,7 @@ class Reducer:
             self.ready_order = list(range(len(self.names)))
         else:
             self._fill_rest()
-            self.ready_order = list(self.arrivals.ready)
+            self.ready_order = list(self.arrivals.came)
         for index, reference in enumerate(self.parameters):
             if index not in self.sent:
                 kept[index] = self._fill_missing(index, None if state is BackwardState.OUT else reference())

@@ -1,11 +1,10 @@
-"""The short way through the hooks of gradients: most gradients of a backward are only noted.
+"""The short way through the hook of a gradient: most gradients of a backward are only noted.
 
-A hook in Python takes about a microsecond, and there are two for each gradient. What a hook does beyond that counts in models of
-many small tensors.
+Hooks in Python take a microsecond or more, most of it for Python's lock. So there is one hook for each gradient, which does next
+to nothing, and a second one only for a few (see `Reducer.gradient_ready`).
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,66 +15,63 @@ _current_task = torch._C._current_graph_task_id
 
 
 class Arrivals:
-    """The gradients that came in a step, by index of their parameters.
+    """The gradients that came in a step, by index of their parameters, and the runs that are complete.
 
-    Hooks note the gradients of the backward `task` here. All other gradients, and the last one of each run, go the long way: the
-    hook asks the reducer. Arrivals refer to no parameter and to no reducer, since parameters keep their hooks.
+    Hooks note the gradients of the backward `task` here. For any other gradient, and for the next one after a run is complete,
+    the hook asks the reducer. Arrivals refer to no parameter and to no reducer, since parameters keep their hooks.
     """
 
     def __init__(self) -> None:
         self.task = NO_BACKWARD
         """The graph task whose gradients are only noted."""
-        self.coming: dict[int, None] = {}
-        """Gradients that were accumulated. Hooks of the script may follow."""
-        self.ready: dict[int, None] = {}
-        """Gradients that are as they are to be sent, in the order in which they came."""
+        self.came: dict[int, None] = {}
+        """Gradients that were accumulated, in order. Hooks of the script on the last one may follow."""
         self.left: list[int] = []
-        """How many gradients of each run are not ready yet."""
+        """How many gradients of each run did not come yet."""
+        self.complete: list[int] = []
+        """Runs whose gradients all came, and were not taken yet."""
+        self.last_ones: list[int] = []
+        """The gradient of each run that comes last in the plan's order. Their nodes have a hook too."""
+        self.heard: set[int] = set()
+        """Those of them whose nodes called it."""
         self._run_of: dict[int, int] = {}
         self._sizes: list[int] = []
 
-    def attach(self, run_of: dict[int, int]) -> None:
-        """Count gradients by these runs: the number of the run of each gradient."""
-        self._run_of = run_of
-        sizes = Counter(run_of.values())
-        self._sizes = [sizes[run] for run in range(len(sizes))]
+    def attach(self, runs: Sequence[Sequence[int]]) -> None:
+        """Count gradients by these runs, which are lists of indices."""
+        self._run_of = {index: number for number, run in enumerate(runs) for index in run}
+        self._sizes, self.last_ones = [len(run) for run in runs], [run[-1] for run in runs]
 
     def begin(self) -> None:
         """A step begins."""
-        self.task, self.coming, self.ready, self.left = NO_BACKWARD, {}, {}, list(self._sizes)
+        self.task, self.came, self.left = NO_BACKWARD, {}, list(self._sizes)
+        self.complete, self.heard = [], set()
 
-    def count(self, index: int) -> int | None:
-        """A gradient is ready. Returns the number of its run if it is the run's last one."""
-        self.ready[index] = None
+    def note(self, index: int) -> None:
+        """A gradient came."""
+        self.came[index] = None
         run = self._run_of[index]
-        self.left[run] -= 1
-        return None if self.left[run] else run
+        self.left[run] = left = self.left[run] - 1
+        if not left:
+            self.complete.append(run)
 
-    def never_ready(self) -> list[int]:
-        """Gradients that were accumulated, and whose nodes have not called their hooks."""
-        return [index for index in self.coming if index not in self.ready]
+    def take_complete(self) -> list[int]:
+        """The runs that are complete, once."""
+        complete, self.complete = self.complete, []
+        return complete
 
-    def coming_hook(self, index: int, ask: Callable[[], None]) -> Callable[..., None]:
-        """The hook for an accumulated gradient; `ask` is the long way."""
+    @property
+    def some_silent(self) -> bool:
+        """Whether a gradient came whose node should have called its hook and did not."""
+        return any(index in self.came and index not in self.heard for index in self.last_ones)
+
+    def hook(self, index: int, ask: Callable[[], None]) -> Callable[..., None]:
+        """The hook for an accumulated gradient; `ask` asks the reducer."""
 
         def coming(*_: object) -> None:
-            if _current_task() == self.task:
-                self.coming[index] = None
+            if _current_task() == self.task and not self.complete and index not in self.came:
+                self.note(index)
             else:
                 ask()
 
         return coming
-
-    def ready_hook(self, index: int, ask: Callable[[], None]) -> Callable[..., None]:
-        """The hook for a gradient that is ready; `ask` is the long way."""
-
-        def ready(*_: object) -> None:
-            if _current_task() == self.task:
-                run = self._run_of[index]
-                if (left := self.left[run]) > 1:
-                    self.left[run] = left - 1
-                    self.ready[index] = None
-                    return
-            ask()
-
-        return ready
