@@ -60,6 +60,7 @@ class Gradient:
 
     def __init__(self, slot: Slot, memory: BucketMemory) -> None:
         self.slot, self.memory = slot, memory
+        self._shape, self._strides = slot.view.shape, slot.view.stride()
         self.handed: torch.Tensor | None = None
         """The `grad` of the last step, whose memory is the slot's."""
         self.stand_in: torch.Tensor | None = None
@@ -87,12 +88,19 @@ class Gradient:
         if self.handed is None or self.handed is grad:
             return False
         alone = _references(self) == _ALONE + 1  # the memory refers to it too
-        if not (alone and _is_as_made(self.handed, self.slot.view)):
+        if not (alone and self._is_as_made(self.handed)):
             self.memory.take_back(self.handed)
             if _references(self) > _ALONE:
                 self.handed.data = self.handed.clone()
             self.handed = None
         return True
+
+    def _is_as_made(self, handed: torch.Tensor) -> bool:
+        """Whether a tensor that nothing in Python refers to can be handed out once more. Asks nothing for which torch would let
+        go of Python's lock: a lane would take it."""
+        in_a_graph = handed._use_count() > 1 or handed.requires_grad  # type: ignore[attr-defined]
+        there = handed.data_ptr() == self.slot.view.data_ptr() and handed.shape == self._shape
+        return there and handed.stride() == self._strides and not in_a_graph and not vars(handed)
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
         """Of a parameter without a gradient in this backward: `grad` becomes the mean, or where no rank used the parameter what
@@ -160,12 +168,6 @@ def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
             nbytes = slot.view.nbytes
         parts[-1].append(slot)
     return parts
-
-
-def _is_as_made(handed: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a tensor that nothing in Python refers to can be handed out once more."""
-    saved_in_a_graph = handed._use_count() > 1  # type: ignore[attr-defined]
-    return not (saved_in_a_graph or handed.requires_grad or vars(handed)) and handed.is_set_to(view)
 
 
 def _references(holder: Any) -> int:

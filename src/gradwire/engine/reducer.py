@@ -39,8 +39,6 @@ from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.layout import Slot
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """The steps of one model. Made once for a model; its exchange, its schedule and its parameters may change between steps."""
@@ -192,7 +190,6 @@ class Reducer:
                 self.arrivals.task = NO_BACKWARD
             if index in self.arrivals.came:
                 raise came_twice(self, index)
-        self.running.check_lanes()
         self.arrivals.note(index)
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -254,11 +251,9 @@ class Reducer:
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `count` must follow."""
-        if gradient is None:
-            self.slots[index].view.zero_()
-        else:
+        if gradient is not None:
             self.arrivals.came[index] = None
-            self._scale_into(self.slots[index], gradient)
+        self._write(index, gradient)
 
     def count(self, *indices: int) -> None:
         """The slots of parameters, of one bucket, are as they are to be sent."""
@@ -282,11 +277,14 @@ class Reducer:
             parameter.grad = gradient.hand_out()
         self.count(*run.indices)
 
-    def _scale_into(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _write(self, index: int, grad: torch.Tensor | None) -> None:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
-        if grad.is_sparse:
-            raise not_sent(self, self.names.index(slot.name), grad)
-        torch.mul(grad.detach(), self._share, out=slot.view)
+        if grad is None:
+            self.slots[index].view.zero_()
+        elif grad.is_sparse:
+            raise not_sent(self, index, grad)
+        else:
+            torch.mul(grad.detach(), self._share, out=self.slots[index].view)
 
     def _fill_complete(self) -> None:
         for run in self.arrivals.take_complete():
@@ -310,10 +308,7 @@ class Reducer:
         grad = parameter.grad if parameter is not None else None
         own = grad.clone() if grad is not None and grad is gradient.handed else grad
         gradient.take_over(grad)
-        if own is None:
-            gradient.slot.view.zero_()
-        else:
-            self._scale_into(gradient.slot, own)
+        self._write(index, own)
         self.count(index)
         return own
 
