@@ -59,7 +59,8 @@ class Gradient:
     """The gradient of one parameter, where it lies."""
 
     def __init__(self, slot: Slot, memory: BucketMemory) -> None:
-        self.slot, self._memory = slot, memory
+        self.slot, self.memory = slot, memory
+        self._shape, self._strides = slot.view.shape, slot.view.stride()
         self.handed: torch.Tensor | None = None
         """The `grad` of the last step, whose memory is the slot's."""
         self.stand_in: torch.Tensor | None = None
@@ -72,20 +73,34 @@ class Gradient:
             return self.stand_in
         if self.handed is None or self.handed.data_ptr() != self.slot.view.data_ptr():
             if self.handed is not None:
-                self._memory.take_back(self.handed)
-            self.handed = self._memory.hand_out(self.slot.view)
+                self.memory.take_back(self.handed)
+            self.handed = self.memory.hand_out(self.slot.view)
         return self.handed
 
     def take_over(self, grad: torch.Tensor | None) -> None:
         """Before the slot is written, with the parameter's present `grad`. A script that kept the last one and began
         another (`grads.append(p.grad); p.grad = None`) keeps its values, in memory of its own."""
+        if self.let_go(grad):
+            self.memory.leave_to_script()
+
+    def let_go(self, grad: torch.Tensor | None) -> bool:
+        """As `take_over`, but for `leave_to_script`, which must follow before anything is written if this returns True."""
         if self.handed is None or self.handed is grad:
-            return
-        self._memory.take_back(self.handed)
-        if _references(self) > _ALONE:
-            self.handed.data = self.handed.clone()
-        self.handed = None
-        self._memory.leave_to_script()
+            return False
+        alone = _references(self) == _ALONE + 1  # the memory refers to it too
+        if not (alone and self._is_as_made(self.handed)):
+            self.memory.take_back(self.handed)
+            if _references(self) > _ALONE:
+                self.handed.data = self.handed.clone()
+            self.handed = None
+        return True
+
+    def _is_as_made(self, handed: torch.Tensor) -> bool:
+        """Whether a tensor that nothing in Python refers to can be handed out once more. Asks nothing for which torch would let
+        go of Python's lock: a lane would take it."""
+        in_a_graph = handed._use_count() > 1 or handed.requires_grad  # type: ignore[attr-defined]
+        there = handed.data_ptr() == self.slot.view.data_ptr() and handed.shape == self._shape
+        return there and handed.stride() == self._strides and not in_a_graph and not vars(handed)
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
         """Of a parameter without a gradient in this backward: `grad` becomes the mean, or where no rank used the parameter what
@@ -96,10 +111,63 @@ class Gradient:
             self.slot.view.copy_(own)
 
 
-def gradients_of(exchange: Exchange, names: Sequence[str]) -> list[Gradient]:
-    """Those of these parameters."""
-    memories = [BucketMemory(buffers.aliases) for buffers in exchange.buckets]
-    return [Gradient(slot, memories[slot.bucket]) for slot in (exchange.slots[name] for name in names)]
+class Run:
+    """Gradients that lie next to each other in a bucket. They are copied into their slots together, when the last one is
+    ready: two operations for all of them. One operation for each would take a microsecond or two, however small it is."""
+
+    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor) -> None:
+        """`place`: the part of the bucket's flat buffer that their slots fill."""
+        self.indices, self.gradients, self._place = indices, gradients, place
+        self._views = [gradient.slot.view for gradient in gradients]
+
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """The slots take these, times a factor."""
+        let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
+        if any(let_go):
+            self.gradients[0].memory.leave_to_script()
+        if len(grads) == 1:
+            torch.mul(grads[0], factor, out=self._views[0])
+        else:
+            torch._foreach_copy_(self._views, grads)
+            self._place.mul_(factor)
+
+    def alone(self, at: int) -> "Run":
+        """One gradient of the run."""
+        return Run([self.indices[at]], [self.gradients[at]], self._views[at])
+
+
+def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[Gradient], list[Run]]:
+    """Those of these parameters, in order, and the runs of all buckets."""
+    index_of = {name: index for index, name in enumerate(names)}
+    by_index: dict[int, Gradient] = {}
+    runs = []
+    for buffers in exchange.buckets:
+        parts = _cut(buffers.slots)
+        places = [buffers.flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
+        memory = BucketMemory([*buffers.aliases, *places])
+        for part, place in zip(parts, places, strict=True):
+            gradients = [Gradient(slot, memory) for slot in part]
+            run = Run([index_of[slot.name] for slot in part], gradients, place)
+            by_index.update(zip(run.indices, gradients, strict=True))
+            runs.append(run)
+    return [by_index[index] for index in range(len(names))], runs
+
+
+_RUN_BYTES = 2**17
+"""The most bytes of a run of several gradients: they stay in a core's cache until the last one is ready."""
+
+
+def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """The slots of a bucket, cut into runs."""
+    parts: list[list[Slot]] = []
+    nbytes = 0
+    for slot in slots:
+        nbytes += slot.view.nbytes
+        if not parts or nbytes > _RUN_BYTES:
+            parts.append([])
+            nbytes = slot.view.nbytes
+        parts[-1].append(slot)
+    return parts
 
 
 def _references(holder: Any) -> int:

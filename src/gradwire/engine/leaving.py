@@ -18,9 +18,29 @@ def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
     """End the step of a backward that was left. Returns the error to raise here."""
     return leave(
         reducer,
-        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.filled)} of "
+        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.arrivals.came)} of "
         f"{len(reducer.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
         "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart.",
+    )
+
+
+def not_sent(reducer: "Reducer", index: int, grad: torch.Tensor | None) -> GradwireError:
+    """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
+    reducer.arrivals.came.pop(index, None)
+    gone = (
+        "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
+        "after all hooks; step the optimizer after backward."
+    )
+    sparse = "is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+    return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
+
+
+def came_twice(reducer: "Reducer", index: int) -> GradwireError:
+    """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
+    return leave(
+        reducer,
+        f"the gradient of {reducer.names[index]!r} became ready twice in step {reducer.step}: it is used inside a "
+        "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
     )
 
 

@@ -3,8 +3,8 @@
 The states of a step, `StepState`:
 1. IDLE. The first gradient-ready event of a synchronised backward, or a schedule that launches steps by itself, begins a step:
    `begin` starts the lanes of one exchange, and a callback is queued for the end of this backward.
-2. RUNNING. After each event and the script's own hooks the gradient is copied, times 1/world_size, into its slot, which becomes
-   the parameter's grad. A bucket's last gradient hands the bucket to the lanes.
+2. RUNNING. After each event and the script's own hooks the gradient is noted. When a run of gradients is complete it is
+   copied, times 1/world_size, into the slots, which become the grads. A bucket's last run hands the bucket to the lanes.
 3. CLOSING, from the callback on. Gradients that never came are filled in (zeros, or what earlier backwards without
    synchronisation left). One small exchange tells how each rank's backward went and which parameters it used. What else is
    awaited is the schedule's. Parameters no rank used keep the grad they had, as under DDP. Then IDLE.
@@ -27,18 +27,17 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport
-from gradwire.engine.gradients import Gradient, gradients_of
-from gradwire.engine.leaving import leave, was_left
+from gradwire.engine.gradients import Gradient, Run, gradients_of
+from gradwire.engine.leaving import came_twice, not_sent, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
 from gradwire.engine.seams import reentrant
+from gradwire.engine.seams.arrivals import NO_BACKWARD, Arrivals
 from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.step_state import StepState
 from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.layout import Slot
-
-__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -46,6 +45,7 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
+        self._share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         self.control = ControlExchange(lanes, drift_check_steps)
         """What ranks tell each other at the end of a step."""
         self.step = 0
@@ -58,16 +58,15 @@ class Reducer:
         """Indices in the order in which the gradients of the last step came."""
         self.first_gradient_s = -1.0
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
-        self.filled: dict[int, None] = {}
-        """Parameters whose gradients of this step are in their slots, in the order in which they came."""
+        self.arrivals = Arrivals()
         self.sent: set[int] = set()
         """Parameters whose slots were handed to the lanes in this step, with a gradient or without."""
         self.gradients: list[Gradient] = []
         """The gradients that scripts get, in the order of the parameters."""
+        self._runs: list[Run] = []
         self.watched = 0
         """How often it was given parameters."""
         self.observers = Observers()
-        """Who is told of steps."""
         self._schedule: weakref.ref[ScheduleEvents] | None = None
         self._state = StepState.IDLE
         self._deferred = False
@@ -102,7 +101,7 @@ class Reducer:
         before = Reducer._before_gradient if traits.acts_before_gradients else None
         coming, ready = (Reducer.gradient_coming, Reducer.gradient_ready) if traits.sends_in_backward else (None, None)
         hooked = parameters.values() if traits.sends_in_backward or before else ()
-        self._hooks = GradientHooks(self, coming, ready, hooked, before)
+        self._hooks = GradientHooks(self, coming, ready, hooked, before, self.arrivals)
 
     def attach(self, exchange: Exchange) -> None:
         """Run this exchange from the next step on."""
@@ -112,7 +111,10 @@ class Reducer:
         self.slots: list[Slot] = [exchange.slots[name] for name in self.names]
         """Of the parameters, in the exchange of the step that runs, or ran last."""
         if others:
-            self.gradients = gradients_of(exchange, self.names) if self.schedule.traits.sends_in_backward else []
+            sends = self.schedule.traits.sends_in_backward
+            self.gradients, self._runs = gradients_of(exchange, self.names) if sends else ([], [])
+            self.arrivals.attach([run.indices for run in self._runs])
+            self._hooks.renew(self.arrivals.last_ones)
         self.schedule.attach()
         if self._release is not None:
             self._release.detach()
@@ -177,29 +179,25 @@ class Reducer:
         self.lanes.check()
         if not self.in_hand:
             if reentrant.inside():
-                raise StepStateError(
-                    f"the first gradient of the step, {self.names[index]!r}, came from a backward inside the backward "
-                    "(reentrant checkpointing), and gradwire cannot see where the outer one ends. Nothing was sent. Call "
-                    "the model itself rather than its parts, or use checkpoint(..., use_reentrant=False)."
-                )
+                raise reentrant.refusal(self.names[index])
             self._begin_in_backward()
-        elif torch._C._current_graph_task_id() != self._outer_task and not self._deferred and not reentrant.inside():
-            # inside the backward we know each parameter's gradient is still counted once
-            raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
-        self.running.check_lanes()
-        self._came[index] = None
+        elif not self._deferred:
+            if torch._C._current_graph_task_id() == self._outer_task:
+                self._fill_complete()
+            elif not reentrant.inside():
+                raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
+            else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
+                self.arrivals.task = NO_BACKWARD
+            if index in self.arrivals.came:
+                raise came_twice(self, index)
+        self.arrivals.note(index)
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """parameter.grad is as it is to be sent."""
-        if not self.synchronise or self._deferred:
-            return
-        if index in self.filled:
-            raise leave(
-                self,
-                f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
-                "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
-            )
-        self._fill(index, parameter)
+        """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
+        last, the run is taken when the next gradient of this backward comes, or at its end."""
+        self.arrivals.heard.add(index)
+        if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
+            self._fill_complete()
 
     def _outermost(self) -> None:
         if self.synchronise and not self.in_hand:
@@ -208,12 +206,11 @@ class Reducer:
     def _begin_in_backward(self) -> None:
         self.lanes.check()
         if torch._C._current_graph_task_id() == -1:
-            raise StepStateError(
-                "this backward runs as compiled autograd, whose end gradwire cannot see. Switch it off."
-            )
+            raise StepStateError("this backward is compiled autograd, whose end gradwire cannot see. Switch it off.")
         self._outer_task = torch._C._current_graph_task_id()
         self.observers.begins()
         self.begin_by_schedule()
+        self.arrivals.task = NO_BACKWARD if self._deferred else self._outer_task
         Variable._execution_engine.queue_callback(partial(self._end, BackwardState.DONE))
 
     def begin_by_schedule(self) -> None:
@@ -225,8 +222,8 @@ class Reducer:
 
     def begin(self, exchange: Exchange) -> None:
         """Begin a step with the buckets of this exchange. Schedules call it, in `on_begin`."""
-        self._came: dict[int, None] = {}
-        self.filled, self.sent = {}, set()
+        self.arrivals.begin()
+        self.sent = set()
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -254,49 +251,54 @@ class Reducer:
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `count` must follow."""
-        if gradient is None:
-            self.slots[index].view.zero_()
-        else:
-            self.filled[index] = None
-            self._scale_into(self.slots[index], gradient)
+        if gradient is not None:
+            self.arrivals.came[index] = None
+        self._write(index, gradient)
 
-    def count(self, index: int) -> None:
-        """The slot of a parameter is as it is to be sent."""
-        self.sent.add(index)
-        self.running.count(self.slots[index])
+    def count(self, *indices: int) -> None:
+        """The slots of parameters, of one bucket, are as they are to be sent."""
+        self.sent.update(indices)
+        self.running.count(*(self.slots[index] for index in indices))
 
-    def _fill(self, index: int, parameter: torch.nn.Parameter) -> None:
-        gradient, grad = self.gradients[index], parameter.grad
-        if grad is None:
-            raise leave(
-                self,
-                f"the gradient of {self.names[index]!r} was gone when it was to be sent: a hook used it and set it to None (an "
-                "optimizer in backward?). gradwire averages after all hooks; step the optimizer after backward.",
-            )
-        self.filled[index] = None
-        gradient.take_over(grad)
-        self._scale_into(gradient.slot, grad)
-        parameter.grad = gradient.hand_out()
-        self.count(index)
+    @torch.no_grad()
+    def _fill(self, run: Run) -> None:
+        """All gradients of a run are ready: copy them into their slots, which become the parameters' grads."""
+        self.running.check_lanes()
+        parameters, grads = [], []
+        for index in run.indices:
+            parameter = self.parameters[index]()
+            grad = parameter.grad if parameter is not None else None
+            if parameter is None or grad is None or grad.is_sparse:
+                raise not_sent(self, index, grad)
+            parameters.append(parameter)
+            grads.append(grad)
+        run.fill(grads, self._share)
+        for parameter, gradient in zip(parameters, run.gradients, strict=True):
+            parameter.grad = gradient.hand_out()
+        self.count(*run.indices)
 
-    def _scale_into(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _write(self, index: int, grad: torch.Tensor | None) -> None:
         """The slot takes this rank's share of the mean; its memory may be the gradient's."""
-        if grad.is_sparse:
-            self.filled.pop(self.names.index(slot.name), None)
-            raise leave(
-                self,
-                f"the gradient of {slot.name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False).",
-            )
-        torch.mul(grad.detach(), 1.0 / self.group.world_size, out=slot.view)
+        if grad is None:
+            self.slots[index].view.zero_()
+        elif grad.is_sparse:
+            raise not_sent(self, index, grad)
+        else:
+            torch.mul(grad.detach(), self._share, out=self.slots[index].view)
 
-    def _fill_late(self) -> None:
-        """Gradients that came without becoming ready: the parameter's memory was replaced, and its node with it."""
-        late = [index for index in self._came if index not in self.filled]
-        for index in late:
-            if (parameter := self.parameters[index]()) is not None:
-                self._fill(index, parameter)
-        if late:
-            self._hooks.renew()
+    def _fill_complete(self) -> None:
+        for run in self.arrivals.take_complete():
+            self._fill(self._runs[run])
+
+    def _fill_rest(self) -> None:
+        """Send what came, at the end of backward: also of runs some of whose gradients did not come."""
+        self._fill_complete()
+        for run in (run for run, left in zip(self._runs, self.arrivals.left, strict=True) if left):
+            for at, index in enumerate(run.indices):
+                if index in self.arrivals.came:
+                    self._fill(run.alone(at))
+        if self.arrivals.some_silent:
+            self._hooks.renew(self.arrivals.last_ones)  # a parameter's memory was replaced, and its node with it
 
     def _fill_missing(self, index: int, parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
         """Fill the slot of a gradient that did not come in this backward; returns what the grad was."""
@@ -306,10 +308,7 @@ class Reducer:
         grad = parameter.grad if parameter is not None else None
         own = grad.clone() if grad is not None and grad is gradient.handed else grad
         gradient.take_over(grad)
-        if own is None:
-            gradient.slot.view.zero_()
-        else:
-            self._scale_into(gradient.slot, own)
+        self._write(index, own)
         self.count(index)
         return own
 
@@ -326,8 +325,9 @@ class Reducer:
         reducer did not see the gradients come."""
         if used is not None:
             self._used = used
-        self._state = StepState.CLOSING
-        return self.control.tell(self.step, state, len(self.filled), self._used)
+        self._used = reduce(or_, (1 << index for index in self.arrivals.came), self._used)
+        self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
+        return self.control.tell(self.step, state, len(self.arrivals.came), self._used)
 
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""
@@ -345,10 +345,10 @@ class Reducer:
         if self._deferred:
             self.ready_order = list(range(len(self.names)))
         else:
-            self._fill_late()
-            self.ready_order = list(self.filled)
+            self._fill_rest()
+            self.ready_order = list(self.arrivals.came)
         for index, reference in enumerate(self.parameters):
-            if index not in self.filled:
+            if index not in self.sent:
                 kept[index] = self._fill_missing(index, None if state is BackwardState.OUT else reference())
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
@@ -387,7 +387,7 @@ class Reducer:
         return reports
 
     def converted(self) -> str | None:
-        """The first parameter whose gradient does not fit its slot any more (`model.to(dtype)`)."""
+        """The first parameter whose gradient no longer fits its slot (`model.to(dtype)`)."""
         for name, slot, reference in zip(self.names, self.slots, self.parameters, strict=True):
             if (parameter := reference()) is not None and not slot.fits(parameter):
                 return repr(name)

@@ -298,13 +298,15 @@ class Exchange:
         self.random[:, :, 1] = step
         self.executor.start(phases)
 
-    def count(self, slot: Slot, owes: bool = True) -> None:
-        """A slot holds what this rank sends. The last one of a bucket hands the bucket to the lanes."""
-        if owes:
-            slot.add_owed()
-        self._left[slot.bucket] -= 1
-        if not self._left[slot.bucket]:
-            self.executor.ready(slot.bucket)
+    def count(self, *slots: Slot, owes: bool = True) -> None:
+        """Slots of one bucket hold what this rank sends. The last one of a bucket hands the bucket to the lanes."""
+        for slot in slots:
+            if owes and slot.owed is not None:
+                slot.add_owed()
+        bucket = slots[0].bucket
+        self._left[bucket] -= len(slots)
+        if not self._left[bucket]:
+            self.executor.ready(bucket)
 
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this slot: residuals take it back."""

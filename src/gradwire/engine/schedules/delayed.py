@@ -245,7 +245,7 @@ class DelayedSchedule:
                 self._due.clear()
             for index in portion:
                 reducer.put(index, gradients[index])
-            filled = [reducer.names[index] for index in reducer.filled]
+            filled = [reducer.names[index] for index in reducer.arrivals.came]
             self._of_corrections.add_residuals(reducer.running, filled)
             for index in portion:
                 reducer.count(index)

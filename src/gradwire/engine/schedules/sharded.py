@@ -159,7 +159,7 @@ class ShardedSchedule:
         self.settle()
         reducer = self._reducer
         running = reducer.state is StepState.RUNNING
-        if self._is_stand_in(index, parameter) and not (running and index in reducer.filled):
+        if self._is_stand_in(index, parameter) and not (running and index in reducer.arrivals.came):
             words = (
                 f"the gradient of {reducer.names[index]!r} from the last backward is still there when the next one begins, and "
                 "would be added to: with shard_optimizer no rank holds all of it. Call optimizer.zero_grad() before each "

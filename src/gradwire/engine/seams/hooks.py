@@ -10,7 +10,7 @@ import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
+
+from gradwire.engine.seams.arrivals import Arrivals
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -60,8 +62,10 @@ class GradientHooks:
         ready: Act | None,
         parameters: Iterable[torch.nn.Parameter] = (),
         before: Act | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
-        """`before` is called before the gradient is accumulated. What is None is not called."""
+        """`before` is called before the gradient is accumulated. What is None is not called. With `arrivals`,
+        `coming` is called only for gradients that are not simply noted there, and `ready` only for those that `renew` names."""
         self._owner, self._ready, self._before = weakref.ref(owner), ready, before
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._nodes: list[Any] = []
@@ -69,23 +73,26 @@ class GradientHooks:
         self._of_tensors = []
         for index, reference in enumerate(self._parameters):
             if coming is not None and (parameter := reference()) is not None:
-                act = partial(_act, self._owner, coming, index, reference)
+                hook: Callable[..., None] = partial(_act, self._owner, coming, index, reference)
+                if arrivals is not None:
+                    hook = arrivals.hook(index, hook)
                 with _trainable(parameter):
-                    self._of_tensors.append(parameter.register_post_accumulate_grad_hook(act))
-        self.renew()
+                    self._of_tensors.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.renew(None if arrivals is None else ())
 
-    def renew(self) -> None:
-        """Hook the nodes that parameters have now."""
+    def renew(self, ready: Collection[int] | None = None) -> None:
+        """Hook the nodes that parameters have now. `ready`: the indices of those for which `ready` is called; None: all."""
         for handle in self._handles:
             handle.remove()
         self._nodes, self._handles = [], []
         for index, reference in enumerate(self._parameters):
-            if (parameter := reference()) is not None:
+            calls_ready = self._ready is not None and (ready is None or index in ready)
+            if (calls_ready or self._before is not None) and (parameter := reference()) is not None:
                 with torch.enable_grad(), _trainable(parameter):
                     graph: Any = parameter.expand_as(parameter).grad_fn
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
-                if self._ready is not None:
+                if calls_ready and self._ready is not None:
                     self._handles.append(node.register_hook(partial(_act, self._owner, self._ready, index, reference)))
                 if self._before is not None:
                     self._handles.append(

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from gradwire.errors import StepStateError
+
 _MARK = "CheckpointFunctionBackward"
 
 
@@ -35,3 +37,12 @@ def inside() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def refusal(name: str) -> StepStateError:
+    """The error to raise where the first gradient of a step, of the parameter of this name, came from such a backward."""
+    return StepStateError(
+        f"the first gradient of the step, {name!r}, came from a backward inside the backward (reentrant checkpointing), and "
+        "gradwire cannot see where the outer one ends. Nothing was sent. Call the model itself rather than its parts, or use "
+        "checkpoint(..., use_reentrant=False)."
+    )
