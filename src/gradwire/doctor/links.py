@@ -41,7 +41,7 @@ def rate_text(gbps: float) -> str:
     return f"{mbps:.0f} Mb/s" if mbps >= 9.95 else f"{mbps:.2g} Mb/s"
 
 
-class Wire:
+class MeasuredLink:
     """Messages between this rank and a peer, in the default group. Every call ends within its timeout or raises."""
 
     def __init__(self, peer: int) -> None:
@@ -67,7 +67,7 @@ class Wire:
         self._receive(self._bytes[:size])
 
 
-def lead(wire: Wire, seconds: float) -> tuple[float, float]:
+def lead(wire: MeasuredLink, seconds: float) -> tuple[float, float]:
     """Measure the link to a following peer: medians of the round trip (us) and of the rate (Gb/s)."""
 
     def ping() -> None:
@@ -90,7 +90,7 @@ def lead(wire: Wire, seconds: float) -> tuple[float, float]:
     return round_trip_s * 1e6, size * 8 / max(long_s - round_trip_s, 1e-9) / 1e9
 
 
-def follow(wire: Wire) -> None:
+def follow(wire: MeasuredLink) -> None:
     """Answer a leading peer until its end message."""
     number = wire.take()
     while number != _END:
@@ -127,7 +127,7 @@ def measure_link(peer: int, first: bool, seconds: float) -> tuple[float, float]:
 
     Raises the backend's error if a message does not arrive in time.
     """
-    wire = Wire(peer)
+    wire = MeasuredLink(peer)
     if not first:
         follow(wire)
     measured = lead(wire, seconds)
