@@ -6,7 +6,7 @@ options, `gradwire options --collectives`. Every rank talks to its two neighbour
 
 import torch
 
-from gradwire.collectives import Copy, Decode, Encoding, OneEncode, Transfer, Transfers
+from gradwire.collectives import Copy, Decode, Encoding, OneEncode, Transfer, Transfers, in_c
 from gradwire.core.collectives import Collective
 from gradwire.costs.collectives import flat_traffic
 from gradwire.costs.steps import Step
@@ -33,6 +33,7 @@ class Relay(Transfers, OneEncode):
             for source, payload in enumerate(payloads)
         ] + [Copy(flat, total)]
         super().__init__([hops], rank, size)
+        self.runs_in_c = in_c([codec], piece, self.memory)
 
 
 def relay_steps(option, nodes, ranks_per_node, routing):

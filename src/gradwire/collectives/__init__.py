@@ -8,7 +8,7 @@ from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece, Program
 from gradwire.collectives.route import Route
 from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, ShardedSum, TwoPhase
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
 
 __all__ = [
     "Add",
@@ -33,6 +33,7 @@ __all__ = [
     "Transfer",
     "Transfers",
     "TwoPhase",
+    "in_c",
     "node_name",
     "share_scratch",
     "transfer",
