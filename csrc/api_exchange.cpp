@@ -190,7 +190,7 @@ class Phase {
     setsockopt(peer.fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);  // where it fails poll wakes more often
   }
 
-  // Moves messages in both directions until `done`. `awaited` is named when nothing moved for as long as the timeout.
+  // Moves messages in both directions until `done`. `awaited` is named when that takes longer than the timeout.
   template <class Done>
   void wait(int64_t awaited, const char* what, const Done& done) {
     if (done()) return;
@@ -211,7 +211,7 @@ class Phase {
         ranks_.push_back(int64_t(rank));
       }
       const double rest = until - seconds_of(CLOCK_MONOTONIC);
-      const int count = rest <= 0 ? 0 : poll(polled_.data(), nfds_t(polled_.size()), int(1e3 * rest) + 1);
+      const int count = rest <= 0 ? 0 : poll(polled_.data(), nfds_t(polled_.size()), rest < 60 ? int(1e3 * rest) + 1 : 60'000);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) fail(awaited, "%s", std::strerror(errno));
       if (count == 0 && rest <= 0) fail(awaited, "Timed out waiting %.0f s for %s", timeout_s_, what);

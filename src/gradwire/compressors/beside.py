@@ -40,7 +40,7 @@ class BesideCompressor(Compressor):
 
     @property
     def runs_in_c(self) -> bool:
-        return self.inner.runs_in_c
+        return self.inner.runs_in_c and type(self).__module__.startswith("gradwire.")
 
     def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor

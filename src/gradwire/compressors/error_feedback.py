@@ -29,7 +29,7 @@ class ErrorFeedbackCompressor(Compressor):
 
     @property
     def runs_in_c(self) -> bool:
-        return self.inner.runs_in_c
+        return self.inner.runs_in_c and type(self).__module__.startswith("gradwire.")
 
     def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor

@@ -113,7 +113,7 @@ class Reducer:
         if others:
             sends = self.schedule.traits.sends_in_backward
             self.gradients, self._runs = gradients_of(exchange, self.names) if sends else ([], [])
-            self.arrivals.attach([run.indices for run in self._runs])
+            self.arrivals.attach([run.indices for run in self._runs], self.schedule.traits.acts_before_gradients)
             self._hooks.renew(self.arrivals.last_ones)
         self.schedule.attach()
         if self._release is not None:

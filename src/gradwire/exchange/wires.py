@@ -24,7 +24,9 @@ Mesh = dict[int, socket.socket]
 _HELLO = struct.Struct("<16sII")
 """A token of the listener, the rank, and the lane."""
 _PATIENCE_S = 30.0
-"""For connections; at most the group's own timeout."""
+"""For connections; less than half of the group's own timeout, since the other ranks wait for the outcome."""
+_HELLO_S = 1.0
+"""For what whoever connects has to say."""
 
 
 def connect_wires(control: Link, lanes: int) -> list[Wire]:
@@ -38,15 +40,12 @@ def connect_wires(control: Link, lanes: int) -> list[Wire]:
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(own).encode())]
         if listener is None or not all(card and card["version"] == __version__ for card in cards):
             return []
-        until = time.monotonic() + min(_PATIENCE_S, control.timeout.total_seconds())
+        until = time.monotonic() + min(_PATIENCE_S, 0.4 * control.timeout.total_seconds())
         # a listener's queue holds connections that nobody has accepted yet: so all know who failed before anybody waits
         for step in (partial(_connect, control, cards), partial(_accept, control, listener, token)):
             if problems := _problems(control, partial(step, meshes, until)):
                 log.info("gloo carries gradients: %s", problems)
                 return []
-        for connection in (connection for mesh in meshes for connection in mesh.values()):
-            connection.setblocking(True)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected, meshes = meshes, []
         return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected]
     finally:
@@ -92,6 +91,7 @@ def _connect(control: Link, cards: Sequence[dict[str, str]], meshes: list[Mesh],
         for lane, mesh in enumerate(meshes):
             mesh[peer] = socket.create_connection((card["host"], int(card["port"])), timeout=_left(until))
             mesh[peer].sendall(_HELLO.pack(bytes.fromhex(card["token"]), control.rank, lane))
+            _prepare(mesh[peer])
 
 
 def _accept(control: Link, listener: socket.socket, token: bytes, meshes: list[Mesh], until: float) -> None:
@@ -99,13 +99,30 @@ def _accept(control: Link, listener: socket.socket, token: bytes, meshes: list[M
     while sum(map(len, meshes)) < len(meshes) * (control.world_size - 1):
         listener.settimeout(_left(until))
         connection, _ = listener.accept()
-        connection.settimeout(_left(until))
-        told = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        told = _hello(connection)
         if len(told) == _HELLO.size and told.startswith(token):
             _, peer, lane = _HELLO.unpack(told)
             meshes[lane][peer] = connection
+            _prepare(connection)
         else:
             connection.close()  # somebody else
+
+
+def _hello(connection: socket.socket) -> bytes:
+    """What it says, as far as that comes in time."""
+    told, until = b"", time.monotonic() + _HELLO_S
+    with suppress(OSError):
+        while len(told) < _HELLO.size and (left := until - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not (more := connection.recv(_HELLO.size - len(told))):
+                break
+            told += more
+    return told
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _left(until: float) -> float:

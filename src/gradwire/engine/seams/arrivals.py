@@ -31,16 +31,19 @@ class Arrivals:
         self.complete: list[int] = []
         """Runs whose gradients all came, and were not taken yet."""
         self.last_ones: list[int] = []
-        """The gradient of each run that comes last in the plan's order. Their nodes have a hook too."""
+        """The gradient of each run that comes last in the plan's order, or all gradients. Their nodes have a hook too."""
         self.heard: set[int] = set()
         """Those of them whose nodes called it."""
         self._run_of: dict[int, int] = {}
         self._sizes: list[int] = []
 
-    def attach(self, runs: Sequence[Sequence[int]]) -> None:
-        """Count gradients by these runs, which are lists of indices."""
+    def attach(self, runs: Sequence[Sequence[int]], hear_all: bool) -> None:
+        """Count gradients by these runs, which are lists of indices. `hear_all`: every node must be a living one, since something
+        is done before its gradient."""
         self._run_of = {index: number for number, run in enumerate(runs) for index in run}
-        self._sizes, self.last_ones = [len(run) for run in runs], [run[-1] for run in runs]
+        self._sizes, self.last_ones = [len(run) for run in runs], []
+        for run in runs:
+            self.last_ones += run if hear_all else run[-1:]
 
     def begin(self) -> None:
         """A step begins."""
