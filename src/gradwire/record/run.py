@@ -154,7 +154,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         freeze(self, "end_s", "loss")
         if len(self.end_s) != len(self.loss):
             raise FormatError(
-                f"loss has {len(self.loss)} values and end_s {len(self.end_s)}: each step has one of both."
+                f"loss (and end_s) has {len(self.loss)} (and {len(self.end_s)}) values: each step has one of both."
             )
 
 
