@@ -1,7 +1,7 @@
 """A wire: the TCP connections of one lane to all other ranks, on which C++ runs whole phases (`operations`).
 
 Gloo has a thread of its own for each link, which every message wakes, and Python submits and awaits message by message. On a core
-that also computes, these took more time than encoding and decoding (docs/decisions/030). A wire needs neither: the lane's thread sends and
+that also computes, these took more time than encoding and decoding. A wire needs neither: the lane's thread sends and
 receives in the same call that encodes and decodes.
 """
 
