@@ -1,6 +1,8 @@
 """Fixtures shared by all tests, and which cases `make test` leaves to `make test-slow`."""
 
+import os
 import signal
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +16,9 @@ from worlds import Worlds
 # on a busy machine an example of microseconds takes a second now and then
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+_CACHE = tempfile.TemporaryDirectory(prefix="gradwire-tests-")
+os.environ.setdefault("GRADWIRE_CACHE_DIR", _CACHE.name)
 
 torch.set_num_threads(1)  # tests run in two processes, and operations are small
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from foretold import foretold
 from test_engine_feedback import SIZES, Shuffled, residual_sum
 from worlds import Given, Worlds, digest
 
@@ -14,6 +15,7 @@ from gradwire.api.handle import Handle
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.planning import words_of
+from gradwire.auto.trial import MOST_STEPS
 from gradwire.core.specs import Identity
 
 
@@ -44,7 +46,8 @@ class Clocked:
         loss = self.model(self.model.random_gradients(rank, number))
         step_ms, link_ms = self.times(self.handle.plan, number)
         began, self.now = self.now, self.now + step_ms / 1e3
-        with mock.patch.multiple(Live, link_us=1e3 * link_ms, began_s=began):
+        known = foretold(lambda plan: self.times(plan, number)[0], link_ms)
+        with known, mock.patch.multiple(Live, link_us=1e3 * link_ms, began_s=began):
             loss.backward()
         self.now += 100.0 * (number % 7 == 3)  # an evaluation
         with torch.no_grad():
@@ -54,12 +57,12 @@ class Clocked:
 
 
 def run_until_decided(job: Clocked) -> int:
-    """The number of the next step. How many plans are tried depends on codecs' prices, which a busy machine changes."""
-    for number in range(200):
+    """The number of the next step."""
+    for number in range(MOST_STEPS + 1):
         job.step(number)
         if job.handle.decision is not None:
             return number + 1
-    raise AssertionError("it did not decide in 200 steps")
+    raise AssertionError(f"it did not decide in {MOST_STEPS} steps")
 
 
 def encodes(plan: gw.Plan) -> bool:
@@ -70,11 +73,11 @@ def encodes(plan: gw.Plan) -> bool:
 
 
 def decide_apart() -> tuple[str, str, str, float | None, list[str]]:
-    """To rank 0 what is compressed seems fast; rank 1 knows better."""
+    """To rank 0 what is compressed seems fast, so it foretells; rank 1 knows better."""
     rank = dist.get_rank()
 
     def times(plan: gw.Plan, step: int) -> tuple[float, float]:
-        return (30.0 if rank == 1 else 2.0, 1.0) if encodes(plan) else (10.0 + rank, 1.0)
+        return (30.0 if rank == 1 else 9.0, 1.0) if encodes(plan) else (10.0 + rank, 1.0)
 
     torch.manual_seed(0)
     job, plans = Clocked(Shuffled(SIZES), times), []
@@ -101,7 +104,7 @@ def test_ranks_with_different_clocks_decide_alike_by_the_slowest(worlds: Worlds,
     words, said, _, measured_us, plans = first
     assert words.startswith("uncompressed") and "plain all-reduce" in said
     assert measured_us == pytest.approx(1e4 + 1e3 * (world_size - 1))
-    assert len(set(plans)) > 3, "nothing was tried"
+    assert len(set(plans)) > 1, "nothing was tried"
 
 
 # ---- nothing is lost when plans change
@@ -193,11 +196,11 @@ def test_exact_is_ddp_bit_for_bit_while_it_tries_plans(worlds: Worlds) -> None:
 
 
 def link_that_drops() -> tuple[list[bool], list[str], list[int]]:
-    """At first plain all-reduce is best; from step 120 to 320 its exchange takes ten times as long."""
+    """At first plain all-reduce is best; from step 120 to 320 exchanges take ten times as long."""
 
     def times(plan: gw.Plan, step: int) -> tuple[float, float]:
-        exchange = (2.0 if encodes(plan) else 8.0) * (10 if 120 <= step < 320 else 1)
-        return max(10.0 + 2.0 * encodes(plan), exchange), exchange
+        exchange = 2.0 * (10 if 120 <= step < 320 else 1)
+        return max(10.0 + 2.0 * encodes(plan), exchange * (1 if encodes(plan) else 4)), exchange
 
     torch.manual_seed(0)
     job, encoded = Clocked(Shuffled(SIZES), times), []
@@ -209,12 +212,12 @@ def link_that_drops() -> tuple[list[bool], list[str], list[int]]:
     return encoded, [str(decision) for decision in decisions], [decision.step for decision in decisions]
 
 
-def test_a_link_that_drops_and_returns_is_answered_within_50_steps(worlds: Worlds) -> None:
+def test_a_link_that_drops_and_returns_is_answered_within_10_and_20_steps(worlds: Worlds) -> None:
     first, second = worlds.run(2, link_that_drops)
     assert first == second
     encoded, said, steps = first
-    assert not any(encoded[60:120]) and all(encoded[170:320]) and not any(encoded[370:]), steps
-    assert len(said) == 3 and "exchanges" in said[1]
+    assert not any(encoded[15:120]) and all(encoded[130:320]) and not any(encoded[340:]), steps
+    assert len(said) == 3 and "10.00 times as long" in said[1]
 
 
 # ---- resume
@@ -256,7 +259,7 @@ def test_a_run_resumed_under_a_decided_plan_goes_on_bit_for_bit(worlds: Worlds) 
 def resume_while_trying() -> tuple[bool, int, str, str]:
     """Save while plans are tried, and load where that is allowed and where it is not."""
     job = Clocked(Shuffled(SIZES), feedback_is_fast)
-    for number in range(10):
+    for number in range(4):
         job.step(number)
     state, undecided = job.handle.state_dict(), job.handle.decision is None
     job.handle.detach()
@@ -279,9 +282,7 @@ def resume_while_trying() -> tuple[bool, int, str, str]:
 def test_what_was_only_being_tried_is_not_kept_and_what_is_not_allowed_is_refused(worlds: Worlds) -> None:
     for undecided, decisions, told, words in worlds.run(2, resume_while_trying):
         assert undecided and decisions == 1, words
-        # on a busy machine error feedback may be predicted so slow that it is not tried
-        refused = "accuracy='exact' does not allow the saved plan's ErrorFeedback" in told
-        assert refused == ("ErrorFeedback" in words), (told, words)
+        assert "accuracy='exact' does not allow the saved plan's ErrorFeedback" in told, (told, words)
 
 
 def feedback_is_fast(plan: gw.Plan, step: int) -> tuple[float, float]:
@@ -369,21 +370,49 @@ def test_a_rank_alone_decides_nothing_and_loses_nothing(worlds: Worlds) -> None:
 # ---- what passes between turns
 
 
-def decisions_with_an_hour_after_each_step(pauses: bool) -> int:
+def hours_between_steps(pauses: bool) -> tuple[float | None, int]:
     job = Clocked(Shuffled(SIZES), lambda plan, step: (2.0 if encodes(plan) else 10.0, 1.0))
-    for number in range(180):
+    for number in range(80):
         job.step(number)
-        if number >= 60:
-            job.now += 3600.0
-            if pauses:
-                job.handle.session.driver.pause()  # type: ignore[union-attr]
-    count = len(job.handle.decisions)
+        job.now += 3600.0
+        if pauses:
+            job.handle.session.driver.pause()  # type: ignore[union-attr]
+    decision = job.handle.decision
+    assert decision is not None
+    told = decision.chosen.measured_us, len(job.handle.decisions)
     job.handle.detach()
-    return count
+    return told
 
 
-@pytest.mark.parametrize(("pauses", "often"), [(True, False), (False, True)])
-def test_a_pause_is_no_part_of_a_step(worlds: Worlds, pauses: bool, often: bool) -> None:
-    """Without it, the median of what comes before a step becomes an hour, and all steps seem to have become slow."""
-    for count in worlds.run(2, decisions_with_an_hour_after_each_step, pauses):
-        assert (count > 1) is often and count >= 1
+@pytest.mark.parametrize(("pauses", "measured_us"), [(True, 2e3), (False, 3.6e9)])
+def test_a_pause_is_no_part_of_a_step(worlds: Worlds, pauses: bool, measured_us: float) -> None:
+    """Without it, the median of what comes before a step becomes an hour. Neither asks for another plan."""
+    for counted_us, decisions in worlds.run(2, hours_between_steps, pauses):
+        assert counted_us == pytest.approx(measured_us, rel=1e-3) and decisions == 1
+
+
+# ---- planning fails
+
+
+def without_planner() -> tuple[bool, bool, int, int]:
+    """Rank 0's planner raises what nobody foresaw."""
+    torch.manual_seed(0)
+    model = Given([70_000] * 4)
+    handle = gw.parallelize(model)
+    same = True
+    for number in range(12):
+        model.zero_grad()
+        with mock.patch("gradwire.auto.driver.offers", side_effect=ZeroDivisionError("made up")):
+            model(model.random_gradients(dist.get_rank(), number)).backward()
+        means = model.mean_of(lambda r, s=number: model.random_gradients(r, s), dist.get_world_size())
+        if number > 6:
+            same &= all(
+                torch.allclose(p.grad, m.float(), atol=1e-6) for p, m in zip(model.parameters(), means, strict=True)
+            )
+    told = same, encodes(handle.plan), len(handle.decisions), handle.plan.schedule.period
+    handle.detach()
+    return told
+
+
+def test_a_planner_that_fails_leaves_plain_all_reduce_on_all_ranks(worlds: Worlds) -> None:
+    assert worlds.run(3, without_planner) == [(True, False, 0, 1)] * 3

@@ -109,7 +109,7 @@ class Handle:
         if self.session.driver is not None and self.session.driver.searching:
             raise PlanError(
                 "plans are still being tried on this job, so steps are not alike. Profile when handle.decision is there, which "
-                "takes 40 to 80 steps, or with a plan of your own."
+                "takes at most 15 steps, or with a plan of your own."
             )
         return Profiling(self.session, folder, steps, specs)
 

@@ -22,6 +22,8 @@ STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.0
 """Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
 `python -m benchmarks losses`. Other specs need 1."""
 _EIGHT_BITS = QSGD(bits=8)
+_DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
+"""The specs whose losses under `delayed` are in docs/schedules.md (`python -m benchmarks convergence`)."""
 _SAFE_DELAYED = (Delayed(k=2), Delayed(k=2, correction=_EIGHT_BITS), Delayed(k=5), Delayed(k=5, correction=_EIGHT_BITS))
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -64,6 +66,15 @@ def steps_for_one(specs: Iterable[Spec]) -> float:
     1.2
     """
     return max((STEPS_FOR_ONE.get(spec, 1.0) for spec in specs), default=1.0)
+
+
+def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
+    """What may run under this schedule where a class allows `specs`: only what has a row of losses in the docs.
+
+    >>> specs_under(Delayed(k=5), specs_of("safe", [TensorInfo("w", (4, 4), "float32")]))
+    (ErrorFeedback(QSGD(bits=4, block=128)),)
+    """
+    return tuple(specs) if not schedule.costs_accuracy else _DELAYED_SPECS if specs else ()
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:

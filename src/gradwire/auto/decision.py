@@ -113,6 +113,12 @@ def say(line: str) -> None:
     _LOGGER.info(line)
 
 
+def say_failed(goes_on: bool) -> None:
+    """Log that planning failed, with the exception at hand. `goes_on`: a plan chosen before goes on."""
+    what = "the plan chosen before goes on" if goes_on else "plain all-reduce runs on all ranks"
+    _LOGGER.warning("plan='auto' could not make a plan, so %s. Pass plan= to choose one.", what, exc_info=True)
+
+
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
     """Why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ, and specs in `ways` replace each other.
 

@@ -1,21 +1,21 @@
 """`plan="auto"` on a live job, in four phases.
 
-1. settle: the first steps run the first policy, until memory is allocated and the order of gradients is known.
-2. look: a few steps record when gradients become ready, with all sends after the last one. Then links and codecs are measured,
-   and rank 0 makes offers.
-3. try: the offers run in the turns of a `Trial`.
+1. settle: the first step runs the first policy, until memory is allocated and the order of gradients is known.
+2. look: two steps record when gradients become ready, with all sends after the last one. Then links are measured, codecs' times
+   come from the machine's cache, and rank 0 plans and makes offers.
+3. try: the best offer runs, and others if predictions do not tell them apart: the turns of a `Trial`.
 4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer a step later, without
-   waiting. When the times have changed, links are measured and offers are tried again, the running plan first.
+   waiting. If exchanges take longer or shorter, links are measured; if these have changed, or the batch, there are new offers.
 
 All ranks do the same in the same step: every decision follows from numbers that all ranks have. Steps in which a rank had no
 batch (`handle.join()`) do not count on any rank. `Pace` times the steps; in the `delayed` schedule a step ends in the next
-`optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks.
+`optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks. If planning fails, plain
+all-reduce runs on all ranks.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -28,15 +28,16 @@ from gradwire.auto.accuracy import (
     first_policy,
     schedules_of,
     specs_of,
+    specs_under,
 )
-from gradwire.auto.decision import AutoDecision, Tried, say
+from gradwire.auto.decision import AutoDecision, Tried, say, say_failed
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, profile_of, scaled
 from gradwire.auto.planning import Offer, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.auto.watch import WINDOW, Drift, Pace, Watch
+from gradwire.auto.watch import Pace
+from gradwire.auto.watcher import Watcher, seconds_for
 from gradwire.core.checks import word
-from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
@@ -44,16 +45,14 @@ from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
-from gradwire.errors import FormatError, GradwireError, PlanError
+from gradwire.errors import FormatError, PlanError
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.profiler.clock import Clock
 from gradwire.record.run import Decision as Recorded
 
-SETTLE_STEPS, LOOK_STEPS = 2, 3
-_MOST_SECONDS = 0.3
-"""The most time for each kind of link, for codecs, and for the planner's search."""
-_STEPS_WORTH = 4.0
-"""The same in steps: the shorter of the two counts."""
+SETTLE_STEPS, LOOK_STEPS = 1, 2
+_CODECS_SECONDS = 0.3
+"""The most time for measuring codecs that no earlier run on the machine measured."""
 
 _Phase = Callable[[Live, float], None]
 _Told = tuple[list[tuple[Candidate, dict[str, Any]]], list[Candidate]]
@@ -69,7 +68,7 @@ class Auto:
         self.accuracy = accuracy
         self.schedules = check_schedules(schedules)
         self.decisions: list[AutoDecision] = []
-        self._watch = Watch()
+        self._watcher = Watcher()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
         self._pace = Pace()
@@ -82,8 +81,6 @@ class Auto:
         self._profile: Profile | None = None
         self._costs: Costs | None = None
         self._moments: StepMoments | None = None
-        self._waiting: Callable[[], list[list[float]]] | None = None
-        """Returns the times of a window on all ranks, which were sent a step before."""
 
     def __repr__(self) -> str:
         return f"Auto(accuracy={self.accuracy!r}, schedules={self.schedules!r})"
@@ -102,9 +99,9 @@ class Auto:
         if self.decisions:
             return self.decisions[-1].recorded()
         if self.searching:
-            words = "auto had not decided yet: deciding takes 40 to 80 steps, in which auto measures and tries plans."
+            words = "auto had not decided yet: deciding takes up to 15 steps."
             return Recorded(by="plan='auto', which had not decided yet", words=(words,))
-        words = "auto kept the plan of the start: a saved plan, or the first one because auto could not plan or has one rank."
+        words = "auto kept a saved plan, or plain all-reduce because it could not plan or has one rank."
         return Recorded(by="plan='auto'", words=(words,))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
@@ -113,7 +110,8 @@ class Auto:
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
-        lossy = sorted(map(repr, specs - {Identity(), *all_specs(self.accuracy)}))
+        allowed = specs_under(plan.schedule, all_specs(self.accuracy))
+        lossy = sorted(map(repr, specs - {Identity(), *allowed}))
         if kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules):
             lossy = [repr(plan.schedule)]
         cure = "Load the state with the accuracy= that it was saved with."
@@ -165,7 +163,7 @@ class Auto:
         self._phase = self._settle
         self._steps, self._spent_us, self._took = 0, 0.0, 0
         self._why = "at the start"
-        self._current = self._profile = self._costs = self._waiting = None
+        self._current = self._profile = self._costs = None
 
     def _settle(self, live: Live, us: float) -> None:
         if live.plan.schedule != Backward():  # of a resumed run; the parts of overlapping steps cannot be measured
@@ -173,6 +171,8 @@ class Auto:
             self._pace.forget()
             return
         self._steps += 1
+        self._took += 1
+        self._spent_us += us
         if self._steps == 1 and self.schedules != ("backward",):
             self._stepped = Stepped(live.session.optimizers)
         # specs that change after the first steps, such as PowerSGD, are measured after the change
@@ -197,42 +197,50 @@ class Auto:
         self._moments = None
         between_us = max(row[1] for row in rows)
         self._profile = profile_of(live, self._infos, [row[2:] for row in rows], between_us)
-        self._offer(live, max(row[0] for row in rows))
+        step_us = max(row[0] for row in rows)
+        began = self.clock()
+        self._watcher.cluster = cluster_of(live, seconds_for(step_us))
+        self._spent_us += 1e6 * (self.clock() - began)
+        self._offer(live, step_us)
 
     def _offer(self, live: Live, step_us: float) -> None:
-        """Measure links, let rank 0 make offers, and begin the trial. `step_us` is the same on all ranks."""
+        """Let rank 0 make offers, and begin the trial. `step_us` is the same on all ranks."""
         began = self.clock()
         self._pace.forget()
-        seconds = min(_MOST_SECONDS, _STEPS_WORTH * step_us / 1e6)
-        cluster = cluster_of(live, seconds)
         self._refused = self._find_refused(live)
         text = ""
         if live.group.rank == 0:
             try:
-                text = msgspec.json.encode(self._made(live, cluster, seconds)).decode()
-            except GradwireError as error:
-                say(f"plan='auto' could not make a plan and keeps the current one: {error}")
+                text = msgspec.json.encode(self._made(live, seconds_for(step_us))).decode()
+            except Exception:  # whatever it is, the other ranks wait for an answer
+                say_failed(self._current is not None)
         self._offers, self._elsewhere = _read(live.from_first(text))
         self._spent_us += 1e6 * (self.clock() - began)
         (spent_us,) = live.exchange([self._spent_us])()[0]
         if not self._offers:
-            self._watch_from_now(live, live.plan, step_us)
+            if self._current is None:
+                live.change_to(live.plan_of(Uniform(Identity())))
+            self._watch_from_now(live, live.plan)
             return
-        current = 0 if self._kept() is not None else None
-        self._trial = Trial([offer.candidate for offer in self._offers], current, step_us, spent_us, self._took)
+        kept = self._kept()
+        current = None if kept is None else [offer.plan.digest() for offer in self._offers].index(kept.digest())
+        self._trial = Trial([offer.candidate for offer in self._offers], current, self._took, spent_us)
         self._exposed_us: list[list[float]] = [[] for _ in self._offers]
         self._phase, self._runs, self._changing_us = self._try, -1, 0.0
         self._run_turn(live)
 
-    def _made(self, live: Live, cluster: Cluster, seconds: float) -> _Told:
+    def _made(self, live: Live, seconds: float) -> _Told:
         """The offers of rank 0, and the best candidates of schedules that are not allowed."""
-        assert self._profile is not None
+        cluster = self._watcher.cluster
+        assert self._profile is not None and cluster is not None
         specs = specs_of(self.accuracy, live.infos)
         allowed = [s for s in schedules_of(self.accuracy, self.schedules) if s.word not in self._refused]
         others = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules])
         if self._costs is None:
-            corrections = {s.correction for s in [*allowed, *others] if s.correction}
-            self._costs = codecs_of(live, [*specs, *(corrections if specs else ())], seconds)
+            schedules = [Backward(), *allowed, *others]
+            of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
+            corrections = {s.correction for s in schedules if s.correction} if specs else set()
+            self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), _CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed)
         return [(offer.candidate, offer.plan.to_dict()) for offer in made], foreseen(*job, others)
@@ -309,45 +317,38 @@ class Auto:
         self.decisions.append(decision)
         if live.group.rank == 0:
             say(str(decision))
-        self._watch_from_now(live, self._offers[index].plan, trial.median_us(index) or 0.0)
+        self._watch_from_now(live, self._offers[index].plan)
 
     # ---- watch
 
     def _settle_resumed(self, live: Live, us: float) -> None:
         self._steps += 1
-        if self._steps >= SETTLE_STEPS:
-            self._watch_from_now(live, live.plan, 0.0)
+        if self._steps >= 1 + SETTLE_STEPS:
+            (step_us,) = live.exchange([us])()[0]
+            self._watcher.cluster = cluster_of(live, seconds_for(step_us))
+            self._pace.pause()
+            self._watch_from_now(live, live.plan)
 
-    def _watch_from_now(self, live: Live, plan: Plan, step_us: float) -> None:
-        self._current = plan
-        self._watch.chosen(live.step, plan.digest(), step_us)
-        self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.period)
-        """Times of the steps of a cycle. Their mean counts, because a correction takes longer than other steps."""
-        self._window: list[tuple[float, float]] = []
-        self._waiting, self._phase = None, self._watching
+    def _watch_from_now(self, live: Live, plan: Plan) -> None:
+        same = self._current is not None and plan.digest() == self._current.digest()
+        self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
+        self._watcher.begin(live, same)
 
     def _watching(self, live: Live, us: float) -> None:
-        self._cycle.append((us, live.link_us))
-        step_us, link_us = (fmean(column) for column in zip(*self._cycle, strict=True))
-        self._window.append((step_us, link_us))
-        if self._waiting is not None:
-            rows, self._waiting = self._waiting(), None
-            drift = self._watch.window(live.step, *_over_ranks(rows))
-            if drift is not None:
-                self._again(live, drift, max(row[WINDOW - 1] for row in rows))
-                return
-        if len(self._window) == WINDOW:
-            self._waiting = live.exchange([value for column in zip(*self._window, strict=True) for value in column])
-            self._window = []
+        asked = self._watcher.step(live, us)
+        if live.step == self._watcher.measured_step:
+            self._pace.pause()
+        if asked is not None:
+            self._why = asked.why
+            self._again(live, asked.step_us, asked.compute)
 
-    def _again(self, live: Live, drift: Drift, step_us: float) -> None:
-        self._why = str(drift)
+    def _again(self, live: Live, step_us: float, computes: float = 1.0) -> None:
+        """Decide again. `computes`: the time of computation now over the time before."""
         if self._profile is None:  # a resumed run has none yet
             self._steps, self._phase = 0, self._settle
             return
-        if not drift.of_links:
-            self._profile = scaled(self._profile, drift.step)
+        self._profile = scaled(self._profile, computes)
         self._offer(live, step_us)
 
 
@@ -355,9 +356,3 @@ def _read(text: str) -> tuple[list[Offer], list[Candidate]]:
     """The offers of rank 0; none if it could not plan."""
     made, elsewhere = msgspec.json.decode(text, type=_Told) if text else ([], [])
     return [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in made], elsewhere
-
-
-def _over_ranks(rows: list[list[float]]) -> tuple[list[float], list[float]]:
-    """The times of the steps on the slowest rank, and those of lanes on links on the rank that waited least for others."""
-    columns = list(zip(*rows, strict=True))
-    return [max(column) for column in columns[:WINDOW]], [min(column) for column in columns[WINDOW:]]

@@ -14,6 +14,7 @@ from gradwire.core.schedules import Schedule
 from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.session import Session
 from gradwire.exchange.agreement import gather_bytes
+from gradwire.exchange.stats import BucketStats
 
 T = TypeVar("T")
 
@@ -54,6 +55,17 @@ class Live:
         """Time that this rank's lanes spent in the last step on links, the wait for other ranks included."""
         reports = self.session.reports
         return 1e6 * reports[-1].link_s if reports else 0.0
+
+    @property
+    def inputs(self) -> int:
+        """Elements of the inputs of the model's training forwards in this step; 0 if the script calls parts of the model."""
+        return self.session.inputs
+
+    @property
+    def bytes_between_nodes(self) -> list[int]:
+        """Bytes that this rank sends in a step to other nodes, or to other ranks if there is one node, by bucket."""
+        buckets = [BucketStats.of(each, self.grid) for each in self.session.exchange.buckets]
+        return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
 
     @property
     def exposed_us(self) -> float:

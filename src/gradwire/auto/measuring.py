@@ -15,12 +15,14 @@ from msgspec.structs import replace
 from gradwire.auto.live import Live
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
+from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
+from gradwire.costs.collectives import us_per_byte
 from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.profiler.clock import Clock
-from gradwire.profiler.codecs import measure_codecs
+from gradwire.profiler.codec_cache import cached_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
@@ -101,7 +103,16 @@ def cluster_of(live: Live, seconds: float) -> Cluster:
     return measured_links(times, grid, _UNKNOWN_GBPS).cluster
 
 
+def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
+    """Time that a step's messages take on the slowest link. nbytes: sent to other nodes, by bucket."""
+    total_us = 0.0
+    for bucket, size in zip(plan.buckets, nbytes, strict=True):
+        task = "alltoall:inter" if any(spec.encodes for spec in bucket.specs) else "allreduce:inter"
+        link = cluster.links_for(task)[cluster.nodes > 1]
+        total_us += link.alpha_us + size * us_per_byte(link)
+    return total_us
+
+
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
-    """Times of encodes and decodes on this rank, measured in about `seconds` in all."""
-    calls = max(1, len(specs)) * 2 * len(_CODEC_SIZES)
-    return measure_codecs(specs, live.device, _CODEC_SIZES, seconds / calls)
+    """Times of encodes and decodes on this machine; what no earlier run measured is measured in about `seconds`."""
+    return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.auto.accuracy import policy_of, steps_for_one
+from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
@@ -47,7 +47,8 @@ def offers(
     current: Plan | None = None,
     schedules: Sequence[Schedule] = (),
 ) -> list[Offer]:
-    """The current plan, the best plans by prediction, and plain all-reduce, without duplicates.
+    """The best plans by prediction, the current plan and plain all-reduce, without duplicates, in the order in which they are
+    to be tried: those close to the best by accuracy, then the others by their times.
 
     specs: the allowed specs, the most accurate first. schedules: those allowed beside `backward`, in the same order; the best
     plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's search, which takes about
@@ -79,16 +80,16 @@ def offers(
     of_each = _best_of_each_kind(worth)
     rest = [plan for plan in worth if plan not in of_each]
     most = MOST_TRIED - 1 + len({schedule.word for schedule in (Backward(), *schedules)})
-    tried = found.best_first([*of_each, *rest[: max(0, most - len(of_each))]])
-    offered = {plan.digest(): plan for plan in (*([current] if current else []), *tried, plain)}
+    tried = [*of_each, *rest[: max(0, most - len(of_each))], plain, *([current] if current is not None else [])]
+    offered = {plan.digest(): plan for plan in found.best_first(tried)}
     return [Offer(found.candidate(plan, digest == plain.digest()), plan) for digest, plan in offered.items()]
 
 
 def foreseen(
     profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
 ) -> list[Candidate]:
-    """For each kind of schedule the best candidate by prediction, with plans from policies."""
-    found = _Plans(profile, cluster, costs, specs, schedules)
+    """For each kind of schedule the best candidate by prediction, with the policy of the smallest spec."""
+    found = _Plans(profile, cluster, costs, specs[-1:], schedules)
     found.add_scheduled([])
     return [found.candidate(plan, False) for plan in _best_of_each_kind(found.best_first(list(found.plans.values())))]
 
@@ -120,11 +121,14 @@ class _Plans:
                 self.plans[digest] = plan
 
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
-        """Add the policy of each spec and these plans in all schedules, except those that the simulator cannot price."""
-        policies = [Uniform(Identity()), *(policy_of(spec, self.infos) for spec in self._specs)]
+        """Add the policy of each spec in all schedules, except those that the simulator cannot price, and these plans in the
+        schedules that cost no accuracy."""
         for schedule in self._schedules:
+            policies = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
+            if not schedule.costs_accuracy:
+                policies.append(Uniform(Identity()))
             plans = [msgspec.structs.replace(p, schedule=schedule).plan(self.infos, self.ranks) for p in policies]
-            for plan in planned:
+            for plan in () if schedule.costs_accuracy else planned:
                 launch = launch_of(plan.buckets, schedule)
                 plans.append(msgspec.structs.replace(plan, schedule=schedule, launch=launch, prediction=None))
             for plan in plans:

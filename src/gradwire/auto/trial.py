@@ -1,7 +1,8 @@
-"""Find the plan that is fastest to a loss, by the times of real steps that run the plans in turns. Pure: no communication.
+"""Find the plan that is fastest to a loss, by the times of real steps. Pure: no communication.
 
-Turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. The first turn of each plan is short. Plans
-that are clearly slower are left out; the others go on until the difference is clear or the budget is spent.
+The best plan by prediction runs first. How far its time is from its prediction tells how far predictions can be trusted: plans
+that are predicted to be slower by more than that do not run. Where others run, turns are interleaved, A B C A B C, so that a
+slower machine affects all plans alike, and they go on while the best two are alike and the budget lasts.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -10,29 +11,30 @@ that are clearly slower are left out; the others go on until the difference is c
 0
 """
 
-import math
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
+MOST_STEPS = 15
+"""The most steps until a decision, from the first step of the run."""
+LEAST_BUDGET_US, BUDGET_PLAIN_STEPS = 2e6, 5
+"""A decision takes no longer than 2 s or 5 steps of plain all-reduce, whichever is more."""
 GAIN = 0.02
 """Plain all-reduce is chosen unless another plan is faster by more than this part."""
 ALIKE = 0.02
 """Candidates whose times differ by at most this part count as equally fast."""
 HYSTERESIS = 0.04
 """The current plan is chosen unless another plan is faster by more than this part."""
-_LOOK_STEPS, _TURN_STEPS = 3, 5
-"""Steps of first turns and of later ones. The first step of a turn does not count: memory is new."""
-_LOOK_FACTOR, _TURN_FACTOR = 1.25, 1.10
-"""A candidate is left out if it takes more than so many times as long as the best, after its first turn or a later one."""
+PLAIN_FACTOR = 1.3
+"""Plain all-reduce does not run if it is predicted to take more than so many times as long as the best plan."""
+_TURN_STEPS = 3
+"""Steps of a turn. The first one does not count: memory is new."""
+_LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
+"""Bounds of the part by which predictions are taken to be wrong."""
 _HOPELESS = 4.0
-"""A turn ends if a step takes so many times as long as the best. Plain all-reduce does not run if this is predicted."""
-_PLAIN_FACTOR = 1.5
-"""Plain all-reduce has one turn if it takes so many times as long as the best, and one step if this is predicted."""
-_ROUNDS, _MOST_ROUNDS = 2, 6
-"""The most rounds with a current plan, whose times have changed so that a quick decision counts, and without one."""
-_LEFT = (3, 2, 2)
-"""The most candidates after each round."""
+"""A turn ends if a step takes so many times as long as the best."""
+_MOST_ROUNDS = 2
+"""The most rounds after the first turns; none where a plan runs since an earlier decision."""
 _CLEAR = 1.05
 """No further round is needed if the second best takes so many times as long as the best."""
 
@@ -51,6 +53,11 @@ class Candidate(NamedTuple):
     steps_for_one: float = 1.0
     """Steps needed for the progress of one step of plain all-reduce; times are multiplied by this before they are compared."""
 
+    @property
+    def to_loss_us(self) -> float:
+        """The predicted time for the progress of one step of plain all-reduce."""
+        return self.predicted_us * self.steps_for_one
+
 
 class TrialTurn(NamedTuple):
     """Some steps of one candidate."""
@@ -59,40 +66,26 @@ class TrialTurn(NamedTuple):
     steps: int
 
 
-def allowance_us(best_us: float, plain_us: float) -> float:
-    """The budget of a trial: 5 % of 1000 steps of the best plan, or 20 steps of plain all-reduce if these take longer."""
-    return max(0.05 * 1000 * best_us, 20 * plain_us)
-
-
 class Trial:
     """A trial in progress.
 
-    candidates: the best by prediction first. current: the index of the current plan, if there is one. known_us: the time of a
-    step under some plan. spent_us, before: the time and the steps spent on deciding before the trial.
+    candidates: in the order in which they are to run, the best by prediction first. current: the index of the plan that runs
+    since an earlier decision, if there is one. steps, spent_us: the steps and the time spent on deciding before the trial.
     """
 
     def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        current: int | None = None,
-        known_us: float = math.inf,
-        spent_us: float = 0.0,
-        before: int = 0,
+        self, candidates: Sequence[Candidate], current: int | None = None, steps: int = 0, spent_us: float = 0.0
     ) -> None:
-        self.candidates, self.current, self._known_us = tuple(candidates), current, known_us
+        self.candidates, self.current = tuple(candidates), current
         self.times: list[list[float]] = [[] for _ in self.candidates]
         """Microseconds of the counted steps by candidate, as means over cycles."""
-        self.steps, self._total_us = before, spent_us
-        self._round = 0
+        self.steps, self.total_us = steps, spent_us
         self._in_turn: list[float] = []
+        self._rounds = 0
         self.chosen: int | None = None
-        self._queue = [
-            self._turn(index, steps)
-            for index, candidate in enumerate(self.candidates)
-            if (steps := _LOOK_STEPS if index == current else self._look_steps(candidate))
-        ]
-        if len(self.candidates) == 1:
-            self.chosen, self._queue = 0, []
+        self._queue = [self._turn(0)]
+        self._waiting = list(range(1, len(self.candidates)))
+        """Candidates that may still have a first turn."""
 
     @property
     def turn(self) -> TrialTurn | None:
@@ -103,32 +96,28 @@ class Trial:
         """Add the time of a step of the turn, on the slowest rank."""
         turn = self._queue[0]
         self._in_turn.append(us)
-        self._total_us += us
+        self.total_us += us
         self.steps += 1
         cycle = self.candidates[turn.candidate].cycle
-        hopeless = us > _HOPELESS * cycle * min(self._best_us or math.inf, self._known_us)
+        hopeless = self._best_us > 0 and us > _HOPELESS * cycle * self._best_us
         if len(self._in_turn) < turn.steps and not hopeless:
             return
         self.times[turn.candidate] += _means(self._in_turn[1:] or self._in_turn, cycle)
         self._in_turn = []
         self._queue.pop(0)
-        # every candidate has a first turn: the best may come last
-        if self._round and self.cost_us > allowance_us(self._best_us, self.plain_us):
-            self._queue = []
-            self._choose()
-        elif not self._queue:
-            self._next_round()
+        self._go_on()
 
     def spend(self, us: float) -> None:
         """Add time spent on deciding beside steps."""
-        self._total_us += us
+        self.total_us += us
 
     def leave_out(self) -> None:
         """Leave out the candidate of the turn, which cannot run."""
         turn = self._queue.pop(0)
         self._queue = [other for other in self._queue if other.candidate != turn.candidate]
-        if not self._queue:
-            self._next_round()
+        if not any(self.times) and not self._queue and self._waiting:
+            self._queue = [self._turn(self._waiting.pop(0))]
+        self._go_on()
 
     def median_us(self, index: int) -> float | None:
         """The median of a candidate's counted steps; None if there are none."""
@@ -137,7 +126,7 @@ class Trial:
     @property
     def cost_us(self) -> float:
         """The time spent so far, minus the time of equally many steps of the best plan."""
-        return max(0.0, self._total_us - self.steps * self._best_us)
+        return max(0.0, self.total_us - self.steps * self._best_us)
 
     @property
     def plain_us(self) -> float:
@@ -147,50 +136,65 @@ class Trial:
         return self.median_us(index) or self.candidates[index].predicted_us
 
     @property
+    def error(self) -> float:
+        """The part by which predictions are taken to be wrong: that of the first candidate that ran."""
+        for candidate, times in zip(self.candidates, self.times, strict=True):
+            if times and candidate.predicted_us > 0:
+                return min(_MOST_ERROR, max(_LEAST_ERROR, abs(min(times) / candidate.predicted_us - 1)))
+        return _MOST_ERROR
+
+    @property
     def _plain(self) -> int | None:
         return next((index for index, candidate in enumerate(self.candidates) if candidate.plain), None)
 
     @property
     def _best_us(self) -> float:
-        """Time of a step of the best plan so far."""
-        measured = [index for index, times in enumerate(self.times) if times]
-        return median(self.times[min(measured, key=self._to_loss_us)]) if measured else 0.0
+        """Time of a step of the best plan so far; 0 before the first."""
+        ran = [index for index, times in enumerate(self.times) if times]
+        return median(self.times[min(ran, key=self._to_loss_us)]) if ran else 0.0
 
     def _to_loss_us(self, index: int) -> float:
-        """The time for the progress of one step of plain all-reduce."""
+        """The measured time for the progress of one step of plain all-reduce."""
         return median(self.times[index]) * self.candidates[index].steps_for_one
 
-    def _look_steps(self, candidate: Candidate) -> int:
-        """Steps of the first turn: for plain all-reduce fewer, or none, if it is predicted to be much slower."""
-        if not candidate.plain or len(self.candidates) == 1 or candidate.predicted_us <= _PLAIN_FACTOR * self._known_us:
-            return _LOOK_STEPS
-        return int(candidate.predicted_us <= _HOPELESS * self._known_us)
-
-    def _turn(self, index: int, steps: int) -> TrialTurn:
-        """A turn of at least so many steps: one that does not count, and whole cycles."""
+    def _turn(self, index: int) -> TrialTurn:
+        """A turn of one step that does not count, and of whole cycles."""
         cycle = self.candidates[index].cycle
-        return TrialTurn(index, 1 + cycle * -(-(steps - 1) // cycle))
+        return TrialTurn(index, 1 + cycle * -(-(_TURN_STEPS - 1) // cycle))
 
-    def _next_round(self) -> None:
-        self._round += 1
-        best = min((self._to_loss_us(index) for index, times in enumerate(self.times) if times), default=0.0)
-        left = [index for index in range(len(self.candidates)) if self._goes_on(index, best)]
-        left = sorted(sorted(left, key=self._to_loss_us)[: _LEFT[min(self._round, len(_LEFT)) - 1]])
-        if len(left) > 1 and self._round < (_MOST_ROUNDS if self.current is None else _ROUNDS):
-            second = sorted(self._to_loss_us(index) for index in left)[1]
-            if self._round < _ROUNDS or second <= _CLEAR * best:
-                self._queue = [self._turn(index, _TURN_STEPS) for index in left]
+    def _fits(self, turn: TrialTurn) -> bool:
+        """Whether the turn is over before the budget is spent."""
+        us = self.median_us(turn.candidate) or self.candidates[turn.candidate].predicted_us
+        budget_us = max(LEAST_BUDGET_US, BUDGET_PLAIN_STEPS * self.plain_us)
+        return self.steps + turn.steps <= MOST_STEPS and self.total_us + turn.steps * us <= budget_us
+
+    def _go_on(self) -> None:
+        """Begin the next turn or the next round, or decide."""
+        while self._queue:
+            if self._fits(self._queue[0]) or not any(self.times):
                 return
+            self._queue.pop(0)
+        if any(self.times) and self._waiting:
+            self._queue, self._waiting = [self._turn(index) for index in self._waiting if self._worth(index)], []
+            self._go_on()
+            return
+        ran = sorted((index for index, times in enumerate(self.times) if times), key=self._to_loss_us)
+        close = sorted(index for index in ran if self._to_loss_us(index) <= _CLEAR * self._to_loss_us(ran[0]))
+        queue = [self._turn(index) for index in close]
+        more = self.current is None and self._rounds < _MOST_ROUNDS
+        if more and len(close) > 1 and all(map(self._fits, queue)):
+            self._rounds += 1
+            self._queue = queue
+            return
         self._choose()
 
-    def _goes_on(self, index: int, best_us: float) -> bool:
-        times, candidate = self.times[index], self.candidates[index]
-        if not times:
-            return False
-        if self._round > 1:
-            return self._to_loss_us(index) <= _TURN_FACTOR * best_us
-        # of a first turn's two steps the faster one counts
-        return min(times) * candidate.steps_for_one <= (_PLAIN_FACTOR if candidate.plain else _LOOK_FACTOR) * best_us
+    def _worth(self, index: int) -> bool:
+        """Whether predictions and their error leave open that this candidate is the best."""
+        candidate, first = self.candidates[index], next(i for i, times in enumerate(self.times) if times)
+        if candidate.plain:
+            best_us = max(self.candidates[first].to_loss_us, self._to_loss_us(first))
+            return candidate.to_loss_us <= PLAIN_FACTOR * best_us
+        return candidate.to_loss_us <= (1 + self.error) * self.candidates[first].to_loss_us
 
     def _choose(self) -> None:
         medians = {index: self._to_loss_us(index) for index, times in enumerate(self.times) if times}

@@ -1,11 +1,10 @@
-"""The time of each step, and whether times have changed since a plan was chosen. Pure: no communication.
+"""The time of each step, and whether a link or the batch has changed since a plan was chosen. Pure: no communication.
 
-Two times are compared, as medians over windows of steps: the time of a step, and the time of its lanes on links. The second
-changes even if a faster link does not make a step faster, because the step computes meanwhile. A large change is reported at
-once, a small one after two windows in a row.
+Processor and wire are watched apart. A busy processor makes steps longer; that asks for no other plan. Two signs do: the time
+of lanes on links, and the elements of the inputs of a step. The first is only a sign: a busy processor delays lanes, too. So
+the driver measures the links before it believes it.
 
-After each decision there is a wait before the next report. The wait doubles after a decision without effect: the same plan, or
-one that ran not long ago. So plans do not alternate when times do.
+Values are medians over windows of steps. A large change counts at once, a small one after two windows in a row.
 """
 
 from collections import deque
@@ -13,75 +12,62 @@ from collections.abc import Sequence
 from statistics import median, median_low
 from typing import NamedTuple
 
-WINDOW = 8
+WINDOW = 4
 """Steps of a window."""
-_LARGE, _SMALL = 1.8, 1.25
-"""Factors between the times of a step before and now."""
-_LARGE_LINK, _SMALL_LINK = 3.0, 1.6
-"""The same for times on links, which vary more."""
+LARGE_LINK, SMALL_LINK = 2.5, 1.5
+"""Factors between the times on links before and now."""
+BATCH = 1.25
+"""The factor between the elements of a step's inputs before and now; it counts after two windows."""
 _LINK_PART = 0.1
 """Times on links count if they are at least this part of a step, before or now."""
-_FIRST_WAIT, _MOST_WAIT = 32, 8192
 _KEPT = 15
 """Times between steps that count in their median."""
 
 
-class Drift(NamedTuple):
-    """The change since the plan was chosen."""
+class Change(NamedTuple):
+    """Values now over those since the plan was chosen."""
 
-    step: float
-    """Time of a step now over the time before."""
     link: float
-    """Time of lanes on links now over the time before."""
-
-    @property
-    def of_links(self) -> bool:
-        """Whether the links changed, not only the computation."""
-        return max(self.link, 1 / self.link) > _SMALL
-
-    def __str__(self) -> str:
-        return f"steps take {self.step:.2f} times as long as before, exchanges {self.link:.2f} times as long"
+    """Time of lanes on links."""
+    batch: float
+    """Elements of the inputs of a step."""
+    compute: float
+    """Time of a step without its wait for exchanges."""
+    of_links: bool
+    """Whether the links seem to have changed; otherwise the batch did."""
 
 
-class Watch:
-    """Compares the windows of a run."""
+class Signs:
+    """Compares the windows of a run with the first window after `begin`."""
 
     def __init__(self) -> None:
-        self._plan = ""
-        self._left_at: dict[str, int] = {}
-        self._wait = _FIRST_WAIT
-        self._step_us, self._link_us = 0.0, 0.0
-        self._settled = False
-        self._not_before = 0
-        self._before: tuple[int, int] = (0, 0)
-        """The directions of the changes of step and links in the last window: -1, 0 or 1."""
+        self.begin()
 
-    def chosen(self, step: int, plan: str, step_us: float) -> None:
-        """A plan runs from this step on. `plan` identifies the plan; `step_us` is its time in the trial, 0 if unknown."""
-        returned = plan in self._left_at and step - self._left_at[plan] < 8 * self._wait
-        led_nowhere = bool(self._plan) and (plan == self._plan or returned)
-        self._wait = min(_MOST_WAIT, 2 * self._wait) if led_nowhere else _FIRST_WAIT
-        if self._plan and plan != self._plan:
-            self._left_at[self._plan] = step
-        self._plan, self._not_before = plan, step + self._wait
-        self._step_us, self._link_us, self._settled, self._before = step_us, 0.0, False, (0, 0)
+    def begin(self) -> None:
+        """The next window is what later ones are compared with."""
+        self._first: tuple[float, float, float] | None = None
+        self._before = (0, 0)
+        """The directions of the changes of links and batch in the last window: -1, 0 or 1."""
 
-    def window(self, step: int, steps_us: Sequence[float], links_us: Sequence[float]) -> Drift | None:
-        """Add the times of the steps until this one, of the slowest rank, and the times on links, of the rank that waited least.
-        Returns the change if there should be a new decision."""
-        step_us, link_us = median(steps_us), median(links_us)
-        if not self._settled:
-            # times measured in a trial's turns are a little longer than later ones
-            self._settled, self._link_us = True, link_us
-            if self._step_us / _SMALL < step_us < self._step_us * _SMALL or not self._step_us:
-                self._step_us = step_us
-        drift = Drift(_ratio(step_us, self._step_us), _ratio(link_us, self._link_us))
-        counts = max(link_us, self._link_us) >= _LINK_PART * step_us
-        large = (_direction(drift.step, _LARGE), counts * _direction(drift.link, _LARGE_LINK))
-        small = (_direction(drift.step, _SMALL), counts * _direction(drift.link, _SMALL_LINK))
-        again = any(now and now == before for now, before in zip(small, self._before, strict=True))
-        self._before = small
-        return drift if step >= self._not_before and (any(large) or again) else None
+    def window(
+        self,
+        steps_us: Sequence[float],
+        links_us: Sequence[float],
+        computes_us: Sequence[float],
+        inputs: Sequence[float],
+    ) -> Change | None:
+        """Add the values of the steps until now: times of steps and computation, of the slowest rank; times on links, of the rank
+        that waited least; elements of inputs, of all ranks. Returns a change if there is a sign of one."""
+        now = median(links_us), median(inputs), median(computes_us)
+        if self._first is None:
+            self._first = now
+        link, batch, compute = (_ratio(*both) for both in zip(now, self._first, strict=True))
+        counts = max(now[0], self._first[0]) >= _LINK_PART * median(steps_us)
+        signs = counts * _direction(link, SMALL_LINK), _direction(batch, BATCH)
+        again = [sign and sign == before for sign, before in zip(signs, self._before, strict=True)]
+        self._before = signs
+        of_links = bool(again[0] or counts * _direction(link, LARGE_LINK))
+        return Change(link, batch, compute, of_links) if of_links or again[1] else None
 
 
 def _ratio(now: float, before: float) -> float:

@@ -33,8 +33,8 @@ DECIDING: dict[str, dict[str, Any]] = {
     "auto-aggressive@all": {"plan": "auto", "accuracy": "aggressive", "schedules": _ALL_SCHEDULES},
     "adaptive": {"plan": AdaptiveBits()},
 }
-"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes 40 to 80 steps, with all
-schedules up to 110. Use as many warm-up steps to measure only the chosen plan."""
+"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes at most 15 steps. Use as
+many warm-up steps to measure only the chosen plan."""
 _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
     re.DOTALL,

@@ -15,7 +15,7 @@ from gradwire.errors import FormatError, GradwireError
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Measured steps of each method. Auto needs 60 or more to decide.")] = 70,
+    steps: Annotated[int, typer.Option(help="Measured steps of each method. Auto decides in 15 or fewer.")] = 70,
     out: Annotated[Path, typer.Option(help="Folder for the page, the picture and the numbers.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:

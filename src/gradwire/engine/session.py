@@ -97,6 +97,8 @@ class Session(Observer):
         self.first_gradient = FirstGradient()
         self.began_s: float | None = None
         """When the first training forward since the last step's end began (time.perf_counter)."""
+        self.inputs = 0
+        """Elements of the inputs of training forwards since the last step's end."""
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._compiled_before = compiled_frames()
         self._model = weakref.ref(model)
@@ -109,7 +111,7 @@ class Session(Observer):
         self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
         self._module_hooks = [
-            model.register_forward_pre_hook(ModelHook(self, Session._before_forward)),
+            model.register_forward_pre_hook(ModelHook(self, Session._before_forward), with_kwargs=True),
             model.register_forward_hook(ModelHook(self, Session._after_forward)),
         ]
 
@@ -261,7 +263,7 @@ class Session(Observer):
             self.change_to(self.plan)
         if self.driver is not None:
             self.driver.finished(self)
-        self.began_s = None
+        self.began_s, self.inputs = None, 0
 
     def _plan_again(self, policy: Policy) -> None:
         """Make the plan again, with tensors in the order in which rank 0's gradients came; tensors without a gradient go last."""
@@ -293,7 +295,7 @@ class Session(Observer):
         except Exception as error:
             raise self.lanes.failed_here(what, error, self.reducer.step) from error
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():
             return
         self.schedule.on_forward(module)
@@ -301,6 +303,8 @@ class Session(Observer):
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
+            if self.driver is not None and module.training:
+                self.inputs += sum(tensor.numel() for tensor in tensors_in((inputs, named)))
             if module.training:  # an evaluation may run on one rank only
                 self._broadcast_buffers(module)
 

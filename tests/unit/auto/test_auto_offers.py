@@ -61,15 +61,14 @@ def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_p
     assert plain.steps_for_one == 1.0
 
 
-def test_a_running_plan_comes_first_and_once() -> None:
+def test_a_running_plan_is_offered_once() -> None:
     specs = specs_of("safe", TENSORS)
     first, *_ = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=first.plan)
-    assert again[0].plan == first.plan
     assert [offer.plan.digest() for offer in again].count(first.plan.digest()) == 1
     plain = next(offer for offer in again if offer.candidate.plain)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=plain.plan)
-    assert again[0].plan == plain.plan and [offer.candidate.plain for offer in again].count(True) == 1
+    assert [offer.candidate.plain for offer in again].count(True) == 1
 
 
 def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +86,7 @@ def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.Mon
     current = msgspec.structs.replace(plan, prediction=None)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3, current=current)
     digests = [each.plan.digest() for each in again]
-    assert again[0].plan == current and len(set(digests)) == len(digests)
+    assert digests.count(current.digest()) == 1 and len(set(digests)) == len(digests)
 
 
 def test_what_compressors_cannot_take_is_never_compressed() -> None:
@@ -120,7 +119,7 @@ def test_words_count_widths_rather_than_name_them_all() -> None:
 @pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
 def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: str) -> None:
     specs, schedules = specs_of(accuracy, TENSORS), schedules_of(accuracy, ("backward", "pipelined", "delayed"))
-    every = costs((*specs, QSGD(bits=8)))
+    every = costs((*specs, ErrorFeedback(QSGD(bits=4)), QSGD(bits=8)))
     made = offers(profile(), cluster(0.5), every, specs, seconds=0.2, schedules=schedules)
     kinds = [offer.plan.schedule.word for offer in made]
     possible = {"backward", "pipelined"} | ({"delayed"} if accuracy != "exact" else set())
@@ -141,7 +140,15 @@ def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
     }
 
 
-def test_wide_gradients_are_offered_in_all_schedules_as_they_are() -> None:
+def test_delayed_runs_only_with_specs_that_have_a_row_of_losses() -> None:
+    specs, schedules = specs_of("safe", TENSORS), schedules_of("safe", ("delayed",))
+    four = ErrorFeedback(QSGD(bits=4))
+    made = offers(profile(), cluster(0.1), costs((*specs, four, QSGD(bits=8))), specs, seconds=0.2, schedules=schedules)
+    later = [offer.plan for offer in made if offer.plan.schedule.word == "delayed"]
+    assert later and {spec for plan in later for bucket in plan.buckets for spec in bucket.specs} <= {four, Identity()}
+
+
+def test_wide_gradients_are_offered_in_all_schedules_but_delayed_as_they_are() -> None:
     schedules = schedules_of("safe", ("pipelined", "delayed"))
     made = offers(profile("float64"), cluster(0.1), costs(()), (), seconds=0.0, schedules=schedules)
-    assert {offer.plan.schedule.word for offer in made} == {"backward", "pipelined", "delayed"}
+    assert {offer.plan.schedule.word for offer in made} == {"backward", "pipelined"}

@@ -1,0 +1,77 @@
+"""Codecs' times of this machine, in a file of the user's cache folder: each spec is measured once.
+
+The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in `gradwire` in `$XDG_CACHE_HOME` or `~/.cache`. Its key is made of
+the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other kernels have
+files of their own. A file that cannot be read is measured anew; one that cannot be written costs each run the measurement.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gradwire._version import __version__
+from gradwire.core.costs import Costs
+from gradwire.core.files import make_folder, write_whole
+from gradwire.core.native import LIBRARY
+from gradwire.core.specs import Spec
+from gradwire.errors import FormatError
+from gradwire.profiler.codecs import measure_codecs
+
+_LOGGER = logging.getLogger("gradwire")
+
+
+def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[int], seconds: float) -> Costs:
+    """Times of these specs on this machine. Those that the file lacks are measured, for about `seconds` in all.
+
+    sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
+    """
+    path = _folder() / f"codecs-{_key(device, tuple(sizes))}.json"
+    try:
+        kept = Costs.load(path)
+    except (OSError, FormatError):
+        kept = Costs(codecs=())
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    known = {codec.spec for codec in kept.codecs if codec.device == kind}
+    missing = [spec for spec in dict.fromkeys(specs) if spec.encodes and spec not in known]
+    if not missing:
+        return kept
+    measured = measure_codecs(missing, device, sizes, seconds / (2 * len(sizes) * len(missing)))
+    costs = Costs(codecs=(*kept.codecs, *measured.codecs), made=measured.made)
+    try:
+        make_folder(path.parent)
+        write_whole(path, costs.to_json())
+    except OSError as error:
+        _LOGGER.debug("codecs' times are measured in each run: %s", error)
+    return costs
+
+
+def _folder() -> Path:
+    """Where gradwire's caches of the user are."""
+    if own := os.environ.get("GRADWIRE_CACHE_DIR", ""):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "gradwire"
+
+
+@cache
+def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
+    name = _processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
+    simd = torch.backends.cpu.get_cpu_capability()
+    text = repr((name, simd, torch.__version__, __version__, library, sizes))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """The processor's name, as Linux tells it; elsewhere as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,70 @@
+"""Codecs' times are measured once on a machine, and a bad file costs a measurement at most."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from gradwire.core import QSGD, Costs, ErrorFeedback, Identity
+from gradwire.core.specs import Spec
+from gradwire.profiler import codec_cache
+from gradwire.profiler.codecs import measure_codecs
+
+SIZES = (2**12, 2**13)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRADWIRE_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    return tmp_path / "new" / "cache"
+
+
+def asked(specs: Sequence[Spec], sizes: Sequence[int] = SIZES) -> tuple[Costs, list[Spec]]:
+    """The times, and the specs that were measured for them."""
+    measured: list[Spec] = []
+
+    def measure(missing: Sequence[Spec], *arguments: Any) -> Costs:
+        measured.extend(missing)
+        return measure_codecs(missing, *arguments)
+
+    with mock.patch.object(codec_cache, "measure_codecs", measure):
+        return codec_cache.cached_codecs(specs, CPU, sizes, 0.01), measured
+
+
+def test_each_spec_is_measured_once(folder: Path) -> None:
+    first, measured = asked([QSGD(bits=4), Identity()])
+    assert measured == [QSGD(bits=4)] and [codec.spec for codec in first.codecs] == measured
+    more, measured = asked([QSGD(bits=4), ErrorFeedback(QSGD(bits=2))])
+    assert measured == [ErrorFeedback(QSGD(bits=2))]
+    again, measured = asked([ErrorFeedback(QSGD(bits=2)), QSGD(bits=4)])
+    assert measured == [] and again == more and again.codecs[0] == first.codecs[0]
+    assert len(list(folder.iterdir())) == 1
+    assert asked([QSGD(bits=4)], sizes=(2**12, 2**14))[1] == [QSGD(bits=4)], "times of other sizes"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 7}', b"\xff\x00"])
+def test_a_damaged_file_is_measured_anew(folder: Path, content: bytes) -> None:
+    asked([QSGD(bits=4)])
+    (path,) = folder.iterdir()
+    path.write_bytes(content)
+    assert asked([QSGD(bits=4)])[1] == [QSGD(bits=4)]
+    assert asked([QSGD(bits=4)])[1] == []
+
+
+def test_without_a_folder_each_run_measures(folder: Path) -> None:
+    folder.parent.mkdir()
+    folder.write_text("no folder")
+    for _ in range(2):
+        costs, measured = asked([QSGD(bits=4)])
+        assert measured == [QSGD(bits=4)] and len(costs.codecs) == 1
+
+
+@pytest.mark.parametrize(("base", "expected"), [("/some/cache", "/some/cache/gradwire"), ("relative", None), ("", None)])
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, base: str, expected: str | None) -> None:
+    monkeypatch.delenv("GRADWIRE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    assert codec_cache._folder() == (Path(expected) if expected else Path.home() / ".cache" / "gradwire")
