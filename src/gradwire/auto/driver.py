@@ -235,7 +235,8 @@ class Auto:
         assert self._profile is not None and cluster is not None
         specs = specs_of(self.accuracy, live.infos)
         allowed = [s for s in schedules_of(self.accuracy, self.schedules) if s.word not in self._refused]
-        others = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules])
+        missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules])
+        others = list({schedule.word: schedule for schedule in missing}.values())  # of each kind the fastest
         if self._costs is None:
             schedules = [Backward(), *allowed, *others]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}

@@ -181,7 +181,7 @@ def words_of(plan: Plan) -> str:
     >>> words_of(Uniform(QSGD(bits=4)).plan([TensorInfo("w", (10, 10), "float32")]))
     'QSGD(bits=4, block=128) in 1 bucket'
     """
-    specs = {repr(spec): spec for bucket in plan.buckets for spec in bucket.specs}
+    specs = {repr(spec): spec for spec in {spec for bucket in plan.buckets for spec in bucket.specs}}
     encoding = [name for name, spec in specs.items() if spec.encodes]
     families = {spec.family for spec in specs.values() if spec.encodes}
     if len(encoding) > 2 and len(families) == 1:

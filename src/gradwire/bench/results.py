@@ -16,13 +16,15 @@ from gradwire.record.run import Interval
 PREFIX = "gradwire-bench "
 
 
-class StepEvent(msgspec.Struct, frozen=True):
-    """One step of one method on rank 0."""
+class StepEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step of one method on rank 0, or with `held_out` the evaluation after the step."""
 
     method: str
     step: int
     us: float
     loss: float
+    held_out: float | None = None
+    """The mean loss on held-out batches."""
 
 
 def print_event(event: StepEvent) -> None:
@@ -66,6 +68,9 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     """The most steps that a deciding method may take before its warm-up."""
     go_on_to: dict[str, int] = msgspec.field(default_factory=dict)
     """By method, the number of steps in all. The method trains on after its measured steps and is evaluated regularly."""
+    race_s: float = 0.0
+    """If above 0, all methods but the floor train for so many seconds each, in turns of equal seconds, and are evaluated after
+    each turn. Then `steps` and `warmup_steps` are the floor's."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

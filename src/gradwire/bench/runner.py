@@ -6,6 +6,7 @@ A cell group is one job over one link. One set of processes runs all methods of 
 
 import collections
 import importlib.metadata
+import math
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, check_job, check_method
-from gradwire.bench.progress import ProgressView
+from gradwire.bench.progress import View
 from gradwire.bench.recorded import complete_runs
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
 from gradwire.bench.statistics import alone_from, cells_from
@@ -48,7 +49,8 @@ class BenchRequest:
     turn_steps: int = 5
     deciding_steps: int = 0
     go_on_to: Mapping[str, int] = field(default_factory=dict)
-    """As in `WorkerOrder`, like `deciding_steps`."""
+    """As in `WorkerOrder`, like `deciding_steps` and `race_s`."""
+    race_s: float = 0.0
     alone_steps: int = 100
     """Steps of one rank alone, for the scaling factor; 0 measures no scaling factor."""
     seed: int = 0
@@ -72,6 +74,8 @@ class BenchRequest:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise FormatError(f"{name} is {getattr(self, name)}; it must be at least {low}.")
+        if not 0 <= self.race_s < math.inf:
+            raise FormatError(f"race_s is {self.race_s}; it must be a number of seconds, 0 for no race.")
         if self.nodes > MOST_NODES:
             raise FormatError(f"nodes is {self.nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
 
@@ -93,7 +97,7 @@ def emulation_problem() -> str | None:
     return problem
 
 
-def run_bench(request: BenchRequest, problem: str | None, watch: ProgressView, save_to: Path | None = None) -> BenchRun:
+def run_bench(request: BenchRequest, problem: str | None, watch: View, save_to: Path | None = None) -> BenchRun:
     """Measure all cells of the request. `problem` is `emulation_problem()`; unless None, the ranks use plain loopback.
 
     `save_to` is written after every cell group, so an interrupted run keeps its results. The failure of a method is
@@ -115,7 +119,7 @@ def run_bench(request: BenchRequest, problem: str | None, watch: ProgressView, s
 
 
 def run_profile(
-    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: ProgressView
+    request: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: View
 ) -> tuple[str, ...]:
     """Run `gradwire profile` on the request's emulated cluster and write its files to `folder`. Returns its warnings.
 
@@ -169,7 +173,7 @@ class _Runner:
     """One run in progress."""
 
     def __init__(
-        self, request: BenchRequest, problem: str | None, notes: list[str], watch: ProgressView, save_to: Path | None
+        self, request: BenchRequest, problem: str | None, notes: list[str], watch: View, save_to: Path | None
     ) -> None:
         self.request, self.problem, self.notes = request, problem, notes
         self.watch, self.save_to = watch, save_to
@@ -252,6 +256,7 @@ class _Runner:
                 deciding_steps=self.request.deciding_steps,
                 go_on_to={name: goal for name, goal in self.request.go_on_to.items() if name in methods},
                 collective_timeout_s=self.request.collective_timeout_s,
+                race_s=self.request.race_s,
                 runner=os.getpid(),
                 result=str(result),
                 record=None if record is None else str(record.resolve()),

@@ -8,6 +8,7 @@ Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with tor
    alike. The ranks synchronise between turns, outside of the measured time.
 4. Measure the kernels of each method's plan alone.
 5. Train the methods of `go_on_to` on, still in turns, and evaluate them on held-out batches.
+   In a race (`race_s`), the methods train for equal seconds instead of 2, 3 and 5.
 6. Check and close the methods, measure the idle link, and write the records of all ranks on rank 0.
 
 A method that fails on any rank takes no further part; its error message is its result.
@@ -37,6 +38,7 @@ from gradwire.profiler.links import measure_links, measured_links
 LINK_SECONDS = 0.25
 DECIDING_TURN_STEPS = 5
 GO_ON_TURN_STEPS = 25
+RACE_TURN_S = 3.0
 HELD_OUT = 8
 HELD_OUT_FROM = 900_000
 """The number of held-out batches, and the step of the first one. No run trains for so many steps."""
@@ -77,6 +79,14 @@ class Contest:
         """Execute the steps 1 to 6 of the module's description, without the link."""
         for contestant in self.contestants:
             self._guarded(contestant, self._build)
+        if self.order.race_s > 0:
+            self._race()
+        else:
+            self._measure_in_turns()
+        for contestant in self.contestants:
+            self._guarded(contestant, self._finish)
+
+    def _measure_in_turns(self) -> None:
         for contestant in self.contestants:
             self._let_decide(contestant)
         for contestant in self.contestants:
@@ -90,8 +100,36 @@ class Contest:
             contestant.counted = (first, len(contestant.loss))
             self._guarded(contestant, self._look_at_plan)
         self._go_on()
+
+    def _race(self) -> None:
+        """The floor takes its steps. Of the others always the one that has trained for the shortest time takes the next turn."""
+        trained_s = {}
         for contestant in self.contestants:
-            self._guarded(contestant, self._finish)
+            if contestant.name == "floor":
+                self._take_turn(contestant, self.order.warmup_steps + self.order.steps)
+            else:
+                self._guarded(contestant, self._evaluate)
+                trained_s[contestant.name] = 0.0
+        step_s = dict.fromkeys(trained_s, self.order.race_s)  # the first turn has one step
+        while going := [
+            each
+            for each in self.contestants
+            if each.failure is None and trained_s.get(each.name, math.inf) < self.order.race_s
+        ]:
+            contestant = min(going, key=lambda each: trained_s[each.name])
+            seconds = min(RACE_TURN_S, self.order.race_s - trained_s[contestant.name])
+            steps = max(1, math.ceil(seconds / step_s[contestant.name]))
+            self._take_turn(contestant, steps)
+            self._guarded(contestant, self._evaluate)
+            turn_s = self.ranks.gather(sum(contestant.wall_us[-steps:]) / 1e6)[0]  # rank 0's, so that all do the same
+            trained_s[contestant.name] += turn_s
+            step_s[contestant.name] = max(turn_s / steps, 1e-3)
+        for contestant in self.contestants:
+            if contestant.failure is None and contestant.method is not None:
+                decided = max((each.step for each in contestant.method.decided), default=0)
+                first = max(decided, self.order.warmup_steps)
+                contestant.counted = (min(first, len(contestant.loss) - 1), len(contestant.loss))
+            self._guarded(contestant, self._look_at_plan)
 
     def _let_decide(self, contestant: Contestant) -> None:
         """All ranks decide in the same step, so all ranks leave the loop together."""
@@ -171,6 +209,9 @@ class Contest:
             if not math.isfinite(loss):
                 raise ValueError(f"the held-out loss after {len(contestant.loss)} steps is {loss}: training diverged")
             contestant.held_out.append((len(contestant.loss), loss))
+            if contestant.loss:
+                last = contestant.wall_us[-1], contestant.loss[-1]
+                print_event(StepEvent(contestant.name, len(contestant.loss) - 1, *last, held_out=loss))
 
     def _look_at_plan(self, contestant: Contestant) -> None:
         assert contestant.method is not None

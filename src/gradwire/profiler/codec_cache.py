@@ -1,8 +1,9 @@
 """Codecs' times of this machine, in a file of the user's cache folder: each spec is measured once.
 
-The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in `gradwire` in `$XDG_CACHE_HOME` or `~/.cache`. Its key is made of
-the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other kernels have
-files of their own. A file that cannot be read is measured anew; one that cannot be written costs each run the measurement.
+The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. Its
+key is made of the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other
+kernels have files of their own. A file that cannot be read is measured anew; one that cannot be written costs each run the
+measurement.
 """
 
 import hashlib

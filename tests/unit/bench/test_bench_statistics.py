@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from gradwire.bench.demo import METHODS, summarise, summary_table
+from gradwire.bench.demo import METHODS, closing_lines, draw_demo, summarise, summary_table
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
@@ -142,27 +142,47 @@ def test_table_fits_and_shows_failures(width):
     assert ("scaling" in text) == (width == FULL_WIDTH)
 
 
-def test_demo_summary_measured(tmp_path):
-    deciding = msgspec.structs.replace(cells()["gradwire:qsgd4"], method=METHODS["gradwire"])
-    run = run_of([*cells().values(), deciding])
-    summary, curves = summarise(run, tmp_path / "demo.png", None)
-    assert (summary.link, summary.nodes, summary.speed) == ("500mbit", 2, "measured")
-    assert set(summary.methods) == set(METHODS)
-    assert summary.speedup == pytest.approx(500 / 150)
-    assert summary.methods["gradwire"].exposed_ms == pytest.approx(50)
-    assert curves["ddp"].seconds == pytest.approx([1.001, 1.501, 2.001, 2.501])
+def race(network="namespaces"):
+    """The cells of a race: DDP made 4 steps, gradwire made them too, and passed DDP's last loss after its third."""
+    found = cells("unlimited", None) if network == "loopback" else cells()
+    ddp = msgspec.structs.replace(found["ddp"], held_out=[(0, 4.0), (2, 3.5), (4, 3.0)])
+    held_out = [(0, 4.0), (1, 3.5), (3, 2.9), (4, 2.8)]
+    name = "gradwire:qsgd4" if network == "loopback" else METHODS["gradwire"]
+    ours = msgspec.structs.replace(found["gradwire:qsgd4"], method=name, held_out=held_out)
+    return run_of([found["floor"], ddp, ours], network)
+
+
+def text_of(summary):
     screen = io.StringIO()
     Console(file=screen, width=100).print(summary_table(summary))
-    assert "500mbit (measured)" in screen.getvalue()
-    assert "auto had not decided yet" in summary.decided and "auto had not decided yet" in screen.getvalue()
+    return " ".join([screen.getvalue(), *closing_lines(summary)])
 
 
-def test_demo_summary_computed_from_loopback(tmp_path):
-    run = run_of(cells("unlimited", None).values(), network="loopback")
-    summary, _ = summarise(run, tmp_path / "demo.png", "no permission")
-    assert summary.speed == "computed, not measured"
-    assert summary.problem == "no permission"
-    assert summary.link == "500mbit"
-    # both are longer than their bytes need at 500 Mb/s, but for DDP's first step nothing changes
+def test_demo_summary_counts_from_the_first_step(tmp_path):
+    summary = summarise(race(), "500mbit", tmp_path / "demo.png", None)
+    ddp, ours = summary.methods["ddp"], summary.methods["gradwire"]
+    assert (summary.link, summary.nodes, set(summary.methods)) == ("500mbit", 2, set(METHODS))
+    assert (ddp.steps, ddp.samples, ddp.seconds) == (4, 4 * 4 * 2, pytest.approx(2.501))
+    assert ours.seconds == pytest.approx(1.001 + 0.15 + 0.13 + 0.2)
+    assert summary.speedup == pytest.approx(ddp.seconds / ours.seconds)
+    assert ours.exposed_ms == pytest.approx(50)
+    assert [seconds for seconds, _ in ours.held_out] == pytest.approx([0.0, 1.001, 1.281, 1.481])
+    assert summary.passed_s == pytest.approx(1.281)
+    assert "too few of them for a decision" in text_of(summary)
+    assert "3.000, took DDP 3 seconds and gradwire 1.3" in text_of(summary)
+
+
+def test_demo_that_never_passes_says_so(tmp_path):
+    run = race()
+    worse = [msgspec.structs.replace(c, held_out=[(0, 4.0), (4, 3.9)]) if "auto" in c.method else c for c in run.cells]
+    summary = summarise(msgspec.structs.replace(run, cells=tuple(worse)), "500mbit", tmp_path / "demo.png", None)
+    assert summary.passed_s is None and "did not reach DDP's last held-out loss" in text_of(summary)
+
+
+def test_demo_over_loopback_compares_bytes(tmp_path):
+    summary = summarise(race("loopback"), "500mbit", tmp_path / "demo.png", "no permission")
+    assert summary.problem == "no permission" and summary.bytes_ratio == pytest.approx(8)
     assert summary.methods["ddp"].step_ms == pytest.approx(500)
-    assert summary.methods["gradwire"].measured_step_ms == pytest.approx(150)
+    assert "8.0 times fewer bytes" in text_of(summary) and "loopback" in text_of(summary)
+    draw_demo(summary, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -1,0 +1,198 @@
+"""Two ranks whose clocks differ decide alike: the driver on made-up jobs, a thread for each rank."""
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.auto.driver import Auto
+from gradwire.auto.planning import Offer, words_of
+from gradwire.auto.trial import MOST_STEPS, Candidate
+from gradwire.core import Cluster, Identity, Link, TensorInfo
+from gradwire.core.specs import QSGD, ErrorFeedback
+
+TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(4)]
+PLANS = [
+    gw.Uniform(spec, bucket_bytes=size).plan(TENSORS, 2)
+    for spec in (Identity(), QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+    for size in (2**20, 2**21)
+]
+STEPS = 80
+
+
+class Meeting:
+    """Where two ranks exchange values."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = [None, None]
+        self._barrier = threading.Barrier(2, timeout=30)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        told = list(self._values)
+        self._barrier.wait()
+        return told
+
+
+class MadeUpJob:
+    """A job of two ranks. Each plan's steps take its own time, longer on a slow link, with noise; each rank's clock differs."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        self.seed, self.meeting = seed, Meeting()
+        self.real_us = {plan.digest(): chance.uniform(5e4, 2e5) for plan in PLANS}
+        self.foretold = {digest: us * chance.uniform(0.85, 1.15) for digest, us in self.real_us.items()}
+        self.noise, self.drop = chance.choice((0.0, 0.02, 0.1)), chance.choice((1.0, 10.0))
+        self.skew = [chance.uniform(0.9, 1.1) for _ in range(2)]
+
+    def offers(self) -> list[Offer]:
+        made = []
+        for plan in PLANS:
+            plain = plan is PLANS[0]
+            made.append(Offer(Candidate(words_of(plan), self.foretold[plan.digest()], plain), plan))
+        return sorted(made, key=lambda offer: offer.candidate.predicted_us)
+
+
+class MadeUpLive:
+    """What the driver sees of the job, on one rank."""
+
+    def __init__(self, job: MadeUpJob, rank: int) -> None:
+        self.job, self.rank, self.chance = job, rank, random.Random(job.seed * 2 + rank)
+        self.plan, self.step, self.now_s = PLANS[-1], 0, 1000.0 * rank
+        self.infos, self.everybody, self.device = TENSORS, True, torch.device("cpu")
+        self.group = SimpleNamespace(rank=rank, world_size=2)
+        self.session = SimpleNamespace(optimizers=[], parameters={})
+        self.inputs, self.bytes_between_nodes = 64, [10**6] * 4
+        self.exposed_us = self.link_us = 0.0
+        self.began_s: float | None = None
+
+    @property
+    def slow(self) -> float:
+        return self.job.drop if self.step > STEPS // 2 else 1.0
+
+    def run_step(self) -> None:
+        self.step += 1
+        noise = max(0.5, self.chance.gauss(1.0, self.job.noise)) * self.job.skew[self.rank]
+        us = self.job.real_us[self.plan.digest()] * noise * self.slow
+        self.began_s, self.link_us = self.now_s, 0.5 * us
+        self.now_s += us / 1e6
+
+    def wait(self) -> None: ...
+
+    def hold(self, on: bool) -> None: ...
+
+    def plan_of(self, policy: gw.Policy) -> gw.Plan:
+        return policy.plan(TENSORS, 2)
+
+    def change_to(self, plan: gw.Plan) -> None:
+        self.plan = plan
+
+    def exchange(self, numbers: list[float]) -> Callable[[], list[list[float]]]:
+        told = self.job.meeting.exchange(self.rank, list(numbers))
+        return lambda: told
+
+    def from_all(self, text: str) -> list[str]:
+        return self.job.meeting.exchange(self.rank, text)
+
+    def from_first(self, text: str) -> str:
+        return self.from_all(text)[0]
+
+
+class NoMoments:
+    """No gradients are seen, so the profile is empty of times; offers are made up anyway."""
+
+    def __init__(self, *_: object) -> None:
+        self.rows = [[1e4 * (1 + index) for index in range(len(TENSORS))]] * 2
+
+    def ended(self, *_: float) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+def run(seed: int) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
+    """The plans and the decisions of both ranks."""
+    job = MadeUpJob(seed)
+    plans: list[list[str]] = [[], []]
+    drivers = [Auto("safe", ("backward",)) for _ in range(2)]
+    failures: list[BaseException] = []
+
+    def train(rank: int) -> None:
+        try:
+            live, driver = MadeUpLive(job, rank), drivers[rank]
+            driver.clock = lambda: live.now_s
+            for _ in range(STEPS):
+                live.run_step()
+                driver.finished(live)  # type: ignore[arg-type]
+                plans[rank].append(live.plan.digest())
+        except BaseException as error:
+            failures.append(error)
+            job.meeting._barrier.abort()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return plans, [driver.decisions for driver in drivers], job
+
+
+@pytest.fixture
+def made_up() -> Any:
+    def cluster_of(live: MadeUpLive, seconds: float) -> Cluster:
+        alpha = live.chance.uniform(100.0, 110.0) * live.slow
+        slowest = max(live.job.meeting.exchange(live.rank, alpha))  # as the measurement of links does
+        link = Link(slowest, 1.0 / live.slow)
+        return Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
+
+    def made(driver: Auto, live: MadeUpLive, seconds: float) -> Any:
+        return [(offer.candidate, offer.plan.to_dict()) for offer in live.job.offers()], []
+
+    def profile_of(live: MadeUpLive, *_: object) -> Any:
+        return SimpleNamespace()
+
+    with (
+        mock.patch("gradwire.auto.driver.Live", lambda session: session),
+        mock.patch("gradwire.auto.driver.StepMoments", NoMoments),
+        mock.patch("gradwire.auto.driver.Clock", mock.MagicMock()),
+        mock.patch("gradwire.auto.driver.profile_of", profile_of),
+        mock.patch("gradwire.auto.driver.scaled", lambda profile, factor: profile),
+        mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
+        mock.patch("gradwire.auto.watcher.cluster_of", cluster_of),
+        mock.patch.object(Auto, "_made", made),
+        mock.patch("gradwire.auto.driver.say"),
+    ):
+        yield
+
+
+def check(seeds: range) -> None:
+    worse = []
+    for seed in seeds:
+        plans, decisions, job = run(seed)
+        assert plans[0] == plans[1], f"seed {seed}: ranks ran different plans"
+        first, second = ([msgspec.json.encode(repr(each.tried)) for each in made] for made in decisions)
+        assert first == second and decisions[0], f"seed {seed}"
+        assert decisions[0][0].took_steps <= MOST_STEPS
+        best = min(job.real_us.values())
+        worse.append(job.real_us[plans[0][STEPS // 2]] / best)
+        assert len(decisions[0]) == (2 if job.drop > 1 else 1), f"seed {seed}: {[each.why for each in decisions[0]]}"
+    worse.sort()
+    assert worse[len(worse) // 2] <= 1.02 and worse[int(0.9 * len(worse))] <= 1.10, worse[int(0.9 * len(worse))]
+
+
+def test_ranks_with_different_clocks_decide_alike(made_up: None) -> None:
+    check(range(40))
+
+
+@pytest.mark.slow
+def test_ranks_with_different_clocks_decide_alike_a_thousand_times(made_up: None) -> None:
+    check(range(1000, 2000))
