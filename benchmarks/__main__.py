@@ -25,6 +25,7 @@ PARTS = {
     "bits": "bytes of the exact choice of bits by tensor beside CGX's rules at equal error, and what is learned with it",
     "delayed": "mean steps of the delayed schedule beside equation 7 of CD-SGD, whose parts are measured apart",
     "tuning": "Bayesian optimisation of the bucket size on live jobs, beside random search and the best of a grid",
+    "first": "auto from its first step: when it has decided, and whether it was behind DDP by then",
     "drift": "steps until auto has answered a link that becomes ten times slower in mid-run, and the way back",
     "page": "writes docs/compressors.md from the results",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
