@@ -32,7 +32,7 @@ from gradwire.auto.accuracy import (
 )
 from gradwire.auto.decision import AutoDecision, Tried, say, say_failed
 from gradwire.auto.live import Live, Stepped
-from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, profile_of, scaled
+from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, compute_us_of, profile_of, scaled
 from gradwire.auto.planning import Offer, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.auto.watch import Pace
@@ -334,7 +334,7 @@ class Auto:
         same = self._current is not None and plan.digest() == self._current.digest()
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
-        self._watcher.begin(live, same)
+        self._watcher.begin(live, same, compute_us_of(self._profile) if self._profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
         asked = self._watcher.step(live, us)

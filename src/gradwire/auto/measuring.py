@@ -6,7 +6,7 @@ from the start of forward to the first gradient counts as forward; each tensor g
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class StepMoments:
 
 
 def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float) -> Profile:
-    """The profile from recorded moments: in each step those of the latest rank, for which an exchange waits; then medians.
+    """The profile from recorded moments: in each step those of the latest rank, for which an exchange waits; then lower medians.
 
     infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all ranks.
     between_us: the time from the end of a step to the next forward.
@@ -69,7 +69,7 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
         for step in range(steps):
             found = [us for row in rows if not math.isnan(us := row[step * count + index])]
             latest += [max(found)] if found else []
-        moments[index] = median(latest) if latest else math.inf
+        moments[index] = median_low(latest) if latest else math.inf
     order = sorted(range(count), key=lambda index: (moments[index], -index))
     first = at = moments[order[0]] if math.isfinite(moments[order[0]]) else 0.0
     backward_us = max((us for us in moments.values() if math.isfinite(us)), default=first) - first
@@ -85,6 +85,12 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
         )
     device = "cpu" if live.device.type == "cpu" else torch.cuda.get_device_name(live.device)
     return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
+
+
+def compute_us_of(profile: Profile) -> float:
+    """Time of a step without exchanges."""
+    tensors_us = sum(tensor.backward_us + (tensor.forward_us or 0.0) for tensor in profile.tensors)
+    return tensors_us + (profile.optimizer_us or 0.0)
 
 
 def scaled(profile: Profile, factor: float) -> Profile:

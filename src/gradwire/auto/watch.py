@@ -1,8 +1,9 @@
 """The time of each step, and whether a link or the batch has changed since a plan was chosen. Pure: no communication.
 
-Processor and wire are watched apart. A busy processor makes steps longer; that asks for no other plan. Two signs do: the time
-of lanes on links, and the elements of the inputs of a step. The first is only a sign: a busy processor delays lanes, too. So
-the driver measures the links before it believes it.
+Processor and wire are watched apart. A processor that is busy for a while makes steps longer; that asks for no other plan. Two
+signs do: the time of lanes on links, and the elements of the inputs of a step. The first is only a sign: a busy processor delays
+lanes, too. So the driver measures the links before it believes it. A third sign corrects a decision that was made while the
+processor was busy: computation that takes far longer or shorter than planned, for many windows in a row.
 
 Values are medians over windows of steps. A large change counts at once, a small one after two windows in a row.
 """
@@ -18,6 +19,8 @@ LARGE_LINK, SMALL_LINK = 2.5, 1.5
 """Factors between the times on links before and now."""
 BATCH = 1.25
 """The factor between the elements of a step's inputs before and now; it counts after two windows."""
+COMPUTE, _COMPUTE_WINDOWS = 2.0, 10
+"""The factor between the time of computation now and as planned; it counts after so many windows in a row."""
 _LINK_PART = 0.1
 """Times on links count if they are at least this part of a step, before or now."""
 _KEPT = 15
@@ -33,8 +36,8 @@ class Change(NamedTuple):
     """Elements of the inputs of a step."""
     compute: float
     """Time of a step without its wait for exchanges."""
-    of_links: bool
-    """Whether the links seem to have changed; otherwise the batch did."""
+    of: str
+    """What seems to have changed: links, batch or compute."""
 
 
 class Signs:
@@ -43,11 +46,15 @@ class Signs:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
-        """The next window is what later ones are compared with."""
-        self._first: tuple[float, float, float] | None = None
-        self._before = (0, 0)
-        """The directions of the changes of links and batch in the last window: -1, 0 or 1."""
+    def begin(self, compute_us: float = 0.0) -> None:
+        """The next window is what later ones are compared with. `compute_us`: the time of computation that a plan is made for, 0
+        for that of the next window."""
+        self._first: tuple[float, float] | None = None
+        self._compute_us = compute_us
+        self._before = (0, 0, 0)
+        """The directions of the changes of links, batch and computation in the last window: -1, 0 or 1."""
+        self._in_a_row = 0
+        """Windows in a row in which computation took far longer, or far shorter."""
 
     def window(
         self,
@@ -58,16 +65,20 @@ class Signs:
     ) -> Change | None:
         """Add the values of the steps until now: times of steps and computation, of the slowest rank; times on links, of the rank
         that waited least; elements of inputs, of all ranks. Returns a change if there is a sign of one."""
-        now = median(links_us), median(inputs), median(computes_us)
+        now, compute_us = (median(links_us), median(inputs)), median(computes_us)
         if self._first is None:
-            self._first = now
-        link, batch, compute = (_ratio(*both) for both in zip(now, self._first, strict=True))
+            self._first, self._compute_us = now, self._compute_us or compute_us
+        link, batch = (_ratio(*both) for both in zip(now, self._first, strict=True))
+        compute = _ratio(compute_us, self._compute_us)
         counts = max(now[0], self._first[0]) >= _LINK_PART * median(steps_us)
-        signs = counts * _direction(link, SMALL_LINK), _direction(batch, BATCH)
-        again = [sign and sign == before for sign, before in zip(signs, self._before, strict=True)]
-        self._before = signs
-        of_links = bool(again[0] or counts * _direction(link, LARGE_LINK))
-        return Change(link, batch, compute, of_links) if of_links or again[1] else None
+        signs = counts * _direction(link, SMALL_LINK), _direction(batch, BATCH), _direction(compute, COMPUTE)
+        again = [sign != 0 and sign == before for sign, before in zip(signs, self._before, strict=True)]
+        self._before, self._in_a_row = signs, self._in_a_row + 1 if again[2] else abs(signs[2])
+        if again[0] or counts * _direction(link, LARGE_LINK):
+            return Change(link, batch, compute, "links")
+        if again[1]:
+            return Change(link, batch, compute, "batch")
+        return Change(link, batch, compute, "compute") if self._in_a_row >= _COMPUTE_WINDOWS else None
 
 
 def _ratio(now: float, before: float) -> float:

@@ -18,7 +18,7 @@ LINK_CHANGED, _LINK_PART = 1.3, 0.1
 _PROBES_US, _PROBES_PART = 1e6, 0.01
 """Links are measured as long as that has taken no more than so much and this part of the run together."""
 _FIRST_WAIT = 32
-"""Steps after a decision until a new batch is answered. Doubles after a decision for the same plan."""
+"""Steps after a decision until a new batch or other computation is answered. Doubles after a decision for the same plan."""
 
 
 def seconds_for(step_us: float) -> float:
@@ -51,11 +51,12 @@ class Watcher:
         self._spent_us = self._ran_us = 0.0
         """Time of measuring links, and of the steps that were watched: the same on all ranks."""
 
-    def begin(self, live: Live, same: bool) -> None:
-        """A plan was chosen. `same`: it ran before, too."""
+    def begin(self, live: Live, same: bool, compute_us: float) -> None:
+        """A plan was chosen. `same`: it ran before, too. `compute_us`: time of a step's computation that it was made for, 0 if
+        unknown."""
         self._wait = 2 * self._wait if same else _FIRST_WAIT
-        self._batch_from = live.step + self._wait
-        self._signs.begin()
+        self._not_before, self._compute_us = live.step + self._wait, compute_us
+        self._signs.begin(compute_us)
         self._cycle: deque[tuple[float, float]] = deque(maxlen=live.plan.schedule.period)
         """Times of the steps of a cycle. Their mean counts, because a correction takes longer than other steps."""
         self._window: list[tuple[float, float, float, float]] = []
@@ -90,11 +91,13 @@ class Watcher:
         )
         if change is None:
             return None
-        if change.of_links:
+        if change.of == "links":
             return self._of_links(live, steps_us[-1])
-        if live.step < self._batch_from:
+        if live.step < self._not_before:
             return None
-        return Asked(f"the inputs are {change.batch:.2f} times as large as before", steps_us[-1], change.compute)
+        if change.of == "batch":
+            return Asked(f"the inputs are {change.batch:.2f} times as large as before", steps_us[-1], change.compute)
+        return Asked(f"computation takes {change.compute:.2f} times as long as planned", steps_us[-1], change.compute)
 
     def _of_links(self, live: Live, step_us: float) -> Asked | None:
         """Measure the links. If they are as before, a busy processor delayed the exchanges."""
@@ -109,7 +112,7 @@ class Watcher:
         then_us, now_us = (wire_us(each, live.plan, nbytes) for each in (before, now))
         factor = now_us / then_us if then_us > 0 else 1.0
         if max(factor, 1 / factor) < LINK_CHANGED or abs(now_us - then_us) < _LINK_PART * step_us:
-            self._signs.begin()
+            self._signs.begin(self._compute_us)
             return None
         self.cluster = now
         return Asked(f"the messages of a step take {factor:.2f} times as long as before", step_us, 1.0)

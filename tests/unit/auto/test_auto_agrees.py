@@ -165,6 +165,7 @@ def made_up() -> Any:
         mock.patch("gradwire.auto.driver.StepMoments", NoMoments),
         mock.patch("gradwire.auto.driver.Clock", mock.MagicMock()),
         mock.patch("gradwire.auto.driver.profile_of", profile_of),
+        mock.patch("gradwire.auto.driver.compute_us_of", lambda profile: 0.0),
         mock.patch("gradwire.auto.driver.scaled", lambda profile, factor: profile),
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
         mock.patch("gradwire.auto.watcher.cluster_of", cluster_of),

@@ -204,7 +204,7 @@ def test_a_link_that_drops_and_returns_is_noticed_within_10_and_20_steps() -> No
     run.go(1000)
     (down, dropped), (up, returned) = run.noticed
     assert 203 < down <= 213 and 603 < up <= 623
-    assert dropped.of_links and returned.of_links
+    assert dropped.of == returned.of == "links"
     assert dropped.link == pytest.approx(10.0) and returned.link == pytest.approx(0.1)
 
 
@@ -212,22 +212,31 @@ def test_a_faster_link_is_seen_though_the_step_is_not_shorter() -> None:
     """All of the exchange is hidden; only the lanes' time on links tells."""
     run = Run(lambda step: (100.0, 80.0 if step < 203 else 8.0, 100.0, 1.0))
     run.go(600)
-    assert [203 < step <= 213 and change.of_links for step, change in run.noticed] == [True]
+    assert [203 < step <= 213 and change.of == "links" for step, change in run.noticed] == [True]
 
 
 def test_a_larger_batch_is_noticed_and_is_not_taken_for_a_link() -> None:
     run = Run(lambda step: (100.0, 50.0, 90.0, 64.0) if step < 203 else (150.0, 50.0, 140.0, 96.0))
     run.go(600)
     ((step, change),) = run.noticed
-    assert 203 < step <= 220 and not change.of_links
+    assert 203 < step <= 220 and change.of == "batch"
     assert change.batch == 1.5 and change.compute == pytest.approx(140 / 90)
 
 
 def test_a_busy_processor_is_no_sign() -> None:
     """Steps become three times as long, exchanges a little."""
-    run = Run(lambda step: (300.0, 65.0, 280.0, 64.0) if 100 <= step < 140 else (100.0, 50.0, 90.0, 64.0))
+    run = Run(lambda step: (300.0, 65.0, 280.0, 64.0) if 100 <= step < 132 else (100.0, 50.0, 90.0, 64.0))
     run.go(600)
     assert run.noticed == []
+
+
+@pytest.mark.parametrize(("planned_us", "noticed"), [(300.0, True), (90.0, False), (0.0, False)])
+def test_a_plan_made_while_the_processor_was_busy_is_made_again(planned_us: float, noticed: bool) -> None:
+    run = Run(lambda step: (100.0, 50.0, 90.0, 64.0))
+    run.signs.begin(planned_us)
+    run.go(60, begin=False)
+    assert [change.of for _, change in run.noticed][:1] == ["compute"] * noticed
+    assert not noticed or (run.noticed[0][0] >= 40 and run.noticed[0][1].compute == pytest.approx(0.3))
 
 
 def test_inputs_of_varying_length_are_no_new_batch() -> None:
