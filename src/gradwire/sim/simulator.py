@@ -142,8 +142,13 @@ class Simulator:
 
     def _layouts(self, plan: Plan | LightPlan) -> list[Layout]:
         schedule = plan.schedule
-        if schedule.gathers_in_forward:
-            self._check_forward()
+        tensors = self.profile.tensors if schedule.gathers_in_forward else ()
+        if missing := [tensor.name for tensor in tensors if tensor.forward_us is None]:
+            raise PlanError(
+                f"{len(missing)} of {len(tensors)} tensors of the profile have no forward_us, {missing[0]!r} first. "
+                "The pipelined schedule gathers in the next forward, so the simulation needs forward times. Profile the model's "
+                "forward, or use the backward schedule."
+            )
         priced = [self.prices.of(bucket) for bucket in plan.buckets]
         usual = self._layout(plan, priced)
         if not schedule.corrects:
@@ -156,15 +161,6 @@ class Simulator:
             ]
             corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
-
-    def _check_forward(self) -> None:
-        missing = [tensor.name for tensor in self.profile.tensors if tensor.forward_us is None]
-        if missing:
-            raise PlanError(
-                f"{len(missing)} of {len(self.profile.tensors)} tensors of the profile have no forward_us, {missing[0]!r} first. "
-                "The pipelined schedule gathers in the next forward, so the simulation needs forward times. Profile the model's "
-                "forward, or use the backward schedule."
-            )
 
     def _layout(self, plan: Plan | LightPlan, priced: list[PricedBucket]) -> Layout:
         count = len(self._position)
@@ -222,12 +218,10 @@ class Simulator:
         if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
         gate, ends = bucket if first else -1, bucket if last else -1
-        return SimTask(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
-
-    def _resource(self, what: str, where: str) -> int:
+        resource = COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
         if where in LINKS:
-            return INTRA if where == "intra" else self._one_link
-        return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
+            resource = INTRA if where == "intra" else self._one_link
+        return SimTask(resource, fs_of(us), order, urgency, gate, ends)
 
 
 def fs_of(us: float) -> int:
