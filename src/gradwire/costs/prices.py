@@ -83,6 +83,19 @@ class Price(NamedTuple):
     """Bytes over a node's inter link, of all its ranks together."""
 
 
+class Bytes(NamedTuple):
+    """The sizes from which the times of a bucket's tasks follow."""
+
+    raw: float
+    """Of the gradients."""
+    first: float
+    """Of the payload of the first encode; 0 if nothing is encoded."""
+    later: float
+    """Of the payload of a later encode, of a sum."""
+    coded: float
+    """Of the gradients that are encoded, in float32: codecs are timed by these bytes."""
+
+
 class PricedBucket(NamedTuple):
     """A bucket's tasks, each of its pieces alike."""
 
@@ -132,38 +145,47 @@ class Prices:
 
     def _price(self, bucket: Bucket) -> PricedBucket:
         rounds = bucket.main_spec.rounds
-        steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
         tensors = [self._tensors[name] for name in bucket.tensors]
         nbytes = sum(tensor.nbytes for tensor in tensors)
         encodes = bucket.main_spec.encodes
         coded = DTYPE_BYTES["float32"] * sum(t.numel for t in tensors if bucket.spec_of(t.name).encodes == encodes)
         whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
-        payloads = self._payload_bytes(bucket, nbytes, rounds)
-        shares = self._shares(bucket)
+        first, later = self._payload_bytes(bucket, rounds)
+        size = Bytes(nbytes / pieces, first / pieces, later / pieces, coded / pieces)
+        return PricedBucket(self.tasks(bucket.option, rounds, self._shares(bucket), size, self.launch_us), pieces)
+
+    def tasks(
+        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes, launch_us: float = 0.0
+    ) -> tuple[Price, ...]:
+        """The tasks of one piece of a bucket.
+
+        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece. launch_us: of a
+        task before each exchange.
+        """
         tasks = []
-        for step in steps:
+        for step in steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing):
             if step.traffic is None:
                 # the encodes of several rounds are parts of one encode
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
-                tasks.append(Price(step.task, self._codec_us(step, shares, coded / pieces) / cuts, step.gathers))
+                tasks.append(Price(step.task, self._codec_us(step, shares, size.coded) / cuts, step.gathers))
             else:
-                if self.launch_us:
-                    tasks.append(Price("launch:cpu", self.launch_us, step.gathers))
-                tasks.append(self._exchange(step, payloads[step.payload] / pieces))
-        return PricedBucket(tuple(tasks), pieces)
+                if launch_us:
+                    tasks.append(Price("launch:cpu", launch_us, step.gathers))
+                tasks.append(self._exchange(step, size[step.payload]))
+        return tuple(tasks)
 
-    def _payload_bytes(self, bucket: Bucket, nbytes: int, rounds: int) -> tuple[float, float, float]:
-        """Of the whole bucket: gradients, payload of the first encode, of a later one, which encodes the sum."""
+    def _payload_bytes(self, bucket: Bucket, rounds: int) -> tuple[float, float]:
+        """Of the whole bucket: payload of the first encode, and of a later one, which encodes the sum."""
         if not any(task.startswith("comp") for task in bucket.option):
-            return nbytes, 0.0, 0.0
+            return 0.0, 0.0
         tensors = [self._tensors[name] for name in bucket.tensors]
         runs = [ElementRun(t.numel, bucket.bits_of(t.name), t.shape) for t in tensors]
         spec = bucket.main_spec
         first = spec.bytes_beside(runs, DTYPE_BYTES[tensors[0].dtype])
         if rounds:  # each round about as much; together exactly
-            return nbytes, first / rounds, first / rounds
-        return nbytes, first, spec.bytes_beside(runs, DTYPE_BYTES[bucket.reduce_dtype])
+            return first / rounds, first / rounds
+        return first, spec.bytes_beside(runs, DTYPE_BYTES[bucket.reduce_dtype])
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""
@@ -186,8 +208,10 @@ class Prices:
             return 0.0  # one rank alone decodes no payload of others
         calls = 1 if self.decode_calls == "one" else step.parts
         size = nbytes * step.share * step.parts / calls
-        curves = {spec: self.codecs.points(spec, device, "encode" if what == "comp" else "decode") for spec in shares}
-        return calls * sum(share * time_at(curves[spec], size) for spec, share in shares.items())
+        us = 0.0
+        for spec, share in shares.items():
+            us += share * time_at(self.codecs.points(spec, device, "encode" if what == "comp" else "decode"), size)
+        return calls * us
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
