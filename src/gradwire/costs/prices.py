@@ -43,30 +43,6 @@ def time_at(points: Points, nbytes: float) -> float:
     return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
 
 
-class CodecTimes:
-    """Looks up times of a costs file by spec and device."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self._codecs = {(codec.spec, codec.device): codec for codec in costs.codecs}
-
-    def __contains__(self, codec: tuple[Spec, str]) -> bool:
-        """Whether a spec was measured on a device."""
-        return codec in self._codecs
-
-    def points(self, spec: Spec, device: str, what: str) -> Points:
-        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
-        codec = self._codecs.get((spec, device))
-        if codec is None:
-            known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
-            raise PlanError(
-                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
-                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
-                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
-            )
-        return codec.encode if what == "encode" else codec.decode
-
-
 class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
@@ -130,7 +106,7 @@ class Prices:
     ) -> None:
         self.launch_us = launch_us
         self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
-        self.codecs = CodecTimes(costs)
+        self.costs, self.codecs = costs, {(codec.spec, codec.device): codec for codec in costs.codecs}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
 
@@ -210,7 +186,7 @@ class Prices:
         size = nbytes * step.share * step.parts / calls
         us = 0.0
         for spec, share in shares.items():
-            us += share * time_at(self.codecs.points(spec, device, "encode" if what == "comp" else "decode"), size)
+            us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
         return calls * us
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
@@ -219,6 +195,18 @@ class Prices:
         held = nbytes * step.share * step.parts
         us = step.traffic.time_us(held, *self.cluster.links_for(step.task))
         return Price(step.task, us, step.gathers, sent * held, intra.factor * held, inter.factor * held)
+
+    def points(self, spec: Spec, device: str, what: str) -> Points:
+        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
+        codec = self.codecs.get((spec, device))
+        if codec is None:
+            known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
+            raise PlanError(
+                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
+                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
+                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
+            )
+        return codec.encode if what == "encode" else codec.decode
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
         """The same exchanges with uncompressed gradients, as in CD-SGD's correction step.

@@ -60,7 +60,7 @@ class Pricer:
         """By spec, task and device: the least time of a size and all larger ones."""
         return {
             (codec.spec, task, codec.device): _rising(points)
-            for codec in self.prices.codecs.costs.codecs
+            for codec in self.prices.codecs.values()
             for task, points in (("comp", codec.encode), ("decomp", codec.decode))
         }
 

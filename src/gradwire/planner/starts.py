@@ -56,7 +56,7 @@ def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
 
 
 def _costs(job: PlanningJob, choice: Choice) -> FusionCosts:
-    rules, costs = job.rules, job.simulator.prices.codecs.costs
+    rules, costs = job.rules, job.simulator.prices.costs
     folded = fold(
         choice.option, choice.spec, job.cluster, costs, routing=rules.routing, decode_calls=rules.decode_calls
     )

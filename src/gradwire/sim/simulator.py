@@ -18,7 +18,7 @@ from gradwire.core.launch import launch_tasks
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Schedule
-from gradwire.costs import Price, PricedBucket, Prices
+from gradwire.costs.prices import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
     AWAITED,
