@@ -11,6 +11,7 @@ from gradwire.core.checks import DTYPE_BYTES, show
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import ALL_REDUCE, LINKS, collective_of
 from gradwire.core.costs import Costs, Points
+from gradwire.core.payload import RAW
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
@@ -65,11 +66,32 @@ class Bytes(NamedTuple):
     raw: float
     """Of the gradients."""
     first: float
-    """Of the payload of the first encode; 0 if nothing is encoded."""
+    """Of the payload of the first encode."""
     later: float
     """Of the payload of a later encode, of a sum."""
     coded: float
     """Of the gradients that are encoded, in float32: codecs are timed by these bytes."""
+
+
+def bytes_of(
+    tensors: Sequence[Shaped],
+    spec: Spec,
+    beside: Sequence[Shaped] = (),
+    bits: Mapping[str, int] | None = None,
+    sum_dtype: str = "float32",
+) -> Bytes:
+    """The sizes of a bucket of these tensors. Those `beside` travel uncompressed in the same payload.
+
+    bits: of an element by tensor, where they differ from the spec's. sum_dtype: of the sum over ranks.
+    """
+    raw = sum(tensor.nbytes for tensor in (*tensors, *beside))
+    coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
+    runs = [ElementRun(t.numel, spec.element_bits if bits is None else bits[t.name], t.shape) for t in tensors]
+    runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
+    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
+    if spec.rounds:  # each round about as much; together exactly
+        return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
+    return Bytes(raw, first, spec.bytes_beside(runs, DTYPE_BYTES[sum_dtype]), coded)
 
 
 class PricedBucket(NamedTuple):
@@ -120,16 +142,13 @@ class Prices:
         return found
 
     def _price(self, bucket: Bucket) -> PricedBucket:
-        rounds = bucket.main_spec.rounds
-        tensors = [self._tensors[name] for name in bucket.tensors]
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        encodes = bucket.main_spec.encodes
-        coded = DTYPE_BYTES["float32"] * sum(t.numel for t in tensors if bucket.spec_of(t.name).encodes == encodes)
-        whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
-        pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
-        first, later = self._payload_bytes(bucket, rounds)
-        size = Bytes(nbytes / pieces, first / pieces, later / pieces, coded / pieces)
-        return PricedBucket(self.tasks(bucket.option, rounds, self._shares(bucket), size, self.launch_us), pieces)
+        spec, bits = bucket.main_spec, {name: bucket.bits_of(name) for name in bucket.tensors}
+        coded, beside = ([self._tensors[n] for n in bits if (bits[n] == RAW) is raw] for raw in (False, True))
+        whole = bytes_of(coded, spec, beside, bits, bucket.reduce_dtype)
+        uncut = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
+        pieces = 1 if uncut else max(1, -(-int(whole.raw) // bucket.chunk_bytes))
+        size = Bytes(*(nbytes / pieces for nbytes in whole))
+        return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size, self.launch_us), pieces)
 
     def tasks(
         self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes, launch_us: float = 0.0
@@ -150,18 +169,6 @@ class Prices:
                     tasks.append(Price("launch:cpu", launch_us, step.gathers))
                 tasks.append(self._exchange(step, size[step.payload]))
         return tuple(tasks)
-
-    def _payload_bytes(self, bucket: Bucket, rounds: int) -> tuple[float, float]:
-        """Of the whole bucket: payload of the first encode, and of a later one, which encodes the sum."""
-        if not any(task.startswith("comp") for task in bucket.option):
-            return 0.0, 0.0
-        tensors = [self._tensors[name] for name in bucket.tensors]
-        runs = [ElementRun(t.numel, bucket.bits_of(t.name), t.shape) for t in tensors]
-        spec = bucket.main_spec
-        first = spec.bytes_beside(runs, DTYPE_BYTES[tensors[0].dtype])
-        if rounds:  # each round about as much; together exactly
-            return first / rounds, first / rounds
-        return first, spec.bytes_beside(runs, DTYPE_BYTES[bucket.reduce_dtype])
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""

@@ -17,13 +17,13 @@ from gradwire.core.profile import Profile
 from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
-from gradwire.costs.prices import Bytes
+from gradwire.costs.prices import Bytes, bytes_of
 from gradwire.errors import PlanError
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.listing import choose
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
-from gradwire.planner.programs import Pricer, bytes_of, least_step_us
+from gradwire.planner.programs import Pricer, least_step_us
 from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
 from gradwire.sim.native import ReplayProgram
 from gradwire.sim.replay import NEVER, Replayer, launch_key

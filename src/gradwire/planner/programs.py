@@ -5,15 +5,12 @@ from functools import cache, cached_property
 from itertools import accumulate
 from operator import itemgetter
 
-from gradwire.core.checks import DTYPE_BYTES
 from gradwire.core.collectives import LINKS
 from gradwire.core.costs import Points
-from gradwire.core.payload import RAW
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
-from gradwire.core.specs.base import ElementRun
 from gradwire.costs.collectives import us_per_byte
-from gradwire.costs.prices import Bytes, time_at
+from gradwire.costs.prices import Bytes, bytes_of, time_at
 from gradwire.costs.steps import Step, steps_of
 from gradwire.sim.events import INTER, INTRA
 from gradwire.sim.native import ReplayProgram
@@ -23,20 +20,6 @@ _SHARED_BYTES = 64
 """Bytes of a payload that several tensors in one bucket may share: headers, rounding."""
 _LATEST = 4
 """The number of tensors whose own tasks count in the bound."""
-
-
-def bytes_of(tensors: Sequence[TensorProfile], spec: Spec, beside: Sequence[TensorProfile] = ()) -> Bytes:
-    """The sizes of a bucket of these tensors, summed in float32. Those `beside` travel uncompressed in the same payload."""
-    raw = sum(tensor.nbytes for tensor in (*tensors, *beside))
-    coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
-    if not spec.encodes:
-        return Bytes(raw, 0, 0, coded)
-    runs = [ElementRun(tensor.numel, spec.element_bits, tensor.shape) for tensor in tensors]
-    runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
-    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
-    if spec.rounds:
-        return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
-    return Bytes(raw, first, spec.bytes_beside(runs, DTYPE_BYTES["float32"]), coded)
 
 
 def _rising(points: Points) -> Points:

@@ -33,12 +33,11 @@ from gradwire.core.specs.base import ElementRun
 from gradwire.costs.collectives import flat_traffic, group_traffic
 from gradwire.costs.fit import fit_line, fit_link
 from gradwire.costs.imported import costs_from, import_file, profile_from
-from gradwire.costs.prices import Prices, fold, time_at
+from gradwire.costs.prices import Prices, bytes_of, fold, time_at
 from gradwire.costs.steps import steps_of
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner import Uniform
 from gradwire.planner.options import tree
-from gradwire.planner.programs import bytes_of
 
 GRACE = ("comp:gpu", "allgather:inter", "decomp:gpu")
 TWO_PHASE = ("comp:gpu", "alltoall:inter", "decomp:gpu", "comp:gpu", "allgather:inter", "decomp:gpu")
