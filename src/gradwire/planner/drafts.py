@@ -170,8 +170,9 @@ class PlanningJob:
         return list(found.values())
 
     def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
-        exempt = [place for place in tensors if self.is_exempt(place)]
-        raw = exempt if spec.encodes and len(exempt) < len(tensors) else []
+        raw = {place for place in tensors if spec.encodes and self.is_exempt(place)}
+        if len(raw) == len(tensors):
+            raw = set()
         members = [self.profile.tensors[place] for place in tensors if place not in raw]
         return bytes_of(members, spec, [self.profile.tensors[place] for place in raw])
 
