@@ -57,23 +57,8 @@ if TYPE_CHECKING:
     from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
     from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
 
-_HOMES = {
-    "gradwire._version": ("__version__",),
-    "gradwire.core": (
-        "DGC", "FP8", "QSGD", "Backward", "BlockTopK", "Bucket", "Cast", "Cluster", "Costs", "Delayed", "EFSignSGD",
-        "ErrorFeedback", "Identity", "Int8", "Natural", "OneBit", "Pipelined", "Plan", "PowerSGD", "Prediction",
-        "Profile", "RandomK", "SignSGD", "Signum", "Spec", "TensorInfo", "TernGrad", "Threshold", "TopK", "Truncate",
-        "TwoBit",
-    ),
-    "gradwire.api": ("Handle", "parallelize"),
-    "gradwire.exchange": ("Exchange", "ExchangeStats", "Stats", "TensorMeta"),
-    "gradwire.errors": (
-        "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError",
-        "SpecError", "StepStateError", "TestbedError", "WriteError",
-    ),
-    "gradwire.planner": ("AdaptiveBits", "Policy", "Tuned", "Uniform", "Where"),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = ("_version", "errors", "core", "planner", "exchange", "api")
+"""The parts of gradwire that have the names. The last two load torch."""
 
 __all__ = [
     "DGC",
@@ -133,10 +118,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    homes = (importlib.import_module(f"gradwire.{home}") for home in _HOMES)
+    value: object = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = value
     return value
 

@@ -64,9 +64,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"gradwire"}
-    packaged = {name for name in names if name.endswith((".py", "py.typed")) and "dist-info" not in name}
-    source = ROOT / "src"
-    assert packaged == {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in (".py", ".typed")}
+    kinds, source = (".py", ".typed", ".css"), ROOT / "src"
+    packaged = {name for name in names if name.endswith(kinds) and "dist-info" not in name}
+    assert packaged == {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in kinds}
     assert [name for name in names if name.endswith(".so")] == ["gradwire/_native.so"]
 
 

@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from itertools import zip_longest
@@ -19,7 +19,6 @@ from gradwire.engine.saving import load_state, state_of
 from gradwire.engine.schedules.base import ClipsGradients, Corrects, ShardsOptimizer
 from gradwire.engine.session import Session
 from gradwire.errors import PayloadError, PlanError, StepStateError
-from gradwire.exchange import Exchange
 from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats
 from gradwire.profiler import Profiling
 from gradwire.record.recording import Recording
@@ -95,12 +94,27 @@ class Handle:
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
         self.session.settle()
+        exchange = self.session.exchange
+        link: Any = SilentLink(exchange.group)
+        changed = [*exchange.memory.held(), *exchange.flats]
+        copies = [tensor.clone() for tensor in changed]
+        seconds = []
         try:
-            return _codec_seconds(self.session.exchange, repeats)
+            for _ in range(repeats):
+                meter = Meter()
+                for task in sorted((t for tasks in exchange.executor.tasks for t in tasks), key=lambda t: t.phase):
+                    scheme = exchange.buckets[task.bucket].chunks[task.chunk]
+                    scheme.post(link, 0, (task.phase,))
+                    scheme.run(task.phase, link, meter, None)
+                seconds.append(meter.codec_seconds)
         except PayloadError as error:
             raise StepStateError(
                 f"the codecs cannot be timed before the present plan has run a step: {error}. Call this after one."
             ) from error
+        finally:
+            for tensor, copy in zip(changed, copies, strict=True):
+                tensor.copy_(copy)
+        return statistics.median(seconds)
 
     def profile(
         self, folder: str | os.PathLike[str], steps: int = 20, specs: Sequence[Spec] = ()
@@ -121,13 +135,8 @@ class Handle:
         `decision` is how the plan came about, where somebody knows more than that it was given.
         """
         driver, policy = self.session.driver, self.session.policy
-        decided: Decision | Callable[[], Decision]
-        if decision is None and driver is not None:
-            decided = driver.recorded
-        elif policy is None:
-            decided = decision or Decision(by="a plan that was given")
-        else:
-            decided = decision or Decision(by=f"a policy with {policy.default!r} as default")
+        given = "a plan that was given" if policy is None else f"a policy with {policy.default!r} as default"
+        decided = decision or (driver.recorded if driver is not None else Decision(by=given))
         self._recording = Recording(self.session, self.stats, folder, error_steps, decided)
         return self._recording
 
@@ -270,23 +279,3 @@ class Handle:
         session = self.session
         session.detach()
         REGISTRY.forget(session.model, session.parameters.values())
-
-
-def _codec_seconds(exchange: Exchange, repeats: int) -> float:
-    """CPU seconds of one step's encodes and decodes: the median of `repeats`. Sends nothing; all is as before afterwards."""
-    link: Any = SilentLink(exchange.group)
-    changed = [*exchange.memory.held(), *exchange.flats]
-    copies = [tensor.clone() for tensor in changed]
-    seconds = []
-    try:
-        for _ in range(repeats):
-            meter = Meter()
-            for task in sorted((t for tasks in exchange.executor.tasks for t in tasks), key=lambda t: t.phase):
-                scheme = exchange.buckets[task.bucket].chunks[task.chunk]
-                scheme.post(link, 0, (task.phase,))
-                scheme.run(task.phase, link, meter, None)
-            seconds.append(meter.codec_seconds)
-    finally:
-        for tensor, copy in zip(changed, copies, strict=True):
-            tensor.copy_(copy)
-    return statistics.median(seconds)

@@ -90,7 +90,9 @@ def parallelize(
     handle = Handle(session)
     session.driver = driver
     REGISTRY.add(model, prepared.parameters.values(), handle)
-    _forget_compiled_code()
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
+        dynamo.reset()  # code that torch.compile made before would run without the hooks made since
     return handle
 
 
@@ -103,10 +105,3 @@ def driver_of(plan: Any, accuracy: str, schedules: Sequence[str]) -> FirstDriver
     if isinstance(plan, Tuned):
         return Tuning(plan)
     return None
-
-
-def _forget_compiled_code() -> None:
-    """Code that torch.compile made before does not notice hooks made since: it would run without them."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
-        dynamo.reset()

@@ -62,15 +62,6 @@ def standard_library_text(vocabulary: int) -> Tensor:
     return characters.clamp_(max=vocabulary - 1)
 
 
-def multilayer_perceptron(inputs: int, hidden: int, hidden_layers: int, classes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them: [N, inputs] to [N, classes]."""
-    widths = [inputs] + [hidden] * hidden_layers
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden, classes))
-
-
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm, and a 1x1 convolution on the shortcut where the shape changes."""
 
@@ -214,7 +205,10 @@ class MLPJob(DigitsJob):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def _model(self) -> nn.Module:
-        return multilayer_perceptron(inputs=64, hidden=1344, hidden_layers=4, classes=10)
+        layers: list[nn.Module] = []
+        for before, after in pairwise((64, 1344, 1344, 1344, 1344)):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(1344, 10))
 
 
 class ResNetJob(DigitsJob):

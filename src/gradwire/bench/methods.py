@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 import torch
@@ -37,9 +37,6 @@ from gradwire.bench.names import GRADWIRE_PREFIX, WRONG_PREFIX, arguments_of, ch
 from gradwire.bench.results import Decided
 from gradwire.core.repository import from_repository
 from gradwire.errors import StepStateError
-
-if TYPE_CHECKING:
-    import gradwire as gw
 
 POWERSGD_RANK = 4
 POWERSGD_START = 2
@@ -145,7 +142,7 @@ class DDP(Method):
         return allreduce_bytes(gradient_bytes(self.bare_model), self.world_size)
 
     def codec_seconds(self) -> float | None:
-        return 0.0
+        return 0.0 if type(self) is DDP else None  # a hook's codecs cannot run alone
 
 
 class DDPFloat16(DDP):
@@ -159,9 +156,6 @@ class DDPFloat16(DDP):
     def bytes_planned(self) -> int:
         halves = sum(2 * parameter.numel() for parameter in self.bare_model.parameters())
         return allreduce_bytes(halves, self.world_size)
-
-    def codec_seconds(self) -> None:
-        return None
 
 
 class DDPPowerSGD(DDP):
@@ -185,9 +179,6 @@ class DDPPowerSGD(DDP):
             numel += low_rank if compressed else parameter.numel()
         return allreduce_bytes(4 * numel, self.world_size)
 
-    def codec_seconds(self) -> None:
-        return None
-
     def check(self) -> None:
         buckets = len(self.state.error_dict)
         if buckets > 1:
@@ -210,17 +201,13 @@ class Gradwire(Method):
         plan = arguments["plan"]
         self._decides = plan == "auto"
         if isinstance(plan, gw.Policy) and isinstance(plan.default, gw.DGC):
-            arguments = {"plan": gw.Uniform(self._take_momentum(plan.default))}
+            momentum = 0.0  # of the job's optimizer, if that has any: DGC applies it instead
+            for group in self.optimizer.param_groups:
+                momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
+            arguments = {"plan": gw.Uniform(msgspec.structs.replace(plan.default, momentum=momentum))}
         arguments = {**arguments, "process_group": process_group, "drift_check_steps": drift_check_steps}
         self.handle = gw.parallelize(self.bare_model, self.optimizer, **arguments)
         self._recording = contextlib.ExitStack()
-
-    def _take_momentum(self, spec: "gw.DGC") -> "gw.DGC":
-        """Move the momentum of the job's optimizer into DGC. An optimizer without plain momentum gives 0."""
-        momentum = 0.0
-        for group in self.optimizer.param_groups:
-            momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
-        return msgspec.structs.replace(spec, momentum=momentum)
 
     @property
     def bytes_planned(self) -> int | None:

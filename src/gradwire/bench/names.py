@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_fro
 from gradwire.core.checks import show
 from gradwire.core.repository import from_repository
 from gradwire.core.specs import Spec, installed_specs, spec_from_text
-from gradwire.core.strict import check_plain, parse
+from gradwire.core.strict import check_plain, parse, read
 from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform
@@ -108,11 +107,11 @@ def parse_policy(text: str) -> Policy | str:
         quantiser = QSGD(bits=int(match["bits"]))
         return Uniform(ErrorFeedback(quantiser) if match["feedback"] else quantiser)
     if text.startswith("{"):
-        read: Any = parse(text, show(text))
-        check_plain(read)
-        return Policy.from_dict(read) if "default" in read else Uniform(spec_from_dict(read))
+        data: Any = parse(text, show(text))
+        check_plain(data)
+        return Policy.from_dict(data) if "default" in data else Uniform(spec_from_dict(data))
     if os.path.isfile(text):
-        return Policy.load(text) if _is_policy(Path(text)) else text
+        return Policy.load(text) if _is_policy(text) else text
     if "(" in text or text in {cls.__name__ for cls in installed_specs().values()}:
         return Uniform(spec_from_text(text))
     raise FormatError(
@@ -138,12 +137,12 @@ def parse_spec(text: str) -> Spec:
     return spec
 
 
-def _is_policy(path: Path) -> bool:
+def _is_policy(path: str) -> bool:
     try:
-        read = parse(path.read_bytes(), str(path))
-    except (OSError, FormatError):
+        data, _ = read(path)
+    except FormatError:
         return False  # the reader of plans reports the error
-    return isinstance(read, dict) and "default" in read
+    return isinstance(data, dict) and "default" in data
 
 
 def split_names(text: str) -> list[str]:

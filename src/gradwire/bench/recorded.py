@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gradwire.bench.results import Cell
 from gradwire.bench.statistics import median_ratio, step_times
 from gradwire.core.made import Made
-from gradwire.record.run import Interval, Rival, Run
+from gradwire.record.run import Rival, Run
 
 NAMES = {
     "ddp": "plain DDP",
@@ -61,18 +61,14 @@ def beside(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_steps: i
 
 def _rival(name: str, theirs: Cell, counted: Sequence[float], warmup_steps: int, turn_steps: int) -> Rival:
     times = theirs.step_us[theirs.counted[0] or warmup_steps :]
+    # A/A: the method's odd turns over its even turns
+    odd, even = ([us for at, us in enumerate(times) if at // turn_steps % 2 == half] for half in (1, 0))
     return Rival(
         name=name,
         step_us=step_times(times).median_us,
         sent_bytes=theirs.planned_bytes,
         speedup=median_ratio(times, counted),
-        again=_again(times, turn_steps),
+        again=median_ratio(odd, even) if min(len(odd), len(even)) >= FEWEST_STEPS else None,
         end_s=tuple(accumulate(us / 1e6 for us in theirs.step_us)),
         loss=tuple(theirs.loss),
     )
-
-
-def _again(times: Sequence[float], turn_steps: int) -> Interval | None:
-    """The times of a method's odd turns over those of its even turns."""
-    odd, even = ([us for at, us in enumerate(times) if at // turn_steps % 2 == half] for half in (1, 0))
-    return median_ratio(odd, even) if min(len(odd), len(even)) >= FEWEST_STEPS else None

@@ -200,12 +200,6 @@ def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | N
         typer.echo(f"Picture: {picture}", err=True)
 
 
-def _bytes_of(megabytes: float) -> int:
-    if not 0 <= megabytes < 1e12:
-        raise FormatError(f"--memory-mb is {megabytes}: it must be a number of megabytes from 0 to below 1e12.")
-    return round(megabytes * 1e6)
-
-
 @app.command()
 def plan(
     profile: Annotated[Path, typer.Argument(help="Profile file: the model's times, tensor by tensor.")],
@@ -257,10 +251,12 @@ def plan(
 
     times = Profile.load(profile)
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
+    if memory_mb is not None and not 0 <= memory_mb < 1e12:
+        raise FormatError(f"--memory-mb is {memory_mb}: it must be a number of megabytes from 0 to below 1e12.")
     limits = Limits(
         devices=None if devices is None else tuple(split_names(devices)),
         max_encodes=max_encodes,
-        memory_bytes=None if memory_mb is None else _bytes_of(memory_mb),
+        memory_bytes=None if memory_mb is None else round(memory_mb * 1e6),
         exempt_vectors=exempt_vectors,
         restrict=restrict,
     )

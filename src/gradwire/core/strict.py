@@ -76,13 +76,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a JSON file. Raises FormatError, or SpecError for a wrong compressor spec, naming the file."""
-        source = printable(os.fspath(path), longest=4096)
-        try:
-            text = Path(path).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-            reason = getattr(error, "strerror", None) or error
-            raise FormatError(f"{source}: cannot be read: {reason}. Check the path. {cls.remedy}") from error
-        return cls._read(parse(text, source), source)
+        return cls._read(*read(path, f" {cls.remedy}"))
 
     @classmethod
     def _read(cls, data: object, source: str) -> Self:
@@ -249,6 +243,17 @@ def unit_note(path: str) -> str:
     """
     unit = _split(path.rpartition(".")[2])[1]
     return f" ({unit})" if unit else ""
+
+
+def read(path: str | os.PathLike[str], remedy: str = "") -> tuple[object, str]:
+    """Plain data of a JSON file, and the file's name for messages. Raises FormatError naming the file."""
+    source = printable(os.fspath(path), longest=4096)
+    try:
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise FormatError(f"{source}: cannot be read: {reason}. Check the path.{remedy}") from error
+    return parse(text, source), source
 
 
 def parse(text: str | bytes, source: str) -> object:

@@ -8,14 +8,13 @@ elements, and from there on proportional to the size. The CPU's number is ignore
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
-from gradwire.core.checks import number, printable, show, text, under, whole
+from gradwire.core.checks import number, show, text, under, whole
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
-from gradwire.core.strict import parse
+from gradwire.core.strict import read
 from gradwire.errors import FormatError, GradwireError
 
 _SUFFIX = "_comp_overhead"
@@ -32,12 +31,7 @@ _FORM = "gradwire.costs.imported describes the form. You can also write profile.
 
 def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
     """Read either kind of file. batch, device: of the profile, which are not in the file. Raises FormatError naming the file."""
-    source = printable(os.fspath(path), longest=4096)
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise FormatError(f"{source}: cannot be read: {error.strerror or error}. Check the path.") from error
-    data = parse(content, source)
+    data, source = read(path)
     try:
         if not isinstance(data, Mapping):
             raise FormatError(f"it holds {show(data)}, but it must hold an object with tensors or codec times. {_FORM}")

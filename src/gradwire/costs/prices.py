@@ -11,6 +11,7 @@ from gradwire.core.checks import DTYPE_BYTES, show
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import ALL_REDUCE, LINKS, collective_of
 from gradwire.core.costs import Costs, Points
+from gradwire.core.payload import RAW
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
@@ -43,30 +44,6 @@ def time_at(points: Points, nbytes: float) -> float:
     return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
 
 
-class CodecTimes:
-    """Looks up times of a costs file by spec and device."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self._codecs = {(codec.spec, codec.device): codec for codec in costs.codecs}
-
-    def __contains__(self, codec: tuple[Spec, str]) -> bool:
-        """Whether a spec was measured on a device."""
-        return codec in self._codecs
-
-    def points(self, spec: Spec, device: str, what: str) -> Points:
-        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
-        codec = self._codecs.get((spec, device))
-        if codec is None:
-            known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
-            raise PlanError(
-                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
-                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
-                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
-            )
-        return codec.encode if what == "encode" else codec.decode
-
-
 class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
@@ -81,6 +58,40 @@ class Price(NamedTuple):
     """Bytes over a rank's intra link."""
     inter_bytes: float = 0.0
     """Bytes over a node's inter link, of all its ranks together."""
+
+
+class Bytes(NamedTuple):
+    """The sizes from which the times of a bucket's tasks follow."""
+
+    raw: float
+    """Of the gradients."""
+    first: float
+    """Of the payload of the first encode."""
+    later: float
+    """Of the payload of a later encode, of a sum."""
+    coded: float
+    """Of the gradients that are encoded, in float32: codecs are timed by these bytes."""
+
+
+def bytes_of(
+    tensors: Sequence[Shaped],
+    spec: Spec,
+    beside: Sequence[Shaped] = (),
+    bits: Mapping[str, int] | None = None,
+    sum_dtype: str = "float32",
+) -> Bytes:
+    """The sizes of a bucket of these tensors. Those `beside` travel uncompressed in the same payload.
+
+    bits: of an element by tensor, where they differ from the spec's. sum_dtype: of the sum over ranks.
+    """
+    raw = sum(tensor.nbytes for tensor in (*tensors, *beside))
+    coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
+    runs = [ElementRun(t.numel, spec.element_bits if bits is None else bits[t.name], t.shape) for t in tensors]
+    runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
+    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
+    if spec.rounds:  # each round about as much; together exactly
+        return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
+    return Bytes(raw, first, spec.bytes_beside(runs, DTYPE_BYTES[sum_dtype]), coded)
 
 
 class PricedBucket(NamedTuple):
@@ -117,7 +128,7 @@ class Prices:
     ) -> None:
         self.launch_us = launch_us
         self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
-        self.codecs = CodecTimes(costs)
+        self.costs, self.codecs = costs, {(codec.spec, codec.device): codec for codec in costs.codecs}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
 
@@ -131,39 +142,33 @@ class Prices:
         return found
 
     def _price(self, bucket: Bucket) -> PricedBucket:
-        rounds = bucket.main_spec.rounds
-        steps = steps_of(bucket.option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
-        tensors = [self._tensors[name] for name in bucket.tensors]
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        encodes = bucket.main_spec.encodes
-        coded = DTYPE_BYTES["float32"] * sum(t.numel for t in tensors if bucket.spec_of(t.name).encodes == encodes)
-        whole = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
-        pieces = 1 if whole else max(1, -(-nbytes // bucket.chunk_bytes))
-        payloads = self._payload_bytes(bucket, nbytes, rounds)
-        shares = self._shares(bucket)
+        spec, bits = bucket.main_spec, {name: bucket.bits_of(name) for name in bucket.tensors}
+        coded, beside = ([self._tensors[n] for n in bits if (bits[n] == RAW) is raw] for raw in (False, True))
+        whole = bytes_of(coded, spec, beside, bits, bucket.reduce_dtype)
+        uncut = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
+        pieces = 1 if uncut else max(1, -(-int(whole.raw) // bucket.chunk_bytes))
+        size = Bytes(*(nbytes / pieces for nbytes in whole))
+        return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size, self.launch_us), pieces)
+
+    def tasks(
+        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes, launch_us: float = 0.0
+    ) -> tuple[Price, ...]:
+        """The tasks of one piece of a bucket.
+
+        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece. launch_us: of a
+        task before each exchange.
+        """
         tasks = []
-        for step in steps:
+        for step in steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing):
             if step.traffic is None:
                 # the encodes of several rounds are parts of one encode
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
-                tasks.append(Price(step.task, self._codec_us(step, shares, coded / pieces) / cuts, step.gathers))
+                tasks.append(Price(step.task, self._codec_us(step, shares, size.coded) / cuts, step.gathers))
             else:
-                if self.launch_us:
-                    tasks.append(Price("launch:cpu", self.launch_us, step.gathers))
-                tasks.append(self._exchange(step, payloads[step.payload] / pieces))
-        return PricedBucket(tuple(tasks), pieces)
-
-    def _payload_bytes(self, bucket: Bucket, nbytes: int, rounds: int) -> tuple[float, float, float]:
-        """Of the whole bucket: gradients, payload of the first encode, of a later one, which encodes the sum."""
-        if not any(task.startswith("comp") for task in bucket.option):
-            return nbytes, 0.0, 0.0
-        tensors = [self._tensors[name] for name in bucket.tensors]
-        runs = [ElementRun(t.numel, bucket.bits_of(t.name), t.shape) for t in tensors]
-        spec = bucket.main_spec
-        first = spec.bytes_beside(runs, DTYPE_BYTES[tensors[0].dtype])
-        if rounds:  # each round about as much; together exactly
-            return nbytes, first / rounds, first / rounds
-        return nbytes, first, spec.bytes_beside(runs, DTYPE_BYTES[bucket.reduce_dtype])
+                if launch_us:
+                    tasks.append(Price("launch:cpu", launch_us, step.gathers))
+                tasks.append(self._exchange(step, size[step.payload]))
+        return tuple(tasks)
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""
@@ -186,8 +191,10 @@ class Prices:
             return 0.0  # one rank alone decodes no payload of others
         calls = 1 if self.decode_calls == "one" else step.parts
         size = nbytes * step.share * step.parts / calls
-        curves = {spec: self.codecs.points(spec, device, "encode" if what == "comp" else "decode") for spec in shares}
-        return calls * sum(share * time_at(curves[spec], size) for spec, share in shares.items())
+        us = 0.0
+        for spec, share in shares.items():
+            us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
+        return calls * us
 
     def _exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
@@ -195,6 +202,18 @@ class Prices:
         held = nbytes * step.share * step.parts
         us = step.traffic.time_us(held, *self.cluster.links_for(step.task))
         return Price(step.task, us, step.gathers, sent * held, intra.factor * held, inter.factor * held)
+
+    def points(self, spec: Spec, device: str, what: str) -> Points:
+        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
+        codec = self.codecs.get((spec, device))
+        if codec is None:
+            known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
+            raise PlanError(
+                f"costs have no times of {spec!r} on {device}, so no step with this codec can be timed. They have: {known}. Time "
+                "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
+                '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
+            )
+        return codec.encode if what == "encode" else codec.decode
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
         """The same exchanges with uncompressed gradients, as in CD-SGD's correction step.

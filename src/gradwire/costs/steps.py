@@ -121,9 +121,11 @@ class _Walk:
         if opened is not None and word != ROUTINES[opened].second:
             raise self._refusal(index, f"data that wait for {ROUTINES[opened].second}, the second step of {opened}")
         self.gathering = self.gathering or second
-        step = Step(
-            task, 1 / self.cut, self.parts, self.payload * self.coded, self._traffic(word, link), self.gathering
-        )
+        if self.flat:
+            traffic = flat_traffic(word, self.nodes, self.local, self.routing)
+        else:
+            traffic = group_traffic(word, ranks, link, self.routing, 1 if link == "intra" else self.holders)
+        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering)
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1
@@ -141,13 +143,6 @@ class _Walk:
         if self.flat:
             return self.nodes * self.local
         return self.local if task.endswith(":intra") else self.nodes
-
-    def _traffic(self, word: str, link: str) -> Traffic:
-        if self.flat:
-            return flat_traffic(word, self.nodes, self.local, self.routing)
-        if link == "intra":
-            return group_traffic(word, self.local, link, self.routing)
-        return group_traffic(word, self.nodes, link, self.routing, self.holders)
 
     def _refusal(self, index: int, what: str) -> PlanError:
         return PlanError(

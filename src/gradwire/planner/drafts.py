@@ -17,12 +17,13 @@ from gradwire.core.profile import Profile
 from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
+from gradwire.costs.prices import Bytes, bytes_of
 from gradwire.errors import PlanError
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.listing import choose
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
-from gradwire.planner.programs import Bytes, Pricer, bytes_of, least_step_us
+from gradwire.planner.programs import Pricer, least_step_us
 from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
 from gradwire.sim.native import ReplayProgram
 from gradwire.sim.replay import NEVER, Replayer, launch_key
@@ -169,8 +170,9 @@ class PlanningJob:
         return list(found.values())
 
     def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
-        exempt = [place for place in tensors if self.is_exempt(place)]
-        raw = exempt if spec.encodes and len(exempt) < len(tensors) else []
+        raw = {place for place in tensors if spec.encodes and self.is_exempt(place)}
+        if len(raw) == len(tensors):
+            raw = set()
         members = [self.profile.tensors[place] for place in tensors if place not in raw]
         return bytes_of(members, spec, [self.profile.tensors[place] for place in raw])
 

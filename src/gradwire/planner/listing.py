@@ -84,8 +84,9 @@ def _when(schedule: Schedule) -> str:
 def rows_as_text(rows: Sequence[Row]) -> str:
     """A line for each row under a header. Only JSON has the longest columns."""
     columns = [column for column in rows[0] if column not in ("about", "uncompressed")]
-    cells = [[row[column] for column in columns] for row in rows]
-    return aligned([columns, *([_text(value) for value in values] for values in cells)])
+    values = ((row[column] for column in columns) for row in rows)
+    cells = [[" ".join(v) or "-" if isinstance(v, tuple) else str(v) for v in of_row] for of_row in values]
+    return aligned([columns, *cells])
 
 
 def aligned(table: Sequence[Sequence[str]], right: int = 0) -> str:
@@ -99,10 +100,6 @@ def aligned(table: Sequence[Sequence[str]], right: int = 0) -> str:
 def rows_as_json(rows: Sequence[Row]) -> str:
     """A JSON list with one row a line."""
     return "[" + ",\n ".join(json.dumps(row) for row in rows) + "]\n"
-
-
-def _text(value: object) -> str:
-    return " ".join(value) or "-" if isinstance(value, tuple) else str(value)
 
 
 def _module(runs: Any) -> str:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
-from gradwire.errors import PlanError
 from gradwire.sim.native import ReplayProgram, TooLongError
 from gradwire.sim.replay import Replayed, Replayer
 
@@ -50,12 +49,8 @@ def offload(
     """Algorithm 2 over tensors in gradient-ready order.
 
     programs: with codecs on GPUs. moved: with them on CPUs, of those tensors that may be offloaded. groups: by tensor, equal
-    where size and option are. most: products of counts that are tried. Raises PlanError if `most` is below 1.
+    where size and option are. most: products of counts that are tried, 1 or more.
     """
-    if most < 1:
-        raise PlanError(
-            f"most is {most}: the search must try at least one strategy, the plan without offloading. Give 1 or more."
-        )
     by_group: dict[Hashable, list[int]] = {}
     for tensor in sorted(moved):
         by_group.setdefault(groups[tensor], []).append(tensor)

@@ -58,10 +58,8 @@ def select_options(
     All tables have the same options in the same order. The table of a tensor that must not be compressed ends before the first
     option that compresses. Options without codec tasks are the uncompressed ones; without any, all tensors begin with the best of
     all. skew: see `gradwire.sim.replay`. prune: False simulates every candidate to its end, with the same result. looks: how many
-    candidates of a tensor are simulated at most; None: all that could win. Raises PlanError if there are no options.
+    candidates of a tensor are simulated at most; None: all that could win. There is at least one tensor and one option.
     """
-    if not tables or not tables[0]:
-        raise PlanError("tables have 0 options: no tensor could be synchronised. Allow at least one option.")
     order = sorted(range(len(tables)), key=lambda tensor: (-sizes[tensor], -tensor))
     if line.native is not None:
         place = {size: index for index, size in enumerate(dict.fromkeys(sizes))}

@@ -34,11 +34,13 @@ def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
     """Cut each class by a strategy of fusion with Cupcake's affine costs; exempt classes get the first uncompressed choice."""
-    parts = []
+    parts, tensors = [], job.profile.tensors
     for places in job.classes(choice):
         own = choice if job.may(places, choice) else job.plain[0]
+        ready = [0, *(place + 1 for place in places)]
+        gaps = [sum(each.backward_us for each in tensors[start:end]) for start, end in pairwise(ready)]
         start = 0
-        for end in strategy(_gaps(job, places), [job.profile.tensors[p].nbytes for p in places], _costs(job, own)):
+        for end in strategy(gaps, [tensors[place].nbytes for place in places], _costs(job, own)):
             parts.append(Part(tuple(places[start:end]), own))
             start = end
     return Draft(sorted_parts(parts))
@@ -53,14 +55,8 @@ def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
-def _gaps(job: PlanningJob, places: Sequence[int]) -> list[float]:
-    """Backward between a class's gradients."""
-    ends = [0, *(place + 1 for place in places)]
-    return [sum(each.backward_us for each in job.profile.tensors[start:end]) for start, end in pairwise(ends)]
-
-
 def _costs(job: PlanningJob, choice: Choice) -> FusionCosts:
-    rules, costs = job.rules, job.simulator.prices.codecs.costs
+    rules, costs = job.rules, job.simulator.prices.costs
     folded = fold(
         choice.option, choice.spec, job.cluster, costs, routing=rules.routing, decode_calls=rules.decode_calls
     )
@@ -127,14 +123,6 @@ def ddp(job: PlanningJob) -> Draft:
     """Plain DDP: all-reduce in buckets of 25 MB, one after the other."""
     plain = next((choice for choice in job.plain if choice.option == ALL_REDUCE), job.plain[0])
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
-
-
-def _policy_buckets(job: PlanningJob, spec: Spec) -> list[tuple[int, ...]]:
-    """The buckets that gradwire's policy makes for a spec."""
-    infos = job.profile.tensor_infos(job.rules.device)
-    made = Policy(default=spec, exempt_vectors=job.limits.exempt_vectors).plan(infos, job.cluster.world_size)
-    place = {info.name: index for index, info in enumerate(infos)}
-    return [tuple(place[name] for name in bucket.tensors) for bucket in made.buckets]
 
 
 class Moved(NamedTuple):
@@ -204,13 +192,16 @@ def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:
 def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
     """The plans that the joint planner compares first, in ascending order of planning time."""
     yield ddp(job)
-    choices = job.choices(6)
+    choices, infos = job.choices(6), job.profile.tensor_infos(job.rules.device)
+    place = {info.name: index for index, info in enumerate(infos)}
     by_policy: dict[Spec, list[tuple[int, ...]]] = {}
     for choice in choices:
         for limit in (5, 8, 16, 32):
             yield fused(job, partial(close_before, limit=limit * _MIB), choice)
         if choice.spec not in by_policy:
-            by_policy[choice.spec] = _policy_buckets(job, choice.spec)
+            policy = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors)
+            buckets = policy.plan(infos, job.cluster.world_size).buckets
+            by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
         parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
         yield Draft(sorted_parts(parts))
     for choice in choices:

@@ -97,12 +97,13 @@ def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> N
 
 def methods_here() -> list[str]:
     """The methods of `SWEPT` that are installed: only the repository has those of `RIVALS`."""
-    found = [method for method in SWEPT if method not in RIVALS]
-    for method in RIVALS:
+    found = []
+    for method in SWEPT:
         with suppress(GradwireError):
-            method_named(method)
+            if method in RIVALS:
+                method_named(method)
             found.append(method)
-    return [method for method in SWEPT if method in found]
+    return found
 
 
 def sweep_methods(

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.costs import CodecCosts, Costs, Points
+from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.specs import ElementRun, Spec
 from gradwire.costs.fit import fit_points
@@ -45,27 +45,18 @@ def measure_codecs(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
-            times = [_times(spec, nbytes, buffers, seconds) for nbytes in sizes]
-            encode, decode = (_curve(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
+            calls = (_calls(spec, nbytes // 4, *buffers) for nbytes in sizes)
+            times = [[_median_us(call, device, seconds) for call in both] for both in calls]
+            curves = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
+            encode, decode = (tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in curves)
             codecs.append(CodecCosts(spec=spec, device=kind, encode=encode, decode=decode))
     return Costs(codecs=tuple(codecs), made=Made.now())
-
-
-def _curve(samples: list[tuple[int, float]], corners: Sequence[int]) -> Points:
-    return tuple((nbytes, round(us, 3)) for nbytes, us in fit_points(samples, corners))
-
-
-def _times(spec: Spec, nbytes: int, buffers: tuple[torch.Tensor, torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Microseconds of an encode and of a decode that adds, for one float32 tensor."""
-    encode, decode = _calls(spec, nbytes // 4, *buffers)
-    device = buffers[0].device
-    return _median_us(encode, device, seconds), _median_us(decode, device, seconds)
 
 
 def _calls(
     spec: Spec, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two functions: encode the next part of the gradient, and decode into the next part of the total."""
+    """Two functions: encode the next part of the gradient, of so many float32, and add a decode to the next part of the total."""
     compressor, device = compressor_for(spec), gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))

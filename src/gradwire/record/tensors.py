@@ -9,7 +9,6 @@ from gradwire.collectives import Group
 from gradwire.compressors import Context, compressor_for
 from gradwire.core.plan import Bucket
 from gradwire.core.specs import ElementRun as Elements
-from gradwire.core.specs import Spec
 from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
@@ -43,7 +42,9 @@ class Tensors:
             for slot in buffers.slots:
                 numel, shape = slot.view.numel(), tuple(slot.view.shape)
                 self._numels[slot.name] = numel
-                bits = _bits(buffers.bucket.spec_of(slot.name).at_step(step), numel, shape, itemsize)
+                spec = buffers.bucket.spec_of(slot.name).at_step(step)
+                nbytes = spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize)
+                bits = 8 * nbytes / max(1, numel)
                 known = self._bits[slot.name]
                 if not known or known[-1][1] != bits:
                     known.append((step, bits))
@@ -110,8 +111,3 @@ class Tensors:
         codec.decode(payload, segments, flat.dtype, False, decoded, context)
         lost, whole = (torch.linalg.vector_norm(each.double()).item() for each in (decoded.double() - flat, flat))
         return lost / whole if whole > 0 and math.isfinite(lost) else None
-
-
-def _bits(spec: Spec, numel: int, shape: tuple[int, ...], itemsize: int) -> float:
-    """The bits per element of one encode of the tensor."""
-    return 8 * spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize) / max(1, numel)

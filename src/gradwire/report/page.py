@@ -7,7 +7,6 @@ from gradwire.record.run import Run
 from gradwire.report.html import Element, as_html, tag
 from gradwire.report.sections import SECTIONS, made, section_facts
 from gradwire.report.steps import Predicted, predicted
-from gradwire.report.style import STYLE
 from gradwire.report.words import summary
 
 
@@ -29,7 +28,7 @@ def page(run: Run, forecast: Predicted) -> str:
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"gradwire: {run.model}"),
-        tag("style", STYLE),
+        tag("style", Path(__file__).with_name("style.css").read_text(encoding="utf-8")),
     )
     body = [
         tag("h1", f"gradwire: {run.model}"),

@@ -181,8 +181,8 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
     at: list[float] = [changes[0], *(step for step in changes[1:] for _ in range(2)), end]
     means, lows, highs = [], [], []
     for step in changes:
-        now = [(_at(tensor, step), tensor.numel) for tensor in known]
-        there = [(b, n) for b, n in now if b is not None]
+        until = [([b for begin, b in tensor.bits if begin <= step], tensor.numel) for tensor in known]
+        there = [(b[-1], n) for b, n in until if b]  # the others were not known yet
         means += [sum(b * n for b, n in there) / sum(n for _, n in there)] * 2
         lows += [min(b for b, _ in there)] * 2
         highs += [max(b for b, _ in there)] * 2
@@ -253,11 +253,6 @@ def _folded(rows: list[Bar], what: str) -> Iterator[Element]:
 
 def _mean_error(tensor: TensorRecord) -> float:
     return statistics.fmean(error for _, error in tensor.error)
-
-
-def _at(tensor: TensorRecord, step: int) -> float | None:
-    """The bits of a tensor in a step; None before the tensor was known."""
-    return next((value for begin, value in reversed(tensor.bits) if begin <= step), None)
 
 
 def _smooth(values: list[float]) -> list[float]:

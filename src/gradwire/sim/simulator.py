@@ -5,6 +5,7 @@ resource, and runs the event loop until steps repeat.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from gradwire.core.launch import launch_tasks
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Schedule
-from gradwire.costs import Price, PricedBucket, Prices
+from gradwire.costs.prices import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
     AWAITED,
@@ -97,6 +98,8 @@ class Simulator:
             profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us
         )
         self._one_link = INTRA if cluster.nodes == 1 else INTER
+        self.resource = cache(self._resource)
+        """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
@@ -142,8 +145,13 @@ class Simulator:
 
     def _layouts(self, plan: Plan | LightPlan) -> list[Layout]:
         schedule = plan.schedule
-        if schedule.gathers_in_forward:
-            self._check_forward()
+        tensors = self.profile.tensors if schedule.gathers_in_forward else ()
+        if missing := [tensor.name for tensor in tensors if tensor.forward_us is None]:
+            raise PlanError(
+                f"{len(missing)} of {len(tensors)} tensors of the profile have no forward_us, {missing[0]!r} first. "
+                "The pipelined schedule gathers in the next forward, so the simulation needs forward times. Profile the model's "
+                "forward, or use the backward schedule."
+            )
         priced = [self.prices.of(bucket) for bucket in plan.buckets]
         usual = self._layout(plan, priced)
         if not schedule.corrects:
@@ -156,15 +164,6 @@ class Simulator:
             ]
             corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
-
-    def _check_forward(self) -> None:
-        missing = [tensor.name for tensor in self.profile.tensors if tensor.forward_us is None]
-        if missing:
-            raise PlanError(
-                f"{len(missing)} of {len(self.profile.tensors)} tensors of the profile have no forward_us, {missing[0]!r} first. "
-                "The pipelined schedule gathers in the next forward, so the simulation needs forward times. Profile the model's "
-                "forward, or use the backward schedule."
-            )
 
     def _layout(self, plan: Plan | LightPlan, priced: list[PricedBucket]) -> Layout:
         count = len(self._position)
@@ -202,29 +201,30 @@ class Simulator:
             following = places.get((bucket, chunk, phase + 1))
             tasks = priced[bucket].tasks
             for index in segments[bucket][phase]:
-                rows[row].append(self._task(tasks, index, bucket, place, following))
+                task = self.task(tasks, index, place, following)
+                gate, ends = bucket if index == 0 else -1, bucket if index == len(tasks) - 1 else -1
+                rows[row].append(task._replace(gate=gate, ends=ends))
                 labels[row].append(Label(bucket, chunk, index, tasks[index]))
         return rows, labels
 
-    def _task(self, tasks: Sequence[Price], index: int, bucket: int, place: int, following: int | None) -> SimTask:
+    def task(self, tasks: Sequence[Price], index: int, place: int, following: int | None) -> SimTask:
         """One task of a piece; place, following: of its link task, and of the piece's next one, in launch order."""
-        what, _, where = tasks[index].task.partition(":")
-        us, decode = tasks[index].us, self.rules.decode
-        first, last = index == 0, index == len(tasks) - 1
+        word, us, decode = tasks[index].task, tasks[index].us, self.rules.decode
         order, urgency = place, AWAITED
-        if what == "decomp":
+        if word.startswith("decomp"):
             if following is not None:
                 order = following
             else:
                 urgency = LATE if decode == "after backward" else LAST
             if decode in ("none", "with encode"):
                 us = 0.0
-        if decode == "with encode" and what == "comp" and not any(p.task.startswith("comp") for p in tasks[:index]):
+        encodes = [at for at, p in enumerate(tasks) if p.task.startswith("comp")] if decode == "with encode" else []
+        if encodes and index == encodes[0]:
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
-        gate, ends = bucket if first else -1, bucket if last else -1
-        return SimTask(self._resource(what, where), fs_of(us), order, urgency, gate, ends)
+        return SimTask(self.resource(word), fs_of(us), order, urgency)
 
-    def _resource(self, what: str, where: str) -> int:
+    def _resource(self, task: str) -> int:
+        where = task.partition(":")[2]
         if where in LINKS:
             return INTRA if where == "intra" else self._one_link
         return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL

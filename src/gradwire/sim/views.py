@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from gradwire.sim.events import RESOURCES
-from gradwire.sim.timeline import Event, Timeline
+from gradwire.sim.timeline import Timeline
 
 
 def as_table(timeline: Timeline) -> str:
@@ -56,9 +56,16 @@ def as_trace(timeline: Timeline) -> str:
     events: list[dict[str, Any]] = []
     free_at: dict[str, list[float]] = {name: [] for name in RESOURCES}
     for event in timeline.events:
-        place = _place(free_at[event.resource], event)
+        free = free_at[event.resource]
+        place = next((place for place, time in enumerate(free) if time <= event.start_us), len(free))
+        free[place : place + 1] = [event.end_us]
         row = rows.setdefault((event.resource, place), 10 * RESOURCES.index(event.resource) + place)
-        events.append(_slice(_name(event), event.start_us, event.end_us, row, _arguments(event)))
+        if event.bucket < 0:
+            name, about = f"{event.what} {event.tensor}".rstrip(), {"tensor": event.tensor, "step": event.step}
+        else:
+            name = f"{event.what} {event.bucket}" + f".{event.chunk}" * (event.chunk > 0)
+            about = {"bucket": event.bucket, "chunk": event.chunk, "step": event.step}
+        events.append(_slice(name, event.start_us, event.end_us, row, about))
     bubble_row = 10 * len(RESOURCES)
     for bubble in timeline.bubbles:
         after = {"buckets sent before": list(bubble.before)}
@@ -70,32 +77,10 @@ def as_trace(timeline: Timeline) -> str:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
         for row, name in sorted(names.items())
     ]
-    about = {"step_us": timeline.step_us, "schedule": timeline.schedule}
-    document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": told + events}
+    step = {"step_us": timeline.step_us, "schedule": timeline.schedule}
+    document = {"displayTimeUnit": "ms", "otherData": step, "traceEvents": told + events}
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _place(free_at: list[float], event: Event) -> int:
-    """The first row of a resource that is free when the event starts."""
-    for place, time in enumerate(free_at):
-        if time <= event.start_us:
-            free_at[place] = event.end_us
-            return place
-    free_at.append(event.end_us)
-    return len(free_at) - 1
 
 
 def _slice(name: str, start_us: float, end_us: float, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "X", "name": name, "pid": 0, "tid": row, "ts": start_us, "dur": end_us - start_us, "args": arguments}
-
-
-def _name(event: Event) -> str:
-    if event.bucket < 0:
-        return f"{event.what} {event.tensor}".rstrip()
-    return f"{event.what} {event.bucket}" + f".{event.chunk}" * (event.chunk > 0)
-
-
-def _arguments(event: Event) -> dict[str, Any]:
-    if event.bucket < 0:
-        return {"tensor": event.tensor, "step": event.step}
-    return {"bucket": event.bucket, "chunk": event.chunk, "step": event.step}

@@ -30,15 +30,14 @@ from gradwire.core import (
     TopK,
 )
 from gradwire.core.specs.base import ElementRun
-from gradwire.costs import CodecTimes, Prices, fit_line, fit_link, fold
 from gradwire.costs.collectives import flat_traffic, group_traffic
+from gradwire.costs.fit import fit_line, fit_link
 from gradwire.costs.imported import costs_from, import_file, profile_from
-from gradwire.costs.prices import time_at
+from gradwire.costs.prices import Prices, bytes_of, fold, time_at
 from gradwire.costs.steps import steps_of
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner import Uniform
 from gradwire.planner.options import tree
-from gradwire.planner.programs import bytes_of
 
 GRACE = ("comp:gpu", "allgather:inter", "decomp:gpu")
 TWO_PHASE = ("comp:gpu", "alltoall:inter", "decomp:gpu", "comp:gpu", "allgather:inter", "decomp:gpu")
@@ -317,7 +316,7 @@ class TestCodecTimes:
         assert time_at(self.POINTS, min(a, b)) <= time_at(self.POINTS, max(a, b))
 
     def test_devices_are_apart(self):
-        times = CodecTimes(constant(Cast(), 1.0, 2.0, "cpu"))
+        times = Prices([], cluster(2), constant(Cast(), 1.0, 2.0, "cpu"))
         assert time_at(times.points(Cast(), "cpu", "decode"), 10) == 2.0
         with pytest.raises(PlanError, match="on gpu"):
             times.points(Cast(), "gpu", "encode")

@@ -22,11 +22,11 @@ from gradwire.core import (
     TensorProfile,
     TopK,
 )
+from gradwire.costs.prices import bytes_of
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.programs import bytes_of
 from gradwire.planner.starts import bytecomp, ddp, drafts_to_start_from
 from gradwire.sim.rules import Rules, rules_of
 from gradwire.sim.simulator import FS_PER_US

@@ -6,9 +6,9 @@ import pytest
 from test_planner_joint import job_of
 from test_planner_select import SPEC, case, options_of, tables_of
 
+from gradwire.costs.prices import bytes_of
 from gradwire.planner.joint import joint
 from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.programs import bytes_of
 from gradwire.planner.select import select_options
 from gradwire.planner.starts import bytecomp
 from gradwire.sim import native

@@ -2,10 +2,11 @@
 
 They run on any device, hundreds of times slower than the C++ kernels.
 """
+# ruff: noqa: F401 - the imports are the kernels
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
 from gradwire.kernels.reference.fp8 import fp8_decode, fp8_encode
-from gradwire.kernels.reference.local_update import local_update
+from gradwire.kernels.reference.local_update import local_update as local_update
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.reference.powers import exponential_decode, exponential_encode, natural_decode, natural_encode
 from gradwire.kernels.reference.qsgd import qsgd_decode, qsgd_encode
@@ -14,35 +15,4 @@ from gradwire.kernels.reference.signs import mean_sign_encode, sign_decode, sign
 from gradwire.kernels.reference.sparse import block_topk_decode, block_topk_encode, dgc_encode, topk_decode, topk_encode
 from gradwire.kernels.reference.ternary import terngrad_encode, threshold_decode, threshold_encode
 
-__all__ = [
-    "back_project",
-    "block_topk_decode",
-    "block_topk_encode",
-    "cast_decode",
-    "cast_encode",
-    "dgc_encode",
-    "exponential_decode",
-    "exponential_encode",
-    "fp8_decode",
-    "fp8_encode",
-    "gather_random",
-    "local_update",
-    "mean_sign_encode",
-    "natural_decode",
-    "natural_encode",
-    "orthogonalise",
-    "project",
-    "qsgd_decode",
-    "qsgd_encode",
-    "randomk_decode",
-    "randomk_encode",
-    "reconstruct",
-    "scatter_random",
-    "sign_decode",
-    "sign_encode",
-    "terngrad_encode",
-    "threshold_decode",
-    "threshold_encode",
-    "topk_decode",
-    "topk_encode",
-]
+__all__ = [name for name, kernel in sorted(globals().items()) if callable(kernel)]

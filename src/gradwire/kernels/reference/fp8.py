@@ -20,6 +20,7 @@ TINY = 2.0**-110
 
 @dataclass(frozen=True)
 class _Format(Coder):
+    dtype: torch.dtype
     mantissa: int
     """Bits of the mantissa."""
     bias: int
@@ -31,13 +32,8 @@ class _Format(Coder):
 
     def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
         x = v * (torch.tensor(self.largest, dtype=torch.float32) / bf16_value(raw))
-        magnitude = x.abs().clamp(max=self.largest)
-        # one unit of the last place: that of the magnitude's power of two, at least the format's smallest number
-        exponent = ((bits_of(magnitude) >> 23) - 127).clamp(min=1 - self.bias)
-        unit = torch.ldexp(torch.ones_like(x), exponent - self.mantissa)
-        places = (magnitude / unit).round().to(torch.int64)  # to nearest even
-        above = exponent - (1 - self.bias)
-        return (places + (above << self.mantissa) | (torch.signbit(x).to(torch.int64) << 7)) * (raw != 0)
+        rounded = x.clamp(-self.largest, self.largest).to(self.dtype)
+        return rounded.view(torch.uint8).to(torch.int64) * (raw != 0)
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
         exponent, places = (codes & 0x7F) >> self.mantissa, codes & ((1 << self.mantissa) - 1)
@@ -46,7 +42,10 @@ class _Format(Coder):
         return torch.where(codes > 0x7F, -magnitude, magnitude) * (bf16_value(raw) / self.largest)
 
 
-_FORMATS = {"e4m3": _Format(3, 7, 448.0), "e5m2": _Format(2, 15, 57344.0)}
+_FORMATS = {
+    "e4m3": _Format(torch.float8_e4m3fn, 3, 7, 448.0),
+    "e5m2": _Format(torch.float8_e5m2, 2, 15, 57344.0),
+}
 
 
 def fp8_encode(src: Tensor, residual: State, segments: Segments, block: int, format: str, payload: Tensor) -> None:

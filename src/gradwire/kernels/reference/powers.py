@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.reference.numbers import TINY, bf16_value, bits_of, float_of
-from gradwire.kernels.reference.qsgd import find_scale, levels_encode
+from gradwire.kernels.reference.qsgd import UniformLevels, levels_encode
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segment, Segments, State
+from gradwire.kernels.segments import Segments, State
 
 
 class _Natural(Coder):
@@ -40,15 +40,8 @@ class _Natural(Coder):
         return _value(codes, exponent - 127, unit, bits)
 
 
-class _Exponential(Coder):
-    def __init__(self, scale: str) -> None:
-        self.scale = scale
-
-    def bits(self, segment: Segment) -> int:
-        return segment.bits
-
-    def scales(self, v: Tensor) -> Tensor:
-        return find_scale(v, self.scale)
+class _Exponential(UniformLevels):
+    """Levels that halve from the scale on; scales as those of equal steps."""
 
     def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
         levels = (1 << (bits - 1)) - 1

@@ -14,34 +14,30 @@ from torch import Tensor
 
 from gradwire.kernels.reference.numbers import TINY, bf16_towards, bf16_up, bf16_value, bits_of, norms
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
-from gradwire.kernels.segments import Segment, Segments, State
+from gradwire.kernels.segments import Segments, State
 
 SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest code
-
-
-def find_scale(v: Tensor, scale: str) -> Tensor:
-    """Bits of the bfloat16 scales of the rows of v, int64 of shape (rows, 1 or 2)."""
-    if scale == "minmax":
-        low, high = v.amin(dim=1), v.amax(dim=1)
-        # the minimum and maximum as bit patterns: -0.0 is below 0.0
-        low = torch.where((low == 0) & ((v == 0) & torch.signbit(v)).any(dim=1), -0.0, low)
-        high = torch.where((high == 0) & ((v == 0) & ~torch.signbit(v)).any(dim=1), 0.0, high)
-        return torch.stack([bf16_towards(low, up=False), bf16_towards(high, up=True)], dim=1)
-    bound = v.abs().amax(dim=1) if scale == "max" else norms(v).clamp(max=2.0**128 - 2.0**120).to(torch.float32)
-    return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0).unsqueeze(1)
 
 
 class UniformLevels(Coder):
     """Equal steps."""
 
+    width = 0
+
     def __init__(self, scale: str) -> None:
         self.scale, self.per_block = scale, 2 if scale == "minmax" else 1
 
-    def bits(self, segment: Segment) -> int:
-        return segment.bits
-
     def scales(self, v: Tensor) -> Tensor:
-        return find_scale(v, self.scale)
+        """Bits of the bfloat16 scales of the rows of v, int64 of shape (rows, 1 or 2)."""
+        if self.scale == "minmax":
+            low, high = v.amin(dim=1), v.amax(dim=1)
+            # the minimum and maximum as bit patterns: -0.0 is below 0.0
+            low = torch.where((low == 0) & ((v == 0) & torch.signbit(v)).any(dim=1), -0.0, low)
+            high = torch.where((high == 0) & ((v == 0) & ~torch.signbit(v)).any(dim=1), 0.0, high)
+            return torch.stack([bf16_towards(low, up=False), bf16_towards(high, up=True)], dim=1)
+        most = 2.0**128 - 2.0**120
+        bound = v.abs().amax(dim=1) if self.scale == "max" else norms(v).clamp(max=most).to(torch.float32)
+        return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0).unsqueeze(1)
 
     def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
         grid = _level_grid(raw, bits)

@@ -29,10 +29,11 @@ class Coder:
     """Scales of a block."""
     missing = 0
     """The code of an element that is not finite."""
+    width = 8
+    """Bits of a code; 0: those of its segment."""
 
     def bits(self, segment: Segment) -> int:
-        """Bits of a code."""
-        return 8
+        return self.width or segment.bits
 
     def finite(self, v: Tensor) -> Tensor:
         """Which blocks of v are finite, of shape (blocks, 1), or which elements."""

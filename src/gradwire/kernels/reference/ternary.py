@@ -14,7 +14,7 @@ from gradwire.kernels.reference.numbers import HUGE, TINY, bf16_up, bf16_value, 
 from gradwire.kernels.reference.qsgd import UniformLevels
 from gradwire.kernels.reference.scaled import Coder, scaled_decode, scaled_encode
 from gradwire.kernels.reference.signs import block_sums
-from gradwire.kernels.segments import Segment, Segments, State
+from gradwire.kernels.segments import Segments, State
 
 SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
 """A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there."""
@@ -22,12 +22,11 @@ LARGEST_BF16 = 2.0**128 - 2.0**120
 
 
 class _ThresholdCoder(Coder):
+    width = 2
+
     def __init__(self, threshold: float, multiple: float) -> None:
         self.threshold, self.multiple = threshold, multiple
         self.per_block, self.missing = (0, 3) if threshold else (1, 0)
-
-    def bits(self, segment: Segment) -> int:
-        return 2
 
     def finite(self, v: Tensor) -> Tensor:
         return v.abs() < HUGE if self.threshold else block_sums(v.abs()).unsqueeze(1) < HUGE  # false for NaN too
@@ -53,12 +52,11 @@ class _ThresholdCoder(Coder):
 
 
 class _Clipped(UniformLevels):
+    width = 2
+
     def __init__(self, clip: float) -> None:
         super().__init__("max")
         self.clip = clip
-
-    def bits(self, segment: Segment) -> int:
-        return 2
 
     def scales(self, v: Tensor) -> Tensor:
         largest = v.abs().amax(dim=1, keepdim=True)

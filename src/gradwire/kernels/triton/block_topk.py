@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.core.payload import kept_of
 from gradwire.kernels.segments import Segments, State
-from gradwire.kernels.triton.blocks import load_value
+from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import (
     blocks_each,
     check_dst,
@@ -87,10 +87,7 @@ def block_topk_decode_kernel(
     tl.debug_barrier()  # values come after the zeros, whichever threads write them
     there &= wrong == 0
     value = widen(tl.load(values + at, mask=there, other=0.0))
-    to = dst + first + block * n + place
-    if ADD:
-        value = widen(tl.load(to, mask=there, other=0.0)) + value
-    tl.store(to, narrow(value, dst.dtype.element_ty), mask=there)
+    store_value(dst + first + block * n + place, value, there, ADD)
 
 
 class _Blocks(NamedTuple):

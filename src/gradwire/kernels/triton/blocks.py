@@ -120,11 +120,17 @@ def load_byte(at, mask):
 
 
 @triton.jit
+def store_value(at, value, inside, ADD: tl.constexpr):
+    """Write float32 values in the dtype of what `at` points to, or add them to what is there."""
+    if ADD:
+        value += widen(tl.load(at, mask=inside, other=0.0))
+    tl.store(at, narrow(value, at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_piece(to, j, value, mask, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
-    """Write the decoded elements j of blocks of n elements that begin at `to`, or add them to what is there."""
+    """`store_value` of the elements j of blocks of n elements that begin at `to`."""
     inside = mask
     if not WHOLE:
         inside &= j < n
-    if ADD:
-        value += widen(tl.load(to + j, mask=inside, other=0.0))
-    tl.store(to + j, narrow(value, to.dtype.element_ty), mask=inside)
+    store_value(to + j, value, inside, ADD)

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.segments import State
+from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import check_flat, check_payload, launch
-from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow, narrow_u16, store_u16, widen, widen_u16
+from gradwire.kernels.triton.numbers import load_u16, magnitude, narrow_u16, store_u16, widen_u16
 
 TILE = 2048
 """Elements of a program."""
@@ -22,9 +23,7 @@ def cast_encode_kernel(
     """Bits of src (+ residual) as bfloat16 or float16; what overflows leaves the residual as it was."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
-    value = widen(tl.load(src + at, mask=inside, other=0.0))
-    if RESIDUAL:
-        value += tl.load(residual + at, mask=inside, other=0.0)
+    value = load_value(src, residual, at, inside, RESIDUAL)
     sent = narrow_u16(value, BF16)
     store_u16(payload + at * (2 if BYTES else 1), sent, inside, BYTES)
     if RESIDUAL:
@@ -40,9 +39,7 @@ def cast_decode_kernel(
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
     value = widen_u16(load_u16(payload + at * (2 if BYTES else 1), inside, BYTES), BF16)
-    if ADD:
-        value += widen(tl.load(dst + at, mask=inside, other=0.0))
-    tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
+    store_value(dst + at, value, inside, ADD)
 
 
 def cast_encode(src: Tensor, residual: State, wire: torch.dtype, payload: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.core.payload import kept_of
 from gradwire.kernels.segments import Segments, State
-from gradwire.kernels.triton.blocks import load_value
+from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
     check_dst,
@@ -103,8 +103,7 @@ def scatter_kernel(
     present, column = tl.arange(0, STRETCHES) < count, tl.arange(0, WIDTH)[None, :]
     value = widen(tl.load(values + place, mask=present, other=0.0))
     if ADD:
-        value = widen(tl.load(dst + at, mask=present, other=0.0)) + value
-        tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=present)
+        store_value(dst + at, value, present, True)
     else:
         for first in range(0, LONGEST, WIDTH):
             here = start[:, None] + first + column

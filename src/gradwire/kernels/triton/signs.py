@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.core.payload import SIGN_UNIT, coded_bytes
 from gradwire.kernels.segments import Segments, State
-from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value
+from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value, store_value
 from gradwire.kernels.triton.launch import (
     ELEMENTS,
     Programs,
@@ -24,8 +24,8 @@ from gradwire.kernels.triton.launch import (
     program,
     reach_of,
 )
-from gradwire.kernels.triton.numbers import bf16_value, magnitude, narrow, widen
-from gradwire.kernels.triton.sums import LANES, folded, negative, store_mean, store_run_means
+from gradwire.kernels.triton.numbers import bf16_value, magnitude, widen
+from gradwire.kernels.triton.sums import LANES, add_signed, folded, negative, store_means, store_run_means
 
 UNIT = tl.constexpr(SIGN_UNIT)
 
@@ -39,7 +39,7 @@ def units_of(numel, UNITS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def store_means(
+def store_block_means(
     src, residual, scales, numel,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, MEANS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -51,17 +51,9 @@ def store_means(
     for start in range(0, BLOCK, LANES):
         i = start + lane
         value = load_value(src, residual, block[:, None] * BLOCK + i, i < n[:, None], RESIDUAL)
-        if MEANS == 1:
-            above += tl.abs(value)
-        else:
-            above += tl.where(value < 0, 0.0, value)
-            under += tl.where(value < 0, value, 0.0)
-            below += negative(value, MEANS).to(tl.int32)
+        above, under, below = add_signed(above, under, below, value, MEANS)
     total, beneath, many = folded(above, SPAN // BLOCK), folded(under, SPAN // BLOCK), tl.sum(below, axis=1)
-    finite = (total < 2.0**126) & (-beneath < 2.0**126)
-    store_mean(scales + block * (2 * MEANS), total, n - many, finite, n > 0)
-    if MEANS == 2:
-        store_mean(scales + block * 4 + 2, beneath, many, finite, n > 0)
+    store_means(scales + block * (2 * MEANS), total, beneath, many, n, n > 0, MEANS)
 
 
 @triton.jit
@@ -110,7 +102,7 @@ def sign_encode_kernel(
     src, state, scales, codes = src + first, state + first, payload + scale, payload + code
     if MEANS:
         if not KNOWN:
-            store_means(src, state, scales, numel, SPAN, BLOCK, MEANS, STATE)
+            store_block_means(src, state, scales, numel, SPAN, BLOCK, MEANS, STATE)
         used, byte = (numel + BLOCK - 1) // BLOCK * (2 * MEANS), tl.arange(0, 16)
         tl.store(scales + used + byte, tl.zeros([16], tl.uint8), mask=byte < padding)
         tl.debug_barrier()  # all means are there, and all have read the residual, before any thread goes on
@@ -140,9 +132,7 @@ def decode_units(
             value = tl.where(below, other, mean)
         else:
             value = tl.where(below, -1.0, 1.0)
-        if ADD:
-            value += widen(tl.load(dst + at, mask=inside, other=0.0))
-        tl.store(dst + at, narrow(value, dst.dtype.element_ty), mask=inside)
+        store_value(dst + at, value, inside, ADD)
 
 
 @triton.jit

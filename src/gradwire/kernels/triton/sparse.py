@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.segments import Segments, State
+from gradwire.kernels.triton.blocks import store_value
 from gradwire.kernels.triton.indices import ENTRIES, Groups, groups_of, pack_indices, unpack_indices
 from gradwire.kernels.triton.launch import ELEMENTS, check_dst, check_flat, check_payload, launch
 from gradwire.kernels.triton.numbers import narrow, widen
@@ -66,9 +67,7 @@ def write_kernel(
     begins = tl.load(pieces + piece * 2, mask=inside, other=0)
     at = dst + tl.load(pieces + piece * 2 + 1, mask=inside, other=0) + index - begins
     value = widen(tl.load(values + first + i, mask=inside, other=0.0))
-    if ADD:
-        value = widen(tl.load(at, mask=inside, other=0.0)) + value
-    tl.store(at, narrow(value, dst.dtype.element_ty), mask=inside)
+    store_value(at, value, inside, ADD)
 
 
 def topk_encode(

@@ -89,8 +89,29 @@ def store_mean(at, total, count, finite, present):
 
 
 @triton.jit
+def add_signed(above, under, below, value, MEANS: tl.constexpr):
+    """(sum of what is at least zero or, with one mean, of magnitudes; sum of what is below; how many are below), with `value`."""
+    if MEANS == 1:
+        above += tl.abs(value)
+    else:
+        above += tl.where(value < 0, 0.0, value)
+        under += tl.where(value < 0, value, 0.0)
+        below += negative(value, MEANS).to(tl.int32)
+    return above, under, below
+
+
+@triton.jit
+def store_means(at, above, under, below, numel, present, MEANS: tl.constexpr):
+    """The means of `numel` elements, from their sums as float64 and how many are below zero."""
+    finite = (above < 2.0**126) & (-under < 2.0**126)
+    store_mean(at, above, numel - below, finite, present)
+    if MEANS == 2:
+        store_mean(at + 2, under, below, finite, present)
+
+
+@triton.jit
 def piece_sums_kernel(src, residual, table, sums, counts, MEANS: tl.constexpr, RESIDUAL: tl.constexpr):
-    """(sum of what is at least zero or, with one mean, of magnitudes; sum of what is below) and how many are below, by piece."""
+    """The sums of `add_signed` by piece."""
     row = table + tl.program_id(0) * 3
     first, numel, place = tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2)
     piece, lane = tl.arange(0, PIECES)[:, None], tl.arange(0, LANES)[None, :]
@@ -100,12 +121,7 @@ def piece_sums_kernel(src, residual, table, sums, counts, MEANS: tl.constexpr, R
         for k in tl.static_range(AT_ONCE):
             i = piece * PIECE + start + k * LANES + lane
             value = load_value(src + first, residual + first, i, i < numel, RESIDUAL)
-            if MEANS == 1:
-                above += tl.abs(value)
-            else:
-                above += tl.where(value < 0, 0.0, value)
-                under += tl.where(value < 0, value, 0.0)
-                below += negative(value, MEANS).to(tl.int32)
+            above, under, below = add_signed(above, under, below, value, MEANS)
     index = tl.arange(0, PIECES)
     present = index * PIECE < numel
     tl.store(sums + (place + index) * 2, folded(above, PIECES), mask=present)
@@ -127,10 +143,7 @@ def run_means_kernel(sums, counts, table, payload, MEANS: tl.constexpr):
             if MEANS == 2:
                 under += tl.load(sums + at * 2 + 1, mask=at < pieces, other=0.0)
                 below += tl.load(counts + at, mask=at < pieces, other=0)
-    finite = (above < 2.0**126) & (-under < 2.0**126)
-    store_mean(payload + scale + one, above, numel - below, finite, one == 0)
-    if MEANS == 2:
-        store_mean(payload + scale + 2 + one, under, below, finite, one == 0)
+    store_means(payload + scale + one, above, under, below, numel, one == 0, MEANS)
 
 
 class _Tables(NamedTuple):
