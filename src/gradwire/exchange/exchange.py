@@ -1,8 +1,8 @@
 """The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
 
-A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values; these, times 1/world_size,
-are copied into the tensor's place in its bucket. A bucket whose tensors are all ready is taken up by the lanes, in the plan's
-launch order. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
+A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values. In a compressed bucket the
+lanes work on the tensor where it lies; elsewhere its values, times 1/world_size, are copied into its place in the bucket. A bucket
+whose tensors are all ready is taken up by the lanes, in the plan's launch order. `wait` waits until one tensor, or all, hold the mean.
 """
 
 import weakref
@@ -21,6 +21,7 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskTimes
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import Slot, build_buckets, random_streams
+from gradwire.exchange.lending import Lent
 from gradwire.exchange.memory import Remembered, added_up
 from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards, take_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
@@ -28,6 +29,8 @@ from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.telling import failures_told, lane_error
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
+from gradwire.kernels import tensor_key
+from gradwire.kernels.scattered import Addresses
 
 __all__ = ["Exchange"]
 
@@ -77,7 +80,7 @@ class Exchange:
             if problem is not None:
                 raise problem
             assert made is not None
-            self._build(lanes, checked, made, 0, None)
+            self._build(lanes, checked, made, 0, None, True)
         except BaseException as error:
             lanes.stop()
             raise (problem if problem is not None else error) from None
@@ -92,11 +95,13 @@ class Exchange:
         plan: Plan,
         step: int,
         flats: Sequence[torch.Tensor] | None = None,
+        in_place: bool = False,
     ) -> "Exchange":
         """An exchange on lanes that others use too, one after another, with the specs of this step. `flats` are the flat buffers
-        of another exchange of the same tensors. Raises PlanError for what this version cannot run, naming it."""
+        of another exchange of the same tensors. `in_place`: tensors are lent (`lent`) where a bucket needs no flat buffer. Raises
+        PlanError for what this version cannot run, naming it."""
         made = cls.__new__(cls)
-        made._build(lanes, tensors, plan, step, flats)
+        made._build(lanes, tensors, plan, step, flats, in_place)
         return made
 
     def _build(
@@ -106,6 +111,7 @@ class Exchange:
         plan: Plan,
         step: int,
         flats: Sequence[torch.Tensor] | None,
+        in_place: bool,
     ) -> None:
         likes = {name: like(tensor) for name, tensor in tensors.items()}
         self._tensors: dict[str, TensorLike] = {}
@@ -118,9 +124,12 @@ class Exchange:
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
         self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats)
+        addresses = Addresses(map(tensor_key, likes)) if in_place else None
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
-        """Where each tensor lies, by name."""
+        """The place of each tensor, by name."""
+        self.lent = Lent(addresses)
+        """The tensors that are exchanged where they lie."""
         self.executor = Executor(plan, self.buckets, lanes)
         for tasks in self.executor.tasks:
             pieces = [self.buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
@@ -163,7 +172,9 @@ class Exchange:
         source = self._source_of(name, tensor)
         slot = self.slots[name]
         with torch.no_grad():
-            if self._phases == GATHER:
+            if slot.apart:
+                self.lent.lend(slot, source.detach())
+            elif self._phases == GATHER:
                 slot.view.copy_(source)
             else:
                 torch.mul(source.detach(), 1.0 / self.group.world_size, out=slot.view)
@@ -208,6 +219,7 @@ class Exchange:
                 self._put_back(self.slots[each], source)
         if name is None:
             self._left, self._sources = [], {}
+            self.lent.give_back()
             for slot in self.slots.values() if self._phases != GATHER else ():
                 slot.owed = None
             self.step += 1
@@ -220,7 +232,7 @@ class Exchange:
         for name in tensors or ():
             self._known(name)
         given: Mapping[str, TensorLike] = self._tensors if tensors is None else tensors
-        sources = {name: fitting(name, given.get(name), slot.view) for name, slot in self.slots.items()}
+        sources = {name: fitting(name, given.get(name), slot.view, slot.device) for name, slot in self.slots.items()}
         self.begin()
         for name, source in sources.items():
             self.ready(name, source)
@@ -284,7 +296,7 @@ class Exchange:
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """The flat buffer of each bucket."""
+        """The flat buffer of each bucket; empty where tensors are lent."""
         return [buffers.flat for buffers in self.buckets]
 
     def outdated(self, step: int) -> bool:
@@ -294,15 +306,16 @@ class Exchange:
     def begin_step(self, step: int, phases: str = BOTH) -> None:
         """Start the lanes for the step of this number."""
         self.lanes.check()
+        self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
         self.random[:, :, 1] = step
         self.executor.start(phases)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:
-        """Slots of one bucket hold what this rank sends. The last one of a bucket hands the bucket to the lanes."""
+        """Slots of one bucket hold what this rank sends, or it is lent. The last one of a bucket hands the bucket to the lanes."""
         for slot in slots:
-            if owes and slot.owed is not None:
-                slot.add_owed()
+            if owes:
+                slot.add_owed(self.lent.tensors, self.group.world_size)
         bucket = slots[0].bucket
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
@@ -358,14 +371,16 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
         if name in self._sources or not self._left[slot.bucket]:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
-        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view)
+        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
         if self._phases == REDUCE:
             put_back_shards(self.buckets[slot.bucket], slot, source)
-        else:
+        elif not slot.apart:
             source.detach().copy_(slot.view)
+        elif (lent := self.lent.tensors[slot.name]).data_ptr() != source.data_ptr():  # a copy of it
+            source.detach().copy_(lent)
 
     def _make_anew(self) -> None:
         """Go on with the specs of the step that begins next. What compressors remember is kept."""
@@ -375,7 +390,7 @@ class Exchange:
 
     def _with_specs_of(self, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
-        return Exchange.on(self.lanes, likes, self.plan, step)
+        return Exchange.on(self.lanes, likes, self.plan, step, in_place=True)
 
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
