@@ -33,7 +33,12 @@ LEVELS = cpu.levels() if cpu.available() is None else ()
 
 SPECS = [
     *(QSGD(bits=bits) for bits in (2, 4, 8)),
-    *(ErrorFeedback(QSGD(bits=4)), QSGD(bits=3, scale="minmax"), QSGD(bits=4, block=32), QSGD(bits=3, levels="exponential")),
+    *(
+        ErrorFeedback(QSGD(bits=4)),
+        QSGD(bits=3, scale="minmax"),
+        QSGD(bits=4, block=32),
+        QSGD(bits=3, levels="exponential"),
+    ),
     *(Int8(), FP8(), Natural(), TernGrad(), ErrorFeedback(TernGrad()), TwoBit(), ErrorFeedback(TopK(0.05)), TopK(0.05)),
     *(DGC(0.05), BlockTopK(0.1), ErrorFeedback(RandomK(0.1, indices="own")), Threshold(0.1), SignSGD(), Signum()),
 ]

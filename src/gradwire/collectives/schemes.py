@@ -107,13 +107,15 @@ class AllGather(Transfers, OneEncode):
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         rank, world_size, gradient, segments = group.rank, group.world_size, piece.gradient, piece.whole
         dtype = gradient.dtype
-        self.piece, self.aliases = piece, [piece.flat] if piece.apart is None else []
+        self.piece, self.aliases = piece, [piece.flat]
         self.memory = [piece.memory(codec, 0, 0, gradient.numel(), segments)]
         payloads = _payloads(piece, [codec.payload_bytes(segments, dtype)] * world_size)
         wide = dtype != piece.reduce_dtype  # then nothing lies apart
         total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else gradient
         context, own = piece.contexts[0], payloads[rank]
-        only = Transfer([Encoding(codec, gradient, self.memory[0], segments, context, own)], [own] * world_size, payloads)
+        only = Transfer(
+            [Encoding(codec, gradient, self.memory[0], segments, context, own)], [own] * world_size, payloads
+        )
         for source, payload in enumerate(payloads):
             only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
         only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []
@@ -147,7 +149,7 @@ class TwoPhase(Transfers):
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.remembers = codec.state
-        self.aliases = [piece.flat, *self.parts] if piece.apart is None else []
+        self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
 
         sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
         to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])

@@ -201,7 +201,7 @@ class Transfers:
 
     def _operations(self, phase: int) -> Operations:
         """What C++ runs. Made anew when the bucket's memory has moved."""
-        address = self.aliases[0].data_ptr() if self.aliases else 0
+        address = self.aliases[0].data_ptr()
         if address != self._listed_at:
             self._listed, self._listed_at = {}, address
         if phase not in self._listed:

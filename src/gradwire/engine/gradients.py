@@ -1,6 +1,6 @@
-"""The gradients that scripts get: those that autograd made, or tensors over the memory of buckets.
+"""The gradients that scripts get: where a bucket has no memory those that autograd made, elsewhere tensors over its memory.
 
-Where a bucket has no memory, the exchange works on the gradients that autograd made, and they stay the parameters'. Elsewhere: a script that keeps a view of a gradient (`p.grad.view(-1)`), sets `p.grad` to None and goes on expects the view to stay as it is,
+A script that keeps a view of a gradient (`p.grad.view(-1)`), sets `p.grad` to None and goes on expects the view to stay as it is,
 as under DDP, where new gradients are in new memory. So before anything is written the uses of the memory are counted, and where
 the script has one left the bucket moves elsewhere.
 """
@@ -110,6 +110,16 @@ class Gradient:
             parameter.grad = self.hand_out()
         elif own is not None and parameter.grad is self.handed:
             self.slot.view.copy_(own)
+
+
+def write(slot: Slot, lent: Lent, grad: torch.Tensor | None, share: torch.Tensor) -> None:
+    """The slot takes this part of a gradient, or zeros; its memory may be the gradient's. Without memory a copy is lent."""
+    if slot.apart:
+        lent.lend(slot, slot.empty().copy_(grad) if grad is not None else slot.empty().zero_())
+    elif grad is None:
+        slot.view.zero_()
+    else:
+        torch.mul(grad.detach(), share, out=slot.view)
 
 
 class LentGradient:

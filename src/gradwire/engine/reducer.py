@@ -4,8 +4,7 @@ The states of a step, `StepState`:
 1. IDLE. The first gradient-ready event of a synchronised backward, or a schedule that launches steps by itself, begins a step:
    `begin` starts the lanes of one exchange, and a callback is queued for the end of this backward.
 2. RUNNING. After each event and the script's own hooks the gradient is noted. When a run of gradients is complete it is lent to
-   the exchange until the step ends, or copied, times 1/world_size, into the slots, which become the grads. A bucket's last run
-   hands the bucket to the lanes.
+   the lanes, or copied, times 1/world_size, into the slots, which become the grads. A bucket's last run starts its exchange.
 3. CLOSING, from the callback on. Gradients that never came are filled in (zeros, or what earlier backwards without
    synchronisation left). One small exchange tells how each rank's backward went and which parameters it used. What else is
    awaited is the schedule's. Parameters no rank used keep the grad they had, as under DDP. Then IDLE.
@@ -28,7 +27,7 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport
-from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
+from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
 from gradwire.engine.leaving import came_twice, not_sent, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
@@ -274,22 +273,15 @@ class Reducer:
             parameters.append(parameter)
             grads.append(grad)
         run.fill(grads, self._share)
-        for parameter, grad, gradient in zip(parameters, grads, run.gradients, strict=True):
-            if (mean := gradient.hand_out()) is not grad:
+        for parameter, grad, index in zip(parameters, grads, run.indices, strict=True):
+            if (mean := self.gradients[index].hand_out()) is not grad:
                 parameter.grad = mean
         self.count(*run.indices)
 
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
-        """The slot takes this rank's share of the mean; its memory may be the gradient's. Without a place a copy is lent."""
-        slot = self.slots[index]
         if grad is not None and grad.is_sparse:
             raise not_sent(self, index, grad)
-        if slot.apart:
-            self.running.lent.lend(slot, slot.empty().zero_() if grad is None else slot.empty().copy_(grad))
-        elif grad is None:
-            slot.view.zero_()
-        else:
-            torch.mul(grad.detach(), self._share, out=slot.view)
+        write(self.slots[index], self.running.lent, grad, self._share)
 
     def _fill_complete(self) -> None:
         for run in self.arrivals.take_complete():

@@ -1,8 +1,8 @@
 """The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
 
-A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values. In a compressed bucket the
-lanes work on the tensor where it lies; elsewhere its values, times 1/world_size, are copied into its place in the bucket. A bucket
-whose tensors are all ready is taken up by the lanes, in the plan's launch order. `wait` waits until one tensor, or all, hold the mean.
+A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values: it is lent to the lanes, or
+its values, times 1/world_size, are copied into its place in its bucket. A bucket whose tensors are all ready is taken up by the
+lanes, in the plan's launch order. `wait` waits until a tensor, or all, hold the mean.
 """
 
 import weakref
@@ -27,10 +27,8 @@ from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
-from gradwire.exchange.telling import failures_told, lane_error
+from gradwire.exchange.telling import failures_told, lane_error, not_ready
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
-from gradwire.kernels import tensor_key
-from gradwire.kernels.scattered import Addresses
 
 __all__ = ["Exchange"]
 
@@ -97,9 +95,8 @@ class Exchange:
         flats: Sequence[torch.Tensor] | None = None,
         in_place: bool = False,
     ) -> "Exchange":
-        """An exchange on lanes that others use too, one after another, with the specs of this step. `flats` are the flat buffers
-        of another exchange of the same tensors. `in_place`: tensors are lent (`lent`) where a bucket needs no flat buffer. Raises
-        PlanError for what this version cannot run, naming it."""
+        """An exchange on lanes that others use too, one after another, with the specs of this step. `flats`: of another exchange
+        of the same tensors. `in_place`: tensors are lent where possible. Raises PlanError for what this version cannot run."""
         made = cls.__new__(cls)
         made._build(lanes, tensors, plan, step, flats, in_place)
         return made
@@ -124,12 +121,11 @@ class Exchange:
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
         self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
-        addresses = Addresses(map(tensor_key, likes)) if in_place else None
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, addresses)
+        self.lent = Lent(likes if in_place else ())
+        """The tensors that are exchanged where they lie."""
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
         """The place of each tensor, by name."""
-        self.lent = Lent(addresses)
-        """The tensors that are exchanged where they lie."""
         self.executor = Executor(plan, self.buckets, lanes)
         for tasks in self.executor.tasks:
             pieces = [self.buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
@@ -204,11 +200,7 @@ class Exchange:
             for slot in self.buckets[bucket].slots
             if self._left[bucket] and slot.name not in self._sources
         ]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise StepStateError(
-                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call "
-                "ready() for each tensor in every step."
-            )
+            raise not_ready(missing)
         if name is None:
             self._meters = self.finish()
         else:
@@ -312,7 +304,7 @@ class Exchange:
         self.executor.start(phases)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:
-        """Slots of one bucket hold what this rank sends, or it is lent. The last one of a bucket hands the bucket to the lanes."""
+        """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""
         for slot in slots:
             if owes:
                 slot.add_owed(self.lent.tensors, self.group.world_size)
@@ -377,10 +369,10 @@ class Exchange:
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
         if self._phases == REDUCE:
             put_back_shards(self.buckets[slot.bucket], slot, source)
-        elif not slot.apart:
+        elif slot.apart:
+            self.lent.put_back(slot, source)
+        else:
             source.detach().copy_(slot.view)
-        elif (lent := self.lent.tensors[slot.name]).data_ptr() != source.data_ptr():  # a copy of it
-            source.detach().copy_(lent)
 
     def _make_anew(self) -> None:
         """Go on with the specs of the step that begins next. What compressors remember is kept."""

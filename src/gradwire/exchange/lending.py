@@ -5,19 +5,22 @@ mean is written to must be nobody else's.
 """
 
 from bisect import bisect_right
+from collections.abc import Collection
 
 import torch
 
 from gradwire.exchange.layout import Slot
+from gradwire.kernels import tensor_key
 from gradwire.kernels.scattered import Addresses
 
 
 class Lent:
     """The tensors of one step, by name."""
 
-    def __init__(self, addresses: Addresses | None) -> None:
-        """addresses: None where everything is copied into flat buffers."""
-        self._addresses = addresses
+    def __init__(self, names: Collection[str]) -> None:
+        """names: of all tensors; none where all are copied into flat buffers."""
+        self.addresses = Addresses(map(tensor_key, names)) if names else None
+        """Where kernels find the tensors."""
         self.tensors: dict[str, torch.Tensor] = {}
         """What was lent in this step, or the copy that stands for it."""
         self._runs: list[tuple[int, int]] = []
@@ -28,17 +31,22 @@ class Lent:
         if not (_is_plain(tensor) and slot.holds(tensor) and self._is_alone(tensor)):
             tensor = slot.empty().copy_(tensor)
             self._is_alone(tensor)
-        assert self._addresses is not None
+        assert self.addresses is not None
         self.tensors[slot.name] = tensor
-        self._addresses.set(slot.key, tensor.data_ptr())
+        self.addresses.set(slot.key, tensor.data_ptr())
         return tensor
+
+    def put_back(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """The tensor that was to be lent holds the mean, also where a copy was lent."""
+        if (lent := self.tensors[slot.name]).data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(lent)
 
     def give_back(self) -> None:
         """The step is over. Autograd is told that the tensors have changed."""
-        if self._addresses is not None and self.tensors:
+        if self.addresses is not None and self.tensors:
             torch.autograd.graph.increment_version([t for t in self.tensors.values() if not t.is_inference()])
             self.tensors, self._runs = {}, []
-            self._addresses.clear()
+            self.addresses.clear()
 
     def _is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether no other tensor of the step has a part of its memory. Takes note of it if so."""

@@ -12,7 +12,7 @@ from gradwire.kernels.segments import Segments
 
 
 class Addresses:
-    """Where tensors lie, by their keys. C++ reads the table in every call, so calls that were made once see each step's tensors."""
+    """Where tensors lie, by their keys. C++ reads the table in every call: calls that were made once find each step's tensors."""
 
     def __init__(self, keys: Iterable[int]) -> None:
         self._at = {key: index for index, key in enumerate(keys)}
@@ -34,10 +34,10 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Scattered:
-    """A run of elements of several tensors, which stands where kernels otherwise take a flat buffer. The segments that a kernel is
-    called with say which elements: a row begins at element `first` of its tensor.
+    """A run of elements of several tensors, which stands where the C++ kernels otherwise take a flat buffer.
 
-    Kernels read the elements times `factor`, rounded to their dtype, and write them as they are. On the CPU only, by the C++ kernels.
+    The segments of a call say which elements: a row begins at element `first` of its tensor. Kernels read the elements times
+    `factor`, rounded to their dtype, and write them as they are.
     """
 
     addresses: Addresses
