@@ -150,6 +150,8 @@ class TwoPhase(Transfers):
         self.memory = [*self.own, self.of_sum]
         self.remembers = codec.state
         self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
+        if piece.apart is not None:
+            self.aliases = [self.total]  # what may move, and is of no bucket
 
         sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
         to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])
@@ -180,6 +182,12 @@ class TwoPhase(Transfers):
             gather.arrivals[j] = [Decode(again, sums[j], shards[j], self.total.dtype, False, part, context)]
         super().__init__([[reduce], [gather]], rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
+
+    def keep_total(self, memory: torch.Tensor) -> None:
+        """Of a piece that lies apart: keep the sum in the first elements of this memory, of the sum's dtype."""
+        self.total.set_(
+            memory.untyped_storage(), 0, self.total.shape, self.total.stride()
+        )  # works hold the tensor itself
 
     def _own_term(self, add: bool) -> Work:
         """The own part becomes the sum, or is added to it."""

@@ -87,11 +87,13 @@ class Encoding:
     payload: torch.Tensor
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        if isinstance(self.source, Scattered):
-            cpu.run(self.calls())
-            return
-        with self.memory.open(streams, self.source) as state:
-            self.codec.encode(self.source, state, self.segments, self.context.on(stream), self.payload)
+        source = self.source
+        if isinstance(source, Scattered):
+            gathered = torch.empty(source.count, dtype=source.dtype)
+            Gather(gathered, source, self.segments, False).run(streams, stream)
+            source = gathered
+        with self.memory.open(streams, source) as state:
+            self.codec.encode(source, state, self.segments, self.context.on(stream), self.payload)
 
     def calls(self) -> list[Call]:
         return self.codec.encode_calls(self.source, self.memory.state, self.segments, self.context, self.payload)

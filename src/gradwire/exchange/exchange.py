@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Meter, share_scratch
+from gradwire.collectives import Meter
 from gradwire.core.checks import near, printable, show
 from gradwire.core.plan import Plan
 from gradwire.errors import PlanError, StepStateError
@@ -23,7 +23,7 @@ from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import Slot, build_buckets, random_streams
 from gradwire.exchange.lending import Lent
 from gradwire.exchange.memory import Remembered, added_up
-from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards, take_shards
+from gradwire.exchange.phases import check_two_phases, own_runs, part_totals, put_back_shards, share_memory, take_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
@@ -128,8 +128,7 @@ class Exchange:
         """The place of each tensor, by name."""
         self.executor = Executor(plan, self.buckets, lanes)
         for tasks in self.executor.tasks:
-            pieces = [self.buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
-            share_scratch(memory for piece in pieces for memory in piece.memory)
+            share_memory(tasks, self.buckets)
         self.memory = Remembered(self.buckets)
         """What compressors remember."""
         self._sizes = [len(buffers.slots) for buffers in self.buckets]
@@ -155,6 +154,7 @@ class Exchange:
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
             check_two_phases(self.buckets, phases)
+            part_totals(self.buckets)
         self.begin_step(self.step, phases)
 
     def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:

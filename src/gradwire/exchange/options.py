@@ -70,7 +70,6 @@ def works_apart(bucket: Bucket, codec: Compressor, like: torch.Tensor) -> bool:
         and like.is_cpu
         and is_float(like.dtype)
         and (sums_elsewhere or like.dtype is torch.float32)
-        and bucket.residual_dtype == "float32"
         and codec.spec.carries_uncompressed
         and codec.runs_in_c
         and codec.for_sum().runs_in_c
