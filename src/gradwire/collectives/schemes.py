@@ -139,9 +139,9 @@ class TwoPhase(Transfers):
         own_first = rank < 2 and not codec.encodes_own_part
         self.in_place = own_first and piece.apart is None and dtype == piece.reduce_dtype
         own_first = self.in_place or (own_first and piece.apart is not None)
-        self.total = piece.flat[bounds[rank] : bounds[rank + 1]]
-        if not self.in_place:
-            self.total = torch.empty(mine.numel(), dtype=piece.reduce_dtype, device=piece.flat.device)
+        self.total = torch.empty(mine.numel(), dtype=piece.reduce_dtype, device=piece.flat.device)
+        if self.in_place and isinstance(mine, torch.Tensor):
+            self.total = mine
         self.start = bounds[rank]
         """The first element of the own shard, from the piece's start."""
         edges = zip(pairwise(bounds), shards, strict=True)
