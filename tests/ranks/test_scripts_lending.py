@@ -54,15 +54,14 @@ def test_the_bits_are_those_of_buckets(
     grid = [Grid.even(1, world_size, rank) for rank in range(world_size)]
     option = COLLECTIVES[scheme].on("cpu")
     plan = plan_for(option, spec, dtype=dtype, chunk_bytes=1500, residual_dtype=residual_dtype)
-    made = [
-        Ranks(plan, grid, dtype=getattr(torch, dtype), wired=wired and each, in_place=each) for each in (False, True)
-    ]
+    of: torch.dtype = getattr(torch, dtype)
+    made = [Ranks(plan, grid, dtype=of, wired=wired and each, in_place=each) for each in (False, True)]
     apart = scheme == "alltoall" or dtype == "float32"  # all-gather adds in the gradients' memory, so in their dtype
     assert all(slot.apart is apart for bucket in made[1].buckets for slot in bucket.slots)
     assert not any(slot.apart for bucket in made[0].buckets for slot in bucket.slots)
     for step in range(3):
         for ranks in made:
-            ranks.step(step, [gradients(rank, step) for rank in range(world_size)])
+            ranks.step(step, [[g.to(of) for g in gradients(rank, step)] for rank in range(world_size)])
         copied, lent = (ranks.results() for ranks in made)
         assert all(torch.equal(each, other) for each, other in zip(copied, lent, strict=True))
         states = [[rank.memory.state() for rank in ranks.ranks] for ranks in made]

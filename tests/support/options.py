@@ -105,7 +105,7 @@ class Ranks:
             rank.lent.give_back()
             for slot, gradient in zip(rank.buckets[0].slots, own, strict=True):
                 if slot.apart:
-                    rank.lent.lend(slot, gradient.to(slot.view.dtype))
+                    rank.lent.lend(slot, gradient.clone())
                 else:
                     torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
         sent = []
