@@ -230,9 +230,7 @@ class Phase {
   std::vector<int64_t> ranks_;
 };
 
-int64_t element_bytes(const Tensor& t) { return dtype_of(t) == Dtype::float32 ? 4 : 2; }
-
-// The elements of the rows of a table, one after another in `packed`.
+// Calls copy(where a row lies, its first element in `packed`, elements): rows follow one another in `packed`.
 template <class Copy>
 void each_row(const Tensor& segments, const Tensor& flat, const Tensor& packed, const Copy& copy) {
   const Table table = table_of(segments, flat, 1);
@@ -241,7 +239,7 @@ void each_row(const Tensor& segments, const Tensor& flat, const Tensor& packed, 
     const Segment& s = table.rows[i];
     GW_CHECK(s.numel <= packed.numel - at, "the rows have more elements than the %lld of the packed tensor",
              Long(packed.numel));
-    copy(s.offset, at, s.numel);
+    copy(static_cast<char*>(table.data) + table.placed[i].offset * item_bytes(dtype_of(flat)), at, s.numel);
     at += s.numel;
   }
   GW_CHECK(at == packed.numel, "the rows have %lld elements and the packed tensor has %lld", Long(at), Long(packed.numel));
@@ -320,14 +318,18 @@ GW_API gw_add_into(const Tensor* into, const Tensor* source) {
   });
 }
 
-// Gathers the elements of rows of a flat buffer, in its dtype.
-GW_API gw_gather_rows(const Tensor* flat, const Tensor* segments, const Tensor* packed) {
+// Gathers the elements of rows of a flat buffer, in its dtype or as float32, or adds them to float32.
+GW_API gw_gather_rows(const Tensor* flat, const Tensor* segments, bool add, const Tensor* packed) {
   return guarded([&] {
-    GW_CHECK(packed->contiguous && flat->contiguous && packed->dtype == flat->dtype, "rows are gathered in their own dtype");
-    const int64_t each = element_bytes(*flat);
-    each_row(*segments, *flat, *packed, [&](int64_t from, int64_t to, int64_t numel) {
-      std::memcpy(static_cast<char*>(packed->data) + to * each, static_cast<const char*>(flat->data) + from * each,
-                  size_t(numel * each));
+    const Dtype own = dtype_of(*flat), into = dtype_of(*packed);
+    GW_CHECK(packed->contiguous && (flat->contiguous || flat->places) && (own == into || into == Dtype::float32),
+             "rows are gathered in their own dtype, or as float32");
+    check_add(add, *packed);
+    const float factor = factor_of(*flat);
+    each_row(*segments, *flat, *packed, [&](const char* from, int64_t at, int64_t numel) {
+      char* const to = static_cast<char*>(packed->data) + at * item_bytes(into);
+      if (own == into && factor == 1.0f && !add) std::memcpy(to, from, size_t(numel * item_bytes(own)));
+      else kernels().scale_into(from, own, factor, to, into == Dtype::float32, add, numel);
     });
   });
 }
@@ -335,11 +337,10 @@ GW_API gw_gather_rows(const Tensor* flat, const Tensor* segments, const Tensor* 
 // Puts elements back into rows of a flat buffer, or adds them.
 GW_API gw_scatter_rows(const Tensor* packed, const Tensor* segments, bool add, const Tensor* flat) {
   return guarded([&] {
-    GW_CHECK(packed->contiguous && flat->contiguous, "rows are scattered between dense tensors");
-    const int64_t from_bytes = element_bytes(*packed), to_bytes = element_bytes(*flat);
-    each_row(*segments, *flat, *packed, [&](int64_t to, int64_t from, int64_t numel) {
-      kernels().cast_decode(bytes_of(*packed) + from * from_bytes, dtype_of(*packed), bytes_of(*flat) + to * to_bytes,
-                            dtype_of(*flat), add, numel);
+    GW_CHECK(packed->contiguous && (flat->contiguous || flat->places), "rows are scattered between dense tensors");
+    const Dtype from = dtype_of(*packed), into = dtype_of(*flat);
+    each_row(*segments, *flat, *packed, [&](char* to, int64_t at, int64_t numel) {
+      kernels().cast_decode(bytes_of(*packed) + at * item_bytes(from), from, to, into, add, numel);
     });
   });
 }

@@ -31,6 +31,7 @@ Dtype wire_of(int64_t wire) {
 
 void check_cast(const Tensor& flat, const Tensor& payload) {
   check_buffers(flat, payload);
+  GW_CHECK(flat.contiguous, "a cast takes a flat buffer as a whole");
   GW_CHECK(payload.numel == 2 * flat.numel, "the payload has %lld bytes where %lld elements take %lld", Long(payload.numel),
            Long(flat.numel), Long(2 * flat.numel));
 }
@@ -61,14 +62,15 @@ Code fp8_of(int64_t format) {
 void encode_scaled(const Tensor* src, const Tensor* residual, const Tensor* segments, const Stream& stream,
                    const Scaled& how, const Tensor* payload) {
   const ScaledCall call = checked_scaled(*segments, *src, *payload, how);
-  kernels().scaled_encode(src->data, dtype_of(*src), remembered(residual, *src), call.table.rows, call.table.count, stream, how,
-                          bytes_of(*payload));
+  kernels().scaled_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count, stream,
+                          how, bytes_of(*payload));
 }
 
 void decode_scaled(const Tensor* payload, const Tensor* segments, Code code, int64_t block, bool add, const Tensor* dst) {
   const ScaledCall call = checked_scaled(*segments, *dst, *payload, {block, code, Scale::max, Rounding::stochastic});
   check_add(add, *dst);
-  kernels().scaled_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, call.table.rows, call.table.count, call.how);
+  kernels().scaled_decode(bytes_of(*payload), call.table.data, dtype_of(*dst), add, call.table.placed, call.table.count,
+                          call.how);
 }
 
 }  // namespace
@@ -80,7 +82,7 @@ GW_API gw_qsgd_encode(const Tensor* src, const Tensor* residual, const Tensor* s
                       int64_t scale, int64_t rounding, const Tensor* payload) {
   return guarded([&] {
     const Call call = checked(*segments, *src, *payload, block, scale, rounding);
-    kernels().qsgd_encode(src->data, dtype_of(*src), remembered(residual, *src), call.table.rows, call.table.count,
+    kernels().qsgd_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count,
                           stream_of(*stream), call.q, bytes_of(*payload));
   });
 }
@@ -89,7 +91,7 @@ GW_API gw_qsgd_decode(const Tensor* payload, const Tensor* segments, int64_t blo
   return guarded([&] {
     const Call call = checked(*segments, *dst, *payload, block, scale, 0);
     check_add(add, *dst);
-    kernels().qsgd_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, call.table.rows, call.table.count, call.q);
+    kernels().qsgd_decode(bytes_of(*payload), call.table.data, dtype_of(*dst), add, call.table.placed, call.table.count, call.q);
   });
 }
 

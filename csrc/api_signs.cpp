@@ -31,7 +31,8 @@ using namespace gradwire;
 GW_API gw_sign_encode(const Tensor* src, const Tensor* momentum, double keep, const Tensor* segments, const Tensor* payload) {
   return guarded([&] {
     const Table table = checked(*segments, *src, *payload, 0, 0, 1);
-    kernels().sign_encode(src->data, dtype_of(*src), remembered(momentum, *src), float(keep), float(1.0 - keep), table.rows,
+    const FlatGradient flat(*src, table);
+    kernels().sign_encode(flat.data(), dtype_of(*src), remembered(momentum, *src), float(keep), float(1.0 - keep), table.rows,
                           table.count, bytes_of(*payload));
   });
 }
@@ -41,7 +42,8 @@ GW_API gw_mean_sign_encode(const Tensor* src, const Tensor* residual, const Tens
   return guarded([&] {
     GW_CHECK(means == 1 || means == 2, "a block has 1 or 2 means, not %lld", Long(means));
     const Table table = checked(*segments, *src, *payload, block, means, 1);
-    kernels().mean_sign_encode(src->data, dtype_of(*src), remembered(residual, *src), table.rows, table.count, block, int(means),
+    const FlatGradient flat(*src, table);
+    kernels().mean_sign_encode(flat.data(), dtype_of(*src), remembered(residual, *src), table.rows, table.count, block, int(means),
                                bytes_of(*payload));
   });
 }
@@ -51,7 +53,7 @@ GW_API gw_sign_decode(const Tensor* payload, const Tensor* segments, int64_t blo
     GW_CHECK(means >= 0 && means <= 2, "a block has 0, 1 or 2 means, not %lld", Long(means));
     const Table table = checked(*segments, *dst, *payload, block, means, 1);
     check_add(add, *dst);
-    kernels().sign_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, table.rows, table.count, block, int(means));
+    kernels().sign_decode(bytes_of(*payload), table.data, dtype_of(*dst), add, table.placed, table.count, block, int(means));
   });
 }
 
@@ -60,7 +62,7 @@ GW_API gw_threshold_encode(const Tensor* src, const Tensor* residual, const Tens
   return guarded([&] {
     const Ternary q = ternary_of(block, threshold, multiple);
     const Table table = checked(*segments, *src, *payload, block, threshold > 0.0 ? 0 : 1, 2);
-    kernels().threshold_encode(src->data, dtype_of(*src), remembered(residual, *src), table.rows, table.count, q,
+    kernels().threshold_encode(gradient_of(*src, table), remembered(residual, *src), table.rows, table.count, q,
                                bytes_of(*payload));
   });
 }
@@ -71,7 +73,7 @@ GW_API gw_threshold_decode(const Tensor* payload, const Tensor* segments, int64_
     const Ternary q = ternary_of(block, threshold, 1.0);
     const Table table = checked(*segments, *dst, *payload, block, threshold > 0.0 ? 0 : 1, 2);
     check_add(add, *dst);
-    kernels().threshold_decode(bytes_of(*payload), dst->data, dtype_of(*dst), add, table.rows, table.count, q);
+    kernels().threshold_decode(bytes_of(*payload), table.data, dtype_of(*dst), add, table.placed, table.count, q);
   });
 }
 
@@ -82,8 +84,8 @@ GW_API gw_terngrad_encode(const Tensor* src, const Tensor* residual, const Tenso
     GW_CHECK(clip > 0.0, "clipping at %g root mean squares", clip);
     const Table table = checked(*segments, *src, *payload, block, 1, 2);
     for (int64_t i = 0; i < table.count; ++i) check_bits(table.rows[i], i, 2, 2);
-    kernels().terngrad_encode(src->data, dtype_of(*src), remembered(residual, *src), table.rows, table.count,
-                              stream_of(*stream), block, clip, bytes_of(*payload));
+    kernels().terngrad_encode(gradient_of(*src, table), remembered(residual, *src), table.rows, table.count, stream_of(*stream),
+                              block, clip, bytes_of(*payload));
   });
 }
 

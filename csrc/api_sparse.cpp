@@ -1,6 +1,4 @@
 // The sparsifiers: Top-k, Threshold, DGC, Block Top-k and Random-k.
-#include <memory>
-
 #include "packed.hpp"
 
 namespace gradwire {
@@ -10,8 +8,6 @@ constexpr const char* kDamaged = "the payload's indices are damaged";
 constexpr int64_t kStreamBytes = 8;
 
 void check_ratio(double ratio) { GW_CHECK(ratio > 0.0 && ratio <= 1.0, "a ratio of %g is no part of the elements", ratio); }
-
-int64_t item_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 Dtype value_dtype(int64_t value) {
   GW_CHECK(value >= 0 && value <= 2, "values are float32 (0), bfloat16 (1) or float16 (2)");
@@ -59,8 +55,9 @@ void select_encode(const Tensor& src, float* residual, float* momentum, const Te
   const Dtype dtype = dtype_of(src);
   const Selection s = selection_of(src, segments, payload, selector, dtype);
   const std::unique_ptr<uint32_t[]> room(new uint32_t[size_t(4 * s.capacity)]);
-  kernels().select_encode(src.data, dtype, residual, momentum, s.table.rows, s.table.count, selector, {room.get(), s.capacity},
-                          bytes_of(payload));
+  const FlatGradient flat(src, s.table);
+  kernels().select_encode(flat.data(), dtype, residual, momentum, s.table.rows, s.table.count, selector,
+                          {room.get(), s.capacity}, bytes_of(payload));
 }
 
 Table block_table(const Tensor& flat, const Tensor& segments, const Tensor& payload, double ratio, int64_t block, Dtype value) {
@@ -133,7 +130,7 @@ GW_API gw_topk_decode(const Tensor* payload, const Tensor* segments, int64_t val
     const Selection s = selection_of(*dst, *segments, *payload, {ratio, together, 0.0f, 0.0f, 0.0}, wire);
     check_add(add, *dst);
     const std::unique_ptr<uint32_t[]> index(new uint32_t[size_t(s.kept)]);
-    const bool right = kernels().select_decode(bytes_of(*payload), wire, dst->data, dtype_of(*dst), add, s.table.rows,
+    const bool right = kernels().select_decode(bytes_of(*payload), wire, s.table.data, dtype_of(*dst), add, s.table.placed,
                                                s.table.count, s.selector, index.get());
     GW_CHECK(right, "%s", kDamaged);
   });
@@ -144,7 +141,8 @@ GW_API gw_block_topk_encode(const Tensor* src, const Tensor* residual, const Ten
   return guarded([&] {
     const Dtype dtype = dtype_of(*src);
     const Table table = block_table(*src, *segments, *payload, ratio, block, dtype);
-    kernels().block_topk_encode(src->data, dtype, remembered(residual, *src), table.rows, table.count, block, ratio,
+    const FlatGradient flat(*src, table);
+    kernels().block_topk_encode(flat.data(), dtype, remembered(residual, *src), table.rows, table.count, block, ratio,
                                 bytes_of(*payload));
   });
 }
@@ -155,7 +153,7 @@ GW_API gw_block_topk_decode(const Tensor* payload, const Tensor* segments, int64
     const Dtype wire = value_dtype(value);
     const Table table = block_table(*dst, *segments, *payload, ratio, block, wire);
     check_add(add, *dst);
-    const bool right = kernels().block_topk_decode(bytes_of(*payload), wire, dst->data, dtype_of(*dst), add, table.rows,
+    const bool right = kernels().block_topk_decode(bytes_of(*payload), wire, table.data, dtype_of(*dst), add, table.placed,
                                                    table.count, block, ratio);
     GW_CHECK(right, "%s", kDamaged);
   });
@@ -168,7 +166,8 @@ GW_API gw_randomk_encode(const Tensor* src, const Tensor* residual, const Tensor
     const Table table = random_payload(*src, *segments, *payload, ratio, dtype);
     const uint64_t base = kernels().stream_base(stream_of(*stream));
     for (int i = 0; i < kStreamBytes; ++i) bytes_of(*payload)[i] = uint8_t(base >> (8 * i));
-    kernels().random_gather(src->data, dtype, remembered(residual, *src), table.rows, table.count, ratio, base, false,
+    const FlatGradient flat(*src, table);
+    kernels().random_gather(flat.data(), dtype, remembered(residual, *src), table.rows, table.count, ratio, base, false,
                             bytes_of(*payload) + kStreamBytes);
   });
 }
@@ -180,7 +179,7 @@ GW_API gw_randomk_decode(const Tensor* payload, const Tensor* segments, int64_t 
     check_add(add, *dst);
     uint64_t base = 0;
     for (int i = 0; i < kStreamBytes; ++i) base |= uint64_t(bytes_of(*payload)[i]) << (8 * i);
-    kernels().random_scatter(bytes_of(*payload) + kStreamBytes, wire, dst->data, dtype_of(*dst), add, table.rows, table.count,
+    kernels().random_scatter(bytes_of(*payload) + kStreamBytes, wire, table.data, dtype_of(*dst), add, table.placed, table.count,
                              ratio, base);
   });
 }

@@ -27,6 +27,14 @@ struct Segment {
   int64_t bits;    // 2 to 8
 };
 
+// What an encode reads: elements in memory times a factor, rounded to their dtype.
+struct Gradient {
+  const void* data;
+  Dtype dtype;
+  const Segment* rows;  // the segments, with offsets from `data`
+  float factor;
+};
+
 // What the random stream is keyed by, beside the tensor.
 struct Stream {
   int64_t seed, step, encode, rank;
@@ -92,7 +100,7 @@ struct LocalUpdate {
 struct Kernels {
   const char* level;
   // Reads src (+ residual, when given) and writes a payload; residual becomes what the payload lost.
-  void (*qsgd_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+  void (*qsgd_encode)(const Gradient& src, float* residual, const Segment* segments, int64_t count,
                       const Stream& stream, const Quantiser& q, uint8_t* payload);
   // dst = decoded, or dst += decoded (float32 dst only).
   void (*qsgd_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
@@ -100,6 +108,8 @@ struct Kernels {
   // numel elements of src (+ residual) as wire (bfloat16 or float16). Decoding takes float32 too: a copy, or a sum.
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
+  // numel elements times a factor, rounded to their dtype, into `to`: float32 if `wide`, else of their dtype. Sums are float32.
+  void (*scale_into)(const void* from, Dtype dtype, float factor, void* to, bool wide, bool add, int64_t numel);
   // PowerSGD, M being src + residual: P = M Q', Q = P' M, dst = P Q.
   void (*project)(const void* src, Dtype dtype, const float* residual, const Matrix* matrices, int64_t count, int64_t rank,
                   const float* q, float* p);
@@ -133,15 +143,15 @@ struct Kernels {
   // Both of these: no means are signs alone.
   void (*sign_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                       int64_t block, int means);
-  void (*threshold_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+  void (*threshold_encode)(const Gradient& src, float* residual, const Segment* segments, int64_t count,
                            const Ternary& q, uint8_t* payload);
   void (*threshold_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                            const Ternary& q);
   // QSGD with 2 bits, of values cut back to `clip` times the root mean square of their block.
-  void (*terngrad_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+  void (*terngrad_encode)(const Gradient& src, float* residual, const Segment* segments, int64_t count,
                           const Stream& stream, int64_t block, double clip, uint8_t* payload);
   // FP8, Natural and QSGD's exponential levels, as qsgd_encode and qsgd_decode.
-  void (*scaled_encode)(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
+  void (*scaled_encode)(const Gradient& src, float* residual, const Segment* segments, int64_t count,
                         const Stream& stream, const Scaled& how, uint8_t* payload);
   void (*scaled_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                         const Scaled& how);
@@ -152,10 +162,10 @@ struct Kernels {
 
 // The kernels by name, in the order of the struct.
 #define GW_KERNELS(X)                                                                                                          \
-  X(qsgd_encode) X(qsgd_decode) X(cast_encode) X(cast_decode) X(project) X(back_project) X(orthogonalise) X(reconstruct)     \
-  X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base) X(random_gather)                 \
-  X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode) X(threshold_decode)                 \
-  X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)
+  X(qsgd_encode) X(qsgd_decode) X(cast_encode) X(cast_decode) X(scale_into) X(project) X(back_project) X(orthogonalise)       \
+  X(reconstruct) X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base)                   \
+  X(random_gather) X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode)                    \
+  X(threshold_decode) X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)
 
 #ifdef GRADWIRE_LEVEL
 namespace GRADWIRE_LEVEL {

@@ -17,10 +17,10 @@ namespace GRADWIRE_LEVEL {
 #include "runs.hpp"
 #include "cast.hpp"
 
-void qsgd_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
-                        const Stream& stream, const Quantiser& q, uint8_t* payload) {
-  if (q.scale == Scale::minmax) encode_with<UniformCodec<true>>(src, dtype, residual, segments, count, stream, q, payload);
-  else encode_with<UniformCodec<false>>(src, dtype, residual, segments, count, stream, q, payload);
+void qsgd_encode(const Gradient& src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
+                        const Quantiser& q, uint8_t* payload) {
+  if (q.scale == Scale::minmax) encode_with<UniformCodec<true>>(src, residual, segments, count, stream, q, payload);
+  else encode_with<UniformCodec<false>>(src, residual, segments, count, stream, q, payload);
 }
 
 void qsgd_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments,
@@ -49,6 +49,14 @@ void cast_encode(const void* src, Dtype dtype, float* residual, int64_t numel, D
   }
 }
 
+void scale_into(const void* from, Dtype dtype, float factor, void* to, bool wide, bool add, int64_t numel) {
+  switch (dtype) {
+    case Dtype::float32: return scale_into_dtype<float>(from, factor, to, wide, add, numel);
+    case Dtype::bfloat16: return scale_into_dtype<bf16>(from, factor, to, wide, add, numel);
+    case Dtype::float16: return scale_into_dtype<f16>(from, factor, to, wide, add, numel);
+  }
+}
+
 template <class T>
 static void cast_decode_dtype(const uint8_t* payload, Dtype wire, void* dst, bool add, int64_t numel) {
   T* to = static_cast<T*>(dst);
@@ -67,14 +75,14 @@ void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, boo
   }
 }
 
-void scaled_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, int64_t count,
-                          const Stream& stream, const Scaled& how, uint8_t* payload) {
+void scaled_encode(const Gradient& src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
+                          const Scaled& how, uint8_t* payload) {
   const Quantiser q{how.block, how.scale, how.rounding};
   switch (how.code) {
-    case Code::e4m3: return encode_with<ScaledCodec<Fp8<3>>>(src, dtype, residual, segments, count, stream, q, payload);
-    case Code::e5m2: return encode_with<ScaledCodec<Fp8<2>>>(src, dtype, residual, segments, count, stream, q, payload);
-    case Code::natural: return encode_with<ScaledCodec<Natural>>(src, dtype, residual, segments, count, stream, q, payload);
-    case Code::exponential: return encode_with<ScaledCodec<Exponential>>(src, dtype, residual, segments, count, stream, q, payload);
+    case Code::e4m3: return encode_with<ScaledCodec<Fp8<3>>>(src, residual, segments, count, stream, q, payload);
+    case Code::e5m2: return encode_with<ScaledCodec<Fp8<2>>>(src, residual, segments, count, stream, q, payload);
+    case Code::natural: return encode_with<ScaledCodec<Natural>>(src, residual, segments, count, stream, q, payload);
+    case Code::exponential: return encode_with<ScaledCodec<Exponential>>(src, residual, segments, count, stream, q, payload);
   }
 }
 

@@ -71,22 +71,41 @@ GW_INLINE u16 bf16_towards(float x, bool up) {  // for a signed bound
 }
 GW_INLINE float bf16_value(u16 raw) { return float_of(u32(raw) << 16); }
 
-// n numbers of 16 bits as float32.
+// n numbers as float32.
 template <class T>
 static __attribute__((noinline)) void widen(const T* __restrict from, i64 n, float* __restrict to) {
   for (i64 i = 0; i < n; ++i) to[i] = to_float(from[i]);
 }
 
-// A gradient of any dtype, read as float32 a tile at a time: so kernels are compiled for float32 alone.
-struct Gradient {
-  const void* data;
-  Dtype dtype;
-
-  // Elements `first` to `first + n`: where they are, or copied into `tile`, which has the room.
-  GW_INLINE_MEMBER const float* read(i64 first, i64 n, float* tile) const {
-    if (dtype == Dtype::float32) return static_cast<const float*>(data) + first;
-    if (dtype == Dtype::bfloat16) widen(static_cast<const bf16*>(data) + first, n, tile);
-    else widen(static_cast<const f16*>(data) + first, n, tile);
-    return tile;
+// The same, times a factor and rounded to their dtype.
+template <class T>
+static __attribute__((noinline)) void widen_scaled(const T* __restrict from, i64 n, float factor, float* __restrict to) {
+  for (i64 i = 0; i < n; ++i) {
+    T scaled;
+    from_float(to_float(from[i]) * factor, scaled);
+    to[i] = to_float(scaled);
   }
-};
+}
+
+// Whether kernels read it where it is. Anything else goes through a tile of float32: so kernels are compiled for float32 alone.
+GW_INLINE bool read_in_place(const Gradient& g) { return g.dtype == Dtype::float32 && g.factor == 1.0f; }
+
+template <class T>
+GW_INLINE const float* read_tile(const Gradient& g, i64 first, i64 n, float* tile) {
+  const T* const from = static_cast<const T*>(g.data) + first;
+  if (g.factor == 1.0f) widen(from, n, tile);
+  else widen_scaled(from, n, g.factor, tile);
+  return tile;
+}
+
+// Elements `at` to `at + n` of a row: where they are, or copied into `tile`, which has the room.
+GW_INLINE const float* read_row(const Gradient& g, i64 row, i64 at, i64 n, float* tile) {
+  const i64 first = g.rows[row].offset + at;
+  if (read_in_place(g)) return static_cast<const float*>(g.data) + first;
+  switch (g.dtype) {
+    case Dtype::float32: return read_tile<float>(g, first, n, tile);
+    case Dtype::bfloat16: return read_tile<bf16>(g, first, n, tile);
+    case Dtype::float16: return read_tile<f16>(g, first, n, tile);
+  }
+  return tile;
+}

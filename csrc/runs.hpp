@@ -48,19 +48,19 @@ static void encode_segments(const Gradient& src, float* residual, const Segment*
     const Segment& seg = segments[s];
     const u64 key = stream_key(stream, seg.key);
     const int bits = Codec::bits ? Codec::bits : int(seg.bits);
-    const i64 each = src.dtype == Dtype::float32 ? seg.numel : whole;
+    const i64 each = read_in_place(src) ? seg.numel : whole;
     for (i64 at = 0; at < seg.numel; at += each) {
       const i64 n = seg.numel - at < each ? seg.numel - at : each;
       float* const left = Residual ? residual + seg.offset + at : nullptr;
-      encode_run<Codec, Residual>(src.read(seg.offset + at, n, tile), left, n, seg.first + at, q, bits, key, scales, out);
+      encode_run<Codec, Residual>(read_row(src, s, at, n, tile), left, n, seg.first + at, q, bits, key, scales, out);
     }
   }
   while (scales < first_code) *scales++ = 0;
 }
 
 template <class Codec>
-static void encode_with(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count, const Stream& stream,
+static void encode_with(const Gradient& src, float* residual, const Segment* segments, i64 count, const Stream& stream,
                         const Quantiser& q, u8* payload) {
-  if (residual) encode_segments<Codec, true>({src, dtype}, residual, segments, count, stream, q, payload);
-  else encode_segments<Codec, false>({src, dtype}, nullptr, segments, count, stream, q, payload);
+  if (residual) encode_segments<Codec, true>(src, residual, segments, count, stream, q, payload);
+  else encode_segments<Codec, false>(src, nullptr, segments, count, stream, q, payload);
 }

@@ -98,10 +98,10 @@ static void threshold_encode_as(const Gradient& src, float* residual, const Segm
   u8* const first_code = payload + coded_size(segments, count, q.block, Fixed ? 0 : 1, 2).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
-    const i64 offset = segments[s].offset, numel = segments[s].numel;
-    float* left = Residual ? residual + offset : nullptr;
+    const i64 numel = segments[s].numel;
+    float* left = Residual ? residual + segments[s].offset : nullptr;
     const auto size_of = [&](i64 at) { return numel - at < q.block ? numel - at : q.block; };
-    const auto read = [&](i64 at, int turn) { return src.read(offset + at, size_of(at), tiles[turn]); };
+    const auto read = [&](i64 at, int turn) { return read_row(src, s, at, size_of(at), tiles[turn]); };
     // a block's threshold is found before the block in front of it is sent: it is a long chain
     const auto find = [&](const float* from, i64 at) {
       if (Fixed) return Threshold{q.threshold, true};
@@ -319,7 +319,7 @@ static void terngrad_encode_as(const Gradient& src, float* residual, const Segme
     const u64 key = stream_key(stream, seg.key);
     float* left = Residual ? residual + seg.offset : nullptr;
     const auto size_of = [&](i64 at) { return seg.numel - at < block ? seg.numel - at : block; };
-    const auto read = [&](i64 at, int turn) { return src.read(seg.offset + at, size_of(at), tiles[turn]); };
+    const auto read = [&](i64 at, int turn) { return read_row(src, s, at, size_of(at), tiles[turn]); };
     const auto find = [&](const float* from, i64 at) {
       scales += 2;
       return find_bound<Residual>(from, Residual ? left + at : nullptr, size_of(at), clip, scales - 2);
@@ -344,14 +344,12 @@ static void terngrad_encode_as(const Gradient& src, float* residual, const Segme
 
 // ---- by dtype
 
-void threshold_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
-                             const Ternary& q, u8* payload) {
-  const Gradient from{src, dtype};
+void threshold_encode(const Gradient& src, float* residual, const Segment* segments, i64 count, const Ternary& q, u8* payload) {
   const bool fixed = q.threshold > 0.0f;
-  if (residual && fixed) threshold_encode_as<true, true>(from, residual, segments, count, q, payload);
-  else if (residual) threshold_encode_as<true, false>(from, residual, segments, count, q, payload);
-  else if (fixed) threshold_encode_as<false, true>(from, nullptr, segments, count, q, payload);
-  else threshold_encode_as<false, false>(from, nullptr, segments, count, q, payload);
+  if (residual && fixed) threshold_encode_as<true, true>(src, residual, segments, count, q, payload);
+  else if (residual) threshold_encode_as<true, false>(src, residual, segments, count, q, payload);
+  else if (fixed) threshold_encode_as<false, true>(src, nullptr, segments, count, q, payload);
+  else threshold_encode_as<false, false>(src, nullptr, segments, count, q, payload);
 }
 
 void threshold_decode(const u8* payload, void* dst, Dtype dtype, bool add, const Segment* segments, i64 count,
@@ -365,9 +363,8 @@ void threshold_decode(const u8* payload, void* dst, Dtype dtype, bool add, const
   }
 }
 
-void terngrad_encode(const void* src, Dtype dtype, float* residual, const Segment* segments, i64 count,
-                            const Stream& stream, i64 block, double clip, u8* payload) {
-  const Gradient from{src, dtype};
-  if (residual) terngrad_encode_as<true>(from, residual, segments, count, stream, block, clip, payload);
-  else terngrad_encode_as<false>(from, nullptr, segments, count, stream, block, clip, payload);
+void terngrad_encode(const Gradient& src, float* residual, const Segment* segments, i64 count, const Stream& stream, i64 block,
+                            double clip, u8* payload) {
+  if (residual) terngrad_encode_as<true>(src, residual, segments, count, stream, block, clip, payload);
+  else terngrad_encode_as<false>(src, nullptr, segments, count, stream, block, clip, payload);
 }

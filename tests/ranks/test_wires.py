@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from beside_ddp import in_buckets
 from options import Ranks, gradients, plan_for
 from worlds import Given, Worlds, digest
 
@@ -98,9 +99,14 @@ def test_without_wires_on_one_rank_gloo_carries_the_same_bits(worlds: Worlds, wo
         assert all(torch.equal(*each) for each in zip(state, their_state, strict=True))
 
 
+def train_in_buckets(keep_views: bool = False) -> tuple[str, bool, list[str], list[torch.Tensor]]:
+    with in_buckets():
+        return train(None, keep_views)
+
+
 def test_buckets_that_move_are_followed(worlds: Worlds) -> None:
     """A script keeps views of its gradients, so their memory is left to it."""
-    usual, moving = worlds.run(2, train, None), worlds.run(2, train, None, True)
+    usual, moving = worlds.run(2, train_in_buckets), worlds.run(2, train_in_buckets, True)
     assert [weights for weights, *_ in usual] == [weights for weights, *_ in moving]
 
 

@@ -5,7 +5,7 @@ library's own, trains, and returns what else than the weights is compared.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.exchange import layout
 
 __all__ = [
     "Ends",
@@ -23,6 +24,7 @@ __all__ = [
     "assert_as",
     "batch",
     "everything",
+    "in_buckets",
     "name_of",
     "normalised",
     "ordinary",
@@ -31,11 +33,12 @@ __all__ = [
     "step_once",
 ]
 
-Kind = Literal["ddp", "by hand", "gradwire"]
+Kind = Literal["ddp", "by hand", "gradwire", "in buckets"]
 
 
 class Library:
-    """Plain DDP, gradwire, or what their gradients are defined as, as a script sees them."""
+    """Plain DDP, gradwire, gradwire that copies all gradients into buckets, or what gradients are defined as, as a script sees
+    them."""
 
     def __init__(self, kind: Kind, plan: Any = None) -> None:
         self.kind, self.plan = kind, plan or gw.Uniform(gw.Identity())
@@ -48,7 +51,7 @@ class Library:
         wrapped = model
         if self.kind == "ddp":
             wrapped = DistributedDataParallel(model, **ddp)
-        elif self.kind == "gradwire":
+        elif self.kind in ("gradwire", "in buckets"):
             self._handles[model] = gw.parallelize(model, plan=self.plan)
         else:
             for tensor in model.state_dict().values():
@@ -97,9 +100,21 @@ def _train(kinds: tuple[Kind, ...], training: Training, plan: Any) -> list[tuple
     for kind in kinds:
         torch.manual_seed(dist.get_rank())
         library = Library(kind, plan)
-        returned = [None if tensor is None else digest([tensor]) for tensor in training(library)]
+        with in_buckets() if kind == "in buckets" else nullcontext():
+            returned = [None if tensor is None else digest([tensor]) for tensor in training(library)]
         ends.append((library.end(), returned))
     return ends
+
+
+@contextmanager
+def in_buckets() -> Iterator[None]:
+    """All exchanges that are made copy gradients into buckets."""
+    real = layout.works_apart
+    layout.works_apart = lambda *_: False
+    try:
+        yield
+    finally:
+        layout.works_apart = real
 
 
 # ---- for the lists of scripts

@@ -75,9 +75,10 @@ class Ranks:
         root: int = 0,
         codecs: Callable[[Any, int], dict[str, Any]] | None = None,
         wired: bool = False,
+        in_place: bool = False,
     ) -> None:
         """`root`: as if the bucket had this index. `codecs`: of a codec and a rank, what runs on each device instead. `wired`:
-        see `fake_links.links`."""
+        see `fake_links.links`. `in_place`: gradients are lent."""
         self.wired = wired
         self.plan, self.sizes, self.world_size = plan, tuple(sizes), len(grid)
         everybody, minute = tuple(range(len(grid))), timedelta(seconds=60)
@@ -90,7 +91,7 @@ class Ranks:
             }
             with _instead(root, codecs):
                 lanes: Any = SimpleNamespace(group=group, data=[nobody])
-                self.ranks.append(Exchange.on(lanes, parameters, plan, 0))
+                self.ranks.append(Exchange.on(lanes, parameters, plan, 0, in_place=in_place))
 
     @property
     def buckets(self) -> list[BucketBuffers]:
@@ -101,8 +102,12 @@ class Ranks:
         """Exchange what each rank gives; the means are in `results()` then."""
         for rank, own in zip(self.ranks, given, strict=True):
             rank.random[:, :, 1] = step
+            rank.lent.give_back()
             for slot, gradient in zip(rank.buckets[0].slots, own, strict=True):
-                torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
+                if slot.apart:
+                    rank.lent.lend(slot, gradient.clone())
+                else:
+                    torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
         sent = []
         for chunk in range(len(self.buckets[0].chunks)):
             pieces = [bucket.chunks[chunk] for bucket in self.buckets]
@@ -120,8 +125,9 @@ class Ranks:
         return total
 
     def results(self) -> list[torch.Tensor]:
-        """What each rank's bucket holds."""
-        return [bucket.flat for bucket in self.buckets]
+        """What each rank's bucket holds, or the gradients that were lent."""
+        lent = [list(rank.lent.tensors.values()) for rank in self.ranks]
+        return [torch.cat(own) if own else bucket.flat for bucket, own in zip(self.buckets, lent, strict=True)]
 
 
 @contextmanager

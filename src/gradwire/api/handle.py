@@ -99,6 +99,9 @@ class Handle:
         changed = [*exchange.memory.held(), *exchange.flats]
         copies = [tensor.clone() for tensor in changed]
         seconds = []
+        for slot in exchange.slots.values():
+            if slot.apart:
+                exchange.lent.lend(slot, slot.empty().zero_())
         try:
             for _ in range(repeats):
                 meter = Meter()
@@ -112,6 +115,7 @@ class Handle:
                 f"the codecs cannot be timed before the present plan has run a step: {error}. Call this after one."
             ) from error
         finally:
+            exchange.lent.give_back()
             for tensor, copy in zip(changed, copies, strict=True):
                 tensor.copy_(copy)
         return statistics.median(seconds)

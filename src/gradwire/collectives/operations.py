@@ -10,7 +10,9 @@ from ctypes import c_char, c_double, c_int64, c_void_p
 from itertools import pairwise
 from typing import Any
 
+from gradwire.errors import PayloadError
 from gradwire.kernels.cpu import Call
+from gradwire.kernels.reference.indices import DAMAGED
 
 _CALL, _SEND, _RECEIVE, _FLUSH = range(4)
 _MOST_ARGUMENTS = 10
@@ -31,6 +33,16 @@ class Outcome(ctypes.Structure):
     """Twin of `Outcome` in csrc/api_exchange.cpp."""
 
     _fields_ = (("operation", c_int64), ("peer", c_int64), ("codec_seconds", c_double), ("words", c_char * 256))
+
+
+def refused(words: str) -> Exception:
+    """The error to raise when a kernel refused its arguments with these words."""
+    if DAMAGED in words:
+        return PayloadError(
+            f"{words}: nothing was decoded. Ranks run different plans or versions, or the bytes were changed. Run the "
+            "same plan and version on all ranks."
+        )
+    return RuntimeError(words)
 
 
 class Operations:

@@ -1,12 +1,14 @@
 """A piece of a bucket, on which a scheme works, and the interface of the codecs that encode it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from gradwire.collectives.memory import Memory, Store
+from gradwire.kernels import cpu
+from gradwire.kernels.scattered import Scattered
 
 
 class Codec(Protocol):
@@ -74,10 +76,10 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a bucket's flat buffer, cut into one shard per rank."""
+    """A run of a bucket's elements, cut into one shard per rank."""
 
     flat: torch.Tensor
-    """The gradient before the exchange, the sum after it."""
+    """The gradient before the exchange, the sum after it; empty where `apart` is given."""
     bounds: tuple[int, ...]
     """world_size + 1 edges: shard j is flat[bounds[j]:bounds[j + 1]]."""
     shards: Sequence[Any]
@@ -92,6 +94,22 @@ class Piece:
     store_contexts: Sequence[Any]
     """For each encode the context of its store."""
     runs: Runs
+    apart: Scattered | None = None
+    """The gradient where autograd left it, for schemes that read it and write the sum there. Given only to these."""
+
+    @property
+    def gradient(self) -> torch.Tensor | Scattered:
+        """The gradient before the exchange, the sum after it, wherever it lies."""
+        return self.flat if self.apart is None else self.apart
+
+    def values(self, start: int, end: int) -> torch.Tensor:
+        """These elements as they are now; a copy where they lie apart."""
+        if self.apart is None:
+            return self.flat[start:end]
+        values = torch.empty(end - start, dtype=self.apart.dtype)
+        elements = replace(self.apart[start:end], factor=1.0)
+        cpu.run([cpu.call("gather_rows", elements, self.runs.between(start, end), False, values)])
+        return values
 
     def memory(
         self, codec: Codec | SummedCodec, encode: int, start: int, end: int, segments: Any, copy: bool = False

@@ -15,8 +15,9 @@ from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Gather, Transfer, Transfers, Work, in_c
 from gradwire.kernels.cpu import available
+from gradwire.kernels.scattered import Scattered
 
 
 class Scheme(Protocol):
@@ -72,7 +73,7 @@ class OneEncode:
 
     def take_back(self, start: int, end: int) -> None:
         if self.memory and self.rank == 0:
-            self.take_over("residual", start, self.piece.flat[start:end])
+            self.take_over("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         for memory in self.memory:
@@ -104,17 +105,20 @@ class AllGather(Transfers, OneEncode):
     """Each rank encodes once, sends its payload to all ranks, and adds all payloads in rank order."""
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
-        rank, world_size, flat, segments = group.rank, group.world_size, piece.flat, piece.whole
-        self.piece, self.aliases = piece, [flat]
-        self.memory = [piece.memory(codec, 0, 0, flat.numel(), segments)]
-        payloads = _payloads(piece, [codec.payload_bytes(segments, flat.dtype)] * world_size)
-        wide = flat.dtype != piece.reduce_dtype
-        total = torch.empty_like(flat, dtype=piece.reduce_dtype) if wide else flat
+        rank, world_size, gradient, segments = group.rank, group.world_size, piece.gradient, piece.whole
+        dtype = gradient.dtype
+        self.piece, self.aliases = piece, [piece.flat]
+        self.memory = [piece.memory(codec, 0, 0, gradient.numel(), segments)]
+        payloads = _payloads(piece, [codec.payload_bytes(segments, dtype)] * world_size)
+        wide = dtype != piece.reduce_dtype  # then nothing lies apart
+        total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else gradient
         context, own = piece.contexts[0], payloads[rank]
-        only = Transfer([Encoding(codec, flat, self.memory[0], segments, context, own)], [own] * world_size, payloads)
+        only = Transfer(
+            [Encoding(codec, gradient, self.memory[0], segments, context, own)], [own] * world_size, payloads
+        )
         for source, payload in enumerate(payloads):
-            only.arrivals[source] = [Decode(codec, payload, segments, flat.dtype, source > 0, total, context)]
-        only.after += [Copy(flat, total)] if wide else []
+            only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
+        only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []
         super().__init__([[only]], rank, world_size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 
@@ -126,13 +130,18 @@ class TwoPhase(Transfers):
 
     def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
         rank, world_size = group.rank, group.world_size
+        self.rank = rank
         again, bounds, shards, dtype = codec.for_sum(), piece.bounds, piece.shards, piece.flat.dtype
         self.piece = piece
-        self.parts = [piece.flat[start:end] for start, end in pairwise(bounds)]
+        self.parts = [piece.gradient[start:end] for start, end in pairwise(bounds)]
         mine = self.parts[rank]
         # a sum of two does not depend on their order: if the own part is one of the first two, the others are added to it
-        self.in_place = rank < 2 and not codec.encodes_own_part and mine.dtype == piece.reduce_dtype
-        self.total = mine if self.in_place else torch.empty_like(mine, dtype=piece.reduce_dtype)
+        own_first = rank < 2 and not codec.encodes_own_part
+        self.in_place = own_first and piece.apart is None and dtype == piece.reduce_dtype
+        own_first = self.in_place or (own_first and piece.apart is not None)
+        self.total = torch.empty(mine.numel(), dtype=piece.reduce_dtype, device=piece.flat.device)
+        if self.in_place and isinstance(mine, torch.Tensor):
+            self.total = mine
         self.start = bounds[rank]
         """The first element of the own shard, from the piece's start."""
         edges = zip(pairwise(bounds), shards, strict=True)
@@ -140,7 +149,9 @@ class TwoPhase(Transfers):
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.remembers = codec.state
-        self.aliases = [piece.flat, *self.parts]
+        self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
+        if piece.apart is not None:
+            self.aliases = [self.total]  # what may move, and is of no bucket
 
         sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
         to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])
@@ -153,14 +164,15 @@ class TwoPhase(Transfers):
 
         others = [(rank + step) % world_size for step in range(1, world_size)]  # not all encode for rank 0 first
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
+        reduce.before += [self._own_term(add=False)] if own_first and not self.in_place else []
         for source, payload in enumerate(for_sum):
             works = reduce.arrivals[source] = []
             if encoded[source]:
                 works += [encoding(rank, payload)] if source == rank else []
-                add = source > 0 or self.in_place
+                add = source > 0 or own_first
                 works.append(Decode(codec, payload, shards[rank], dtype, add, self.total, context))
-            elif not self.in_place:
-                works.append(Add(self.total, mine) if source else Copy(self.total, mine))
+            elif not own_first:
+                works.append(self._own_term(add=source > 0))
 
         sums = _payloads(piece, [again.payload_bytes(segments, self.total.dtype) for segments in shards])
         context = piece.contexts[1]
@@ -171,14 +183,27 @@ class TwoPhase(Transfers):
         super().__init__([[reduce], [gather]], rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
 
+    def keep_total(self, memory: torch.Tensor) -> None:
+        """Of a piece that lies apart: keep the sum in the first elements of this memory, of the sum's dtype."""
+        self.total.set_(
+            memory.untyped_storage(), 0, self.total.shape, self.total.stride()
+        )  # works hold the tensor itself
+
+    def _own_term(self, add: bool) -> Work:
+        """The own part becomes the sum, or is added to it."""
+        mine = self.parts[self.rank]
+        if isinstance(mine, Scattered):
+            return Gather(self.total, mine, self.piece.shards[self.rank], add)
+        return Add(self.total, mine) if add else Copy(self.total, mine)
+
     def take_shard(self, streams: Streams) -> None:
-        """Before a gather phase alone: gather the own shard of the flat buffer."""
+        """Before a gather phase alone: gather the own shard as it is."""
         if not self.in_place:
-            self.total.copy_(self.parts[self.rank])
+            self.total.copy_(self.piece.values(self.start, self.start + self.total.numel()))
         self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
-        self.of_sum.add("residual", start, self.piece.flat[start:end])
+        self.of_sum.add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         for owner, own in enumerate(self.own):

@@ -17,10 +17,8 @@ from typing import Any
 
 from gradwire.collectives.link import LinkError
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.operations import Operations, Outcome
+from gradwire.collectives.operations import Operations, Outcome, refused
 from gradwire.core import native
-from gradwire.errors import PayloadError
-from gradwire.kernels.reference.indices import DAMAGED
 
 
 class Wire:
@@ -43,12 +41,7 @@ class Wire:
             words = outcome.words.decode(errors="replace")
             if outcome.peer >= 0:
                 raise LinkError(outcome.peer, ConnectionError(words))
-            if DAMAGED in words:
-                raise PayloadError(
-                    f"{words}: nothing was decoded. Ranks run different plans or versions, or the bytes were changed. Run the "
-                    "same plan and version on all ranks."
-                )
-            raise RuntimeError(words)
+            raise refused(words)
         meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
 
     def shut_down(self) -> None:

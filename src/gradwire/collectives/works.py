@@ -9,13 +9,14 @@ import torch
 from gradwire.collectives.link import AllToAll, Link
 from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
-from gradwire.collectives.operations import Operations
+from gradwire.collectives.operations import Operations, refused
 from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.streams import Mark, Streams
 from gradwire.kernels import cpu
 from gradwire.kernels.cpu import Call
+from gradwire.kernels.scattered import Scattered
 
-__all__ = ["Add", "Copy", "Decode", "Encoding", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
+__all__ = ["Add", "Copy", "Decode", "Encoding", "Gather", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
 
 ALIGNMENT = 16
 """Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
@@ -59,19 +60,40 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """Copy elements that lie apart to `into`, times their factor and in the dtype of `into`, or add them."""
+
+    into: torch.Tensor
+    source: Scattered
+    segments: Any
+    add: bool
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        cpu.run(self.calls())
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("gather_rows", self.source, self.segments, self.add, self.into)]
+
+
+@dataclass(frozen=True)
 class Encoding:
     """Encode `source` into `payload`."""
 
     codec: Codec
-    source: torch.Tensor
+    source: torch.Tensor | Scattered
     memory: Memory
     segments: Any
     context: Any
     payload: torch.Tensor
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        with self.memory.open(streams, self.source) as state:
-            self.codec.encode(self.source, state, self.segments, self.context.on(stream), self.payload)
+        source = self.source
+        if isinstance(source, Scattered):
+            gathered = torch.empty(source.count, dtype=source.dtype)
+            Gather(gathered, source, self.segments, False).run(streams, stream)
+            source = gathered
+        with self.memory.open(streams, source) as state:
+            self.codec.encode(source, state, self.segments, self.context.on(stream), self.payload)
 
     def calls(self) -> list[Call]:
         return self.codec.encode_calls(self.source, self.memory.state, self.segments, self.context, self.payload)
@@ -87,10 +109,16 @@ class Decode:
     dtype: torch.dtype
     """Of the values that were encoded."""
     add: bool
-    into: torch.Tensor
+    into: torch.Tensor | Scattered
     context: Any
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        if isinstance(self.into, Scattered):
+            try:
+                cpu.run(self.calls())
+            except RuntimeError as error:
+                raise refused(str(error)) from error
+            return
         self.codec.decode(self.payload, self.segments, self.dtype, self.add, self.into, self.context.on(stream))
 
     def calls(self) -> list[Call]:

@@ -52,7 +52,7 @@ class BesideCompressor(Compressor):
         if parts.raw_rows.rows:
             raw = _raw_of(payload, parts, src.dtype)
             payload[size : payload.numel() - raw.nbytes].zero_()  # once: no encode writes there
-            calls.append(cpu.call("gather_rows", src, parts.raw_rows, raw))
+            calls.append(cpu.call("gather_rows", src, parts.raw_rows, False, raw))
         return calls
 
     def decode_calls(

@@ -96,6 +96,8 @@ class Collective:
     """The schemes that a spec must name in `schemes`, unless the spec names this collective."""
     encodes_sums: bool = False
     """Whether every encode includes gradients of other ranks. Then a spec may remember nothing but residuals."""
+    in_place: bool = False
+    """Whether `runs` can work on gradients where they lie, and then needs no flat buffer (`Piece.apart`)."""
     in_rounds: bool = False
     """Whether all tasks but the last are repeated in each of the spec's `rounds`."""
 
@@ -170,6 +172,7 @@ COLLECTIVES = {
             phases=("whole",),
             runs="gradwire.collectives.schemes:AllGather",
             plain=True,
+            in_place=True,
         ),
         Collective(
             name="alltoall",
@@ -179,6 +182,7 @@ COLLECTIVES = {
             runs="gradwire.collectives.schemes:TwoPhase",
             plain=True,
             needs=("alltoall",),
+            in_place=True,
         ),
         Collective(
             name="ring",

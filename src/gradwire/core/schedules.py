@@ -31,6 +31,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Whether the schedule decides when the optimizer updates parameters."""
     costs_accuracy: ClassVar[bool] = False
     """Whether the trained model differs from plain DDP's even without compression."""
+    lends_gradients: ClassVar[bool] = False
+    """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
 
     @property
     def engine(self) -> str:
@@ -77,6 +79,7 @@ class Backward(Schedule, frozen=True, tag="backward"):
     """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
 
     engine: ClassVar[str] = "gradwire.engine.schedules.backward:BackwardSchedule"
+    lends_gradients: ClassVar[bool] = True
 
 
 class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True):

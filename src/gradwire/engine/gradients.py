@@ -1,4 +1,4 @@
-"""The gradients that scripts get: tensors over the memory of buckets.
+"""The gradients that scripts get: where a bucket has no memory those that autograd made, elsewhere tensors over its memory.
 
 A script that keeps a view of a gradient (`p.grad.view(-1)`), sets `p.grad` to None and goes on expects the view to stay as it is,
 as under DDP, where new gradients are in new memory. So before anything is written the uses of the memory are counted, and where
@@ -7,12 +7,13 @@ the script has one left the bucket moves elsewhere.
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import Slot
+from gradwire.exchange.lending import Lent
 
 
 class BucketMemory:
@@ -111,6 +112,53 @@ class Gradient:
             self.slot.view.copy_(own)
 
 
+def write(slot: Slot, lent: Lent, grad: torch.Tensor | None, share: torch.Tensor) -> None:
+    """The slot takes this part of a gradient, or zeros; its memory may be the gradient's. Without memory a copy is lent."""
+    if slot.apart:
+        lent.lend(slot, slot.empty().copy_(grad) if grad is not None else slot.empty().zero_())
+    elif grad is None:
+        slot.view.zero_()
+    else:
+        torch.mul(grad.detach(), share, out=slot.view)
+
+
+class LentGradient:
+    """The gradient of one parameter whose bucket has no memory."""
+
+    stand_in = handed = None
+
+    def __init__(self, slot: Slot, lent: Lent) -> None:
+        self.slot, self._lent = slot, lent
+
+    def hand_out(self) -> torch.Tensor:
+        """What becomes the parameter's `grad`: what was lent."""
+        return self._lent.tensors[self.slot.name]
+
+    def take_over(self, grad: torch.Tensor | None) -> None:
+        """Nothing of the last step is written."""
+
+    def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
+        """As of `Gradient`. A copy of `own` was lent, so `grad` is what it was."""
+        if used_anywhere:
+            parameter.grad = self.hand_out()
+
+
+class LentRun:
+    """All gradients of a bucket without memory: they are lent together, when the last one is ready."""
+
+    def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
+        self.indices, self.gradients, self._lent = indices, gradients, lent
+
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """Lend these; the exchange multiplies them by the factor."""
+        for gradient, grad in zip(self.gradients, grads, strict=True):
+            self._lent.lend(gradient.slot, grad)
+
+    def alone(self, at: int) -> "LentRun":
+        """One gradient of the run."""
+        return LentRun([self.indices[at]], [self.gradients[at]], self._lent)
+
+
 class Run:
     """Gradients that lie next to each other in a bucket. They are copied into their slots together, when the last one is
     ready: two operations for all of them. One operation for each would take a microsecond or two, however small it is."""
@@ -136,12 +184,22 @@ class Run:
         return Run([self.indices[at]], [self.gradients[at]], self._views[at])
 
 
-def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[Gradient], list[Run]]:
+AnyGradient: TypeAlias = Gradient | LentGradient
+AnyRun: TypeAlias = Run | LentRun
+
+
+def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGradient], list[AnyRun]]:
     """Those of these parameters, in order, and the runs of all buckets."""
     index_of = {name: index for index, name in enumerate(names)}
-    by_index: dict[int, Gradient] = {}
-    runs = []
+    by_index: dict[int, AnyGradient] = {}
+    runs: list[AnyRun] = []
     for buffers in exchange.buckets:
+        if buffers.slots[0].apart:
+            indices = [index_of[slot.name] for slot in buffers.slots]
+            lent = [LentGradient(slot, exchange.lent) for slot in buffers.slots]
+            by_index.update(zip(indices, lent, strict=True))
+            runs.append(LentRun(indices, lent, exchange.lent))
+            continue
         parts = _cut(buffers.slots)
         places = [buffers.flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
         memory = BucketMemory([*buffers.aliases, *places])

@@ -71,9 +71,8 @@ def announce_change(reducer: "Reducer") -> None:
             parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
         gradient.take_over(None)
     reducer.begin_by_schedule()
-    for flat in reducer.running.flats:
-        flat.zero_()
     for index in range(len(reducer.slots)):
+        reducer.put(index, None)
         reducer.count(index)
     reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
     reducer.running.finish()

@@ -3,8 +3,8 @@
 The states of a step, `StepState`:
 1. IDLE. The first gradient-ready event of a synchronised backward, or a schedule that launches steps by itself, begins a step:
    `begin` starts the lanes of one exchange, and a callback is queued for the end of this backward.
-2. RUNNING. After each event and the script's own hooks the gradient is noted. When a run of gradients is complete it is
-   copied, times 1/world_size, into the slots, which become the grads. A bucket's last run hands the bucket to the lanes.
+2. RUNNING. After each event and the script's own hooks the gradient is noted. When a run of gradients is complete it is lent to
+   the lanes, or copied, times 1/world_size, into the slots, which become the grads. A bucket's last run starts its exchange.
 3. CLOSING, from the callback on. Gradients that never came are filled in (zeros, or what earlier backwards without
    synchronisation left). One small exchange tells how each rank's backward went and which parameters it used. What else is
    awaited is the schedule's. Parameters no rank used keep the grad they had, as under DDP. Then IDLE.
@@ -27,7 +27,7 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport
-from gradwire.engine.gradients import Gradient, Run, gradients_of
+from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
 from gradwire.engine.leaving import came_twice, not_sent, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
@@ -61,9 +61,9 @@ class Reducer:
         self.arrivals = Arrivals()
         self.sent: set[int] = set()
         """Parameters whose slots were handed to the lanes in this step, with a gradient or without."""
-        self.gradients: list[Gradient] = []
+        self.gradients: list[AnyGradient] = []
         """The gradients that scripts get, in the order of the parameters."""
-        self._runs: list[Run] = []
+        self._runs: list[AnyRun] = []
         self.watched = 0
         """How often it was given parameters."""
         self.observers = Observers()
@@ -261,8 +261,8 @@ class Reducer:
         self.running.count(*(self.slots[index] for index in indices))
 
     @torch.no_grad()
-    def _fill(self, run: Run) -> None:
-        """All gradients of a run are ready: copy them into their slots, which become the parameters' grads."""
+    def _fill(self, run: AnyRun) -> None:
+        """All gradients of a run are ready: copy them into their slots, which become the parameters' grads, or lend them."""
         self.running.check_lanes()
         parameters, grads = [], []
         for index in run.indices:
@@ -273,18 +273,15 @@ class Reducer:
             parameters.append(parameter)
             grads.append(grad)
         run.fill(grads, self._share)
-        for parameter, gradient in zip(parameters, run.gradients, strict=True):
-            parameter.grad = gradient.hand_out()
+        for parameter, grad, index in zip(parameters, grads, run.indices, strict=True):
+            if (mean := self.gradients[index].hand_out()) is not grad:
+                parameter.grad = mean
         self.count(*run.indices)
 
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
-        """The slot takes this rank's share of the mean; its memory may be the gradient's."""
-        if grad is None:
-            self.slots[index].view.zero_()
-        elif grad.is_sparse:
+        if grad is not None and grad.is_sparse:
             raise not_sent(self, index, grad)
-        else:
-            torch.mul(grad.detach(), self._share, out=self.slots[index].view)
+        write(self.slots[index], self.running.lent, grad, self._share)
 
     def _fill_complete(self) -> None:
         for run in self.arrivals.take_complete():
@@ -361,6 +358,7 @@ class Reducer:
         self._seen = self._seen or state is BackwardState.DONE
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
+        self.running.lent.give_back()
         self.observers.finished(exposed_s)
 
     def counted(self, reports: Sequence[RankReport]) -> None:

@@ -166,7 +166,7 @@ class Session(Observer):
 
     def assemble(self, plan: Plan, step: int) -> Exchange:
         """An exchange that runs a plan from this step on."""
-        return Exchange.on(self.lanes, self.parameters, plan, step)
+        return Exchange.on(self.lanes, self.parameters, plan, step, in_place=plan.schedule.lends_gradients)
 
     def use(self, exchange: Exchange, others: bool = False) -> None:
         """Run this exchange from now on. `others`: with other parameters, which the reducer does not know."""

@@ -1,8 +1,8 @@
 """The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
 
-A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values; these, times 1/world_size,
-are copied into the tensor's place in its bucket. A bucket whose tensors are all ready is taken up by the lanes, in the plan's
-launch order. `wait` waits for one tensor, or for all, and copies the mean back into the tensor.
+A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values: it is lent to the lanes, or
+its values, times 1/world_size, are copied into its place in its bucket. A bucket whose tensors are all ready is taken up by the
+lanes, in the plan's launch order. `wait` waits until a tensor, or all, hold the mean.
 """
 
 import weakref
@@ -14,19 +14,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Meter, share_scratch
+from gradwire.collectives import Meter
 from gradwire.core.checks import near, printable, show
 from gradwire.core.plan import Plan
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskTimes
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import Slot, build_buckets, random_streams
+from gradwire.exchange.lending import Lent
 from gradwire.exchange.memory import Remembered, added_up
-from gradwire.exchange.phases import check_two_phases, own_runs, put_back_shards, take_shards
+from gradwire.exchange.phases import check_two_phases, own_runs, part_totals, put_back_shards, share_memory, take_shards
 from gradwire.exchange.plans import PlanLike, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
-from gradwire.exchange.telling import failures_told, lane_error
+from gradwire.exchange.telling import failures_told, lane_error, not_ready
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 
 __all__ = ["Exchange"]
@@ -77,7 +78,7 @@ class Exchange:
             if problem is not None:
                 raise problem
             assert made is not None
-            self._build(lanes, checked, made, 0, None)
+            self._build(lanes, checked, made, 0, None, True)
         except BaseException as error:
             lanes.stop()
             raise (problem if problem is not None else error) from None
@@ -92,11 +93,12 @@ class Exchange:
         plan: Plan,
         step: int,
         flats: Sequence[torch.Tensor] | None = None,
+        in_place: bool = False,
     ) -> "Exchange":
-        """An exchange on lanes that others use too, one after another, with the specs of this step. `flats` are the flat buffers
-        of another exchange of the same tensors. Raises PlanError for what this version cannot run, naming it."""
+        """An exchange on lanes that others use too, one after another, with the specs of this step. `flats`: of another exchange
+        of the same tensors. `in_place`: tensors are lent where possible. Raises PlanError for what this version cannot run."""
         made = cls.__new__(cls)
-        made._build(lanes, tensors, plan, step, flats)
+        made._build(lanes, tensors, plan, step, flats, in_place)
         return made
 
     def _build(
@@ -106,6 +108,7 @@ class Exchange:
         plan: Plan,
         step: int,
         flats: Sequence[torch.Tensor] | None,
+        in_place: bool,
     ) -> None:
         likes = {name: like(tensor) for name, tensor in tensors.items()}
         self._tensors: dict[str, TensorLike] = {}
@@ -118,13 +121,14 @@ class Exchange:
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
         self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats)
+        self.lent = Lent(likes if in_place else ())
+        """The tensors that are exchanged where they lie."""
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
-        """Where each tensor lies, by name."""
+        """The place of each tensor, by name."""
         self.executor = Executor(plan, self.buckets, lanes)
         for tasks in self.executor.tasks:
-            pieces = [self.buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
-            share_scratch(memory for piece in pieces for memory in piece.memory)
+            share_memory(tasks, self.buckets)
         self.memory = Remembered(self.buckets)
         """What compressors remember."""
         self._sizes = [len(buffers.slots) for buffers in self.buckets]
@@ -150,6 +154,7 @@ class Exchange:
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
             check_two_phases(self.buckets, phases)
+            part_totals(self.buckets)
         self.begin_step(self.step, phases)
 
     def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
@@ -163,7 +168,9 @@ class Exchange:
         source = self._source_of(name, tensor)
         slot = self.slots[name]
         with torch.no_grad():
-            if self._phases == GATHER:
+            if slot.apart:
+                self.lent.lend(slot, source.detach())
+            elif self._phases == GATHER:
                 slot.view.copy_(source)
             else:
                 torch.mul(source.detach(), 1.0 / self.group.world_size, out=slot.view)
@@ -193,11 +200,7 @@ class Exchange:
             for slot in self.buckets[bucket].slots
             if self._left[bucket] and slot.name not in self._sources
         ]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise StepStateError(
-                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call "
-                "ready() for each tensor in every step."
-            )
+            raise not_ready(missing)
         if name is None:
             self._meters = self.finish()
         else:
@@ -208,6 +211,7 @@ class Exchange:
                 self._put_back(self.slots[each], source)
         if name is None:
             self._left, self._sources = [], {}
+            self.lent.give_back()
             for slot in self.slots.values() if self._phases != GATHER else ():
                 slot.owed = None
             self.step += 1
@@ -220,7 +224,7 @@ class Exchange:
         for name in tensors or ():
             self._known(name)
         given: Mapping[str, TensorLike] = self._tensors if tensors is None else tensors
-        sources = {name: fitting(name, given.get(name), slot.view) for name, slot in self.slots.items()}
+        sources = {name: fitting(name, given.get(name), slot.view, slot.device) for name, slot in self.slots.items()}
         self.begin()
         for name, source in sources.items():
             self.ready(name, source)
@@ -284,7 +288,7 @@ class Exchange:
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """The flat buffer of each bucket."""
+        """The flat buffer of each bucket; empty where tensors are lent."""
         return [buffers.flat for buffers in self.buckets]
 
     def outdated(self, step: int) -> bool:
@@ -294,15 +298,16 @@ class Exchange:
     def begin_step(self, step: int, phases: str = BOTH) -> None:
         """Start the lanes for the step of this number."""
         self.lanes.check()
+        self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
         self.random[:, :, 1] = step
         self.executor.start(phases)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:
-        """Slots of one bucket hold what this rank sends. The last one of a bucket hands the bucket to the lanes."""
+        """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""
         for slot in slots:
-            if owes and slot.owed is not None:
-                slot.add_owed()
+            if owes:
+                slot.add_owed(self.lent.tensors, self.group.world_size)
         bucket = slots[0].bucket
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
@@ -358,12 +363,14 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
         if name in self._sources or not self._left[slot.bucket]:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
-        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view)
+        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
         if self._phases == REDUCE:
             put_back_shards(self.buckets[slot.bucket], slot, source)
+        elif slot.apart:
+            self.lent.put_back(slot, source)
         else:
             source.detach().copy_(slot.view)
 
@@ -375,7 +382,7 @@ class Exchange:
 
     def _with_specs_of(self, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
-        return Exchange.on(self.lanes, likes, self.plan, step)
+        return Exchange.on(self.lanes, likes, self.plan, step, in_place=True)
 
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""

@@ -1,4 +1,4 @@
-"""From a plan to memory: the flat buffer of each bucket, the place of each tensor in it, and the schemes that exchange it.
+"""From a plan to memory: the flat buffer of each bucket that has one, the place of each tensor, and the schemes that exchange it.
 
 Everything is allocated once, before the first step. All ranks have the same buckets and places; they own different shards.
 """
@@ -16,9 +16,10 @@ from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.specs import innermost
 from gradwire.errors import PlanError
-from gradwire.exchange.options import scheme_of
+from gradwire.exchange.options import scheme_of, works_apart
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
+from gradwire.kernels.scattered import Addresses, Scattered
 
 __all__ = ["BucketBuffers", "Slot", "build_buckets", "cut", "random_streams"]
 
@@ -30,9 +31,10 @@ class Slot:
     name: str
     bucket: int
     offset: int
-    """Elements from the start of the bucket's flat buffer."""
+    """Elements from the start of the bucket."""
     view: torch.Tensor
-    """The place itself, in the tensor's shape and strides."""
+    """The place itself, in the tensor's shape and strides. Without memory (device meta) where the bucket has no flat buffer."""
+    device: torch.device
     owed: torch.Tensor | None = None
     """A residual of another plan, flat, where this plan keeps no residuals. It is added to each gradient until a step counts."""
 
@@ -44,9 +46,28 @@ class Slot:
         shape = self.view.shape
         return own == place or _order(_place_strides(tensor), shape) == _order(place, shape)
 
+    @property
+    def apart(self) -> bool:
+        """Whether the bucket has no flat buffer, and gradients are exchanged where they lie."""
+        return self.view.is_meta
+
+    @cached_property
+    def key(self) -> int:
+        """As in segments."""
+        return tensor_key(self.name)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor of the same shape is like that of the place."""
+        own, place, shape = tensor.stride(), self.view.stride(), self.view.shape
+        return own == place or _order(own, shape) == _order(place, shape)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like the place, with memory of its own."""
+        return torch.empty_strided(self.view.shape, self.view.stride(), dtype=self.view.dtype, device=self.device)
+
     def in_memory(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the tensor's elements, in row-major order, put into the order of the place. Flat, on the place's device."""
-        values = values.to(self.view.device)
+        values = values.to(self.device)
         if self.view.is_contiguous():
             return values.reshape(-1)
         placed = torch.empty_strided(self.view.shape, self.view.stride(), dtype=values.dtype, device=values.device)
@@ -58,11 +79,12 @@ class Slot:
             return memory
         return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
 
-    def add_owed(self) -> None:
-        """Add what is owed to the gradient in the slot."""
+    def add_owed(self, lent: Mapping[str, torch.Tensor], world_size: int) -> None:
+        """Add what is owed to the gradient in the slot, or to the one that is lent, which is not divided by the ranks yet."""
         if self.owed is not None:
-            memory = self.view.as_strided((self.view.numel(),), (1,))
-            memory.add_(self.owed.to(memory.dtype))
+            gradient, factor = (lent[self.name], world_size) if self.apart else (self.view, 1)
+            memory = gradient.as_strided((gradient.numel(),), (1,))
+            memory.add_((self.owed * factor).to(memory.dtype))
 
 
 _MOST_ENCODES = 4
@@ -79,6 +101,7 @@ class BucketBuffers:
     index: int
     bucket: Bucket
     flat: torch.Tensor
+    """Empty where gradients are exchanged where they lie."""
     slots: list[Slot]
     bounds: list[int]
     """Elements at which the chunks begin and end."""
@@ -88,6 +111,11 @@ class BucketBuffers:
     def aliases(self) -> list[torch.Tensor]:
         """All tensors of gradwire's own whose memory is the flat buffer's."""
         return [self.flat, *(slot.view for slot in self.slots), *(t for chunk in self.chunks for t in chunk.aliases)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return self.bounds[-1]
 
     @cached_property
     def compressed(self) -> list[Slot]:
@@ -111,10 +139,12 @@ def build_buckets(
     random: torch.Tensor,
     step: int,
     flats: Sequence[torch.Tensor] | None = None,
+    addresses: Addresses | None = None,
 ) -> list[BucketBuffers]:
     """Allocate every bucket, as it is in this step. `random` is int64 of shape (buckets, 2 * encodes, 4), on the parameters'
     device: of each bucket the keys of its encodes, then those of what these store. `flats` are the flat buffers of buckets
-    with the same tensors that are never at work at the same time; new ones if not given.
+    with the same tensors that are never at work at the same time; new ones if not given. With `addresses` of all tensors
+    buckets have none where kernels can work on tensors where they lie.
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
@@ -122,6 +152,7 @@ def build_buckets(
         _build(
             *(index, bucket, plan.shards_optimizer, parameters, group, random[index], step),
             flats[index] if flats is not None else None,
+            addresses,
         )
         for index, bucket in enumerate(plan.buckets)
     ]
@@ -136,6 +167,7 @@ def _build(
     random: torch.Tensor,
     step: int,
     given: torch.Tensor | None,
+    addresses: Addresses | None,
 ) -> BucketBuffers:
     members = [parameters[name] for name in bucket.tensors]
     first = members[0]
@@ -146,23 +178,29 @@ def _build(
                 f"({member.dtype} on {member.device}). A bucket holds one class: put them in buckets of their own."
             )
     numels = [member.numel() for member in members]
-    flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device) if given is None else given
-    slots, at = [], 0
-    for name, member in zip(bucket.tensors, members, strict=True):
-        slots.append(Slot(name, index, at, _view(flat, at, member)))
-        at += member.numel()
+    numel = sum(numels)
     codec = compressor_for(bucket.main_spec.at_step(step))
     codec.ranks = group.world_size
     if codec.spec.encodes and not all(spec.encodes for spec in bucket.specs):
         codec = BesideCompressor(codec)
     make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)
     _check(index, bucket, first, codec, all_reduce=make is None)
+    apart = None
+    if addresses is not None and given is None and not sharded and works_apart(bucket, codec, first):
+        apart = Scattered(addresses, first.dtype, numel, 1.0 / group.world_size)
+    flat = given
+    if flat is None:
+        flat = torch.zeros(numel if apart is None else 0, dtype=first.dtype, device=first.device)
+    slots, at = [], 0
+    for name, member in zip(bucket.tensors, members, strict=True):
+        slots.append(Slot(name, index, at, _view(flat, at, member, apart is not None), first.device))
+        at += member.numel()
     if make is None:
         whole = AllReduce(flat, group.rank, group.world_size)
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
-    count = -(-flat.numel() * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
+    count = -(-numel * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(1, *numels)
-    bounds = cut(numels, granularity, 0, flat.numel(), count)
+    bounds = cut(numels, granularity, 0, numel, count)
     rows = _Rows(bucket, members, granularity)
     contexts = [Context(row) for row in random.unbind()]
     encodes = len(contexts) // 2
@@ -180,6 +218,7 @@ def _build(
             store_for=partial(store_for, bucket.residual_dtype),
             store_contexts=contexts[encodes:],
             runs=runs,
+            apart=None if apart is None else apart[start:end],
         )
         chunks.append(make(codec, piece, group, index))
     for chunk in chunks:
@@ -291,8 +330,10 @@ def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, a
         )
 
 
-def _view(flat: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
+def _view(flat: torch.Tensor, at: int, tensor: torch.Tensor, apart: bool) -> torch.Tensor:
     """The tensor's place."""
+    if apart:
+        return torch.empty_strided(tensor.shape, _place_strides(tensor), dtype=tensor.dtype, device="meta")
     part = flat[at : at + tensor.numel()]
     return part.as_strided(tensor.shape, _place_strides(tensor), part.storage_offset())
 

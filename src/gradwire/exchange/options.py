@@ -4,16 +4,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from gradwire.collectives import Group, Piece, Route, Scheme, ShardedSum
+from gradwire.compressors import Compressor
 from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, Collective, collective_of
 from gradwire.core.entry_points import named
 from gradwire.core.plan import Bucket
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
+from gradwire.kernels import is_float
 from gradwire.planner.options import option_of
 from gradwire.planner.schemes import codes_own_gradient
 
-__all__ = ["Make", "check_sharded", "scheme_of"]
+__all__ = ["Make", "check_sharded", "scheme_of", "works_apart"]
 
 Make = Callable[[Any, Piece, Group, int], Scheme]
 """Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
@@ -52,6 +56,24 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
     option = option_of(bucket.option)
     _check(index, bucket, option.compresses, all_alike=not codes_own_gradient(bucket.option))
     return partial(_routed, option.tasks, device)
+
+
+def works_apart(bucket: Bucket, codec: Compressor, like: torch.Tensor) -> bool:
+    """Whether kernels encode the bucket's gradients, which are like this one, where they lie, and decode the mean to there. May
+    differ between ranks: they send the same bytes."""
+    collective = collective_of(bucket.option)
+    # what all-gather decodes is added where it lies, and sums are float32
+    sums_elsewhere = collective is not None and collective.divisible
+    return (
+        collective is not None
+        and collective.in_place
+        and like.is_cpu
+        and is_float(like.dtype)
+        and (sums_elsewhere or like.dtype is torch.float32)
+        and codec.spec.carries_uncompressed
+        and codec.runs_in_c
+        and codec.for_sum().runs_in_c
+    )
 
 
 def check_sharded(index: int, bucket: Bucket) -> None:

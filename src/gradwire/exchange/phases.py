@@ -1,12 +1,14 @@
-"""The reduce phase alone, and the gather phase alone: what lies where on a rank."""
+"""The phases of an exchange on a rank: what pieces share, and what lies where before and after a phase alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
-from gradwire.collectives import ShardedSum, TwoPhase
+from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
 from gradwire.collectives.streams import Streams
 from gradwire.errors import PlanError
+from gradwire.exchange.executor import PhaseTask
 from gradwire.exchange.layout import BucketBuffers, Slot
 
 
@@ -18,6 +20,30 @@ def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
                 f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "
                 'with scheme="alltoall".'
             )
+
+
+def share_memory(tasks: Sequence[PhaseTask], buckets: Sequence[BucketBuffers]) -> None:
+    """The pieces of a lane, whose tasks these are, use the same memory for what they hold no longer than the lane works on them:
+    residuals that are stored narrow, and the sums of pieces that lie apart."""
+    pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
+    share_scratch(memory for piece in pieces for memory in piece.memory)
+    at_once = [task for task, following in pairwise(tasks) if task[:2] == following[:2]]
+    sums = _sums_apart(buckets[task.bucket].chunks[task.chunk] for task in at_once)
+    if sums:
+        memory = torch.empty(max(each.total.numel() for each in sums), dtype=sums[0].total.dtype)
+        for each in sums:
+            each.keep_total(memory)
+
+
+def part_totals(buckets: Sequence[BucketBuffers]) -> None:
+    """Give each sum memory of its own: a step ends with the sums, or begins with them."""
+    for each in _sums_apart(chunk for buffers in buckets for chunk in buffers.chunks):
+        each.keep_total(torch.empty_like(each.total))
+
+
+def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
+    """The schemes whose gradients lie apart, so that the own sum has memory of its own."""
+    return [each for each in schemes if isinstance(each, TwoPhase) and each.piece.apart is not None]
 
 
 def own_runs(buckets: Sequence[BucketBuffers]) -> dict[str, list[tuple[int, int]]]:

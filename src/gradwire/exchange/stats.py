@@ -36,7 +36,7 @@ class BucketStats:
         if correcting is not None:
             pairs = zip((intra, inter), _sent(correcting, grid), strict=True)
             intra, inter = (round(usual + part * (corrected - usual)) for usual, corrected in pairs)
-        tensors, numel = buffers.bucket.tensors, buffers.flat.numel()
+        tensors, numel = buffers.bucket.tensors, buffers.numel
         nbytes = numel * buffers.flat.element_size()
         return BucketStats(tensors, numel, len(buffers.chunks), nbytes, intra + inter, intra, inter)
 

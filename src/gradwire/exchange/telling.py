@@ -1,10 +1,10 @@
 """From a lane that failed to the error that callers get: it names the bucket and the ranks that were waited for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gradwire.collectives import LinkError
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange.executor import Executor, TaskFailed
 
 
@@ -27,3 +27,12 @@ def lane_error(executor: Executor, failed: TaskFailed, step: int) -> GradwireErr
     if isinstance(failed.cause, LinkError):
         return executor.lanes.broken(what, failed.cause, step)
     return executor.lanes.failed_here(what, failed.cause, step)
+
+
+def not_ready(names: Sequence[str]) -> StepStateError:
+    """The error of a wait for tensors of which these are not ready."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return StepStateError(
+        f"wait() was called before {names[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for each "
+        "tensor in every step."
+    )

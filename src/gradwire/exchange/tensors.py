@@ -77,7 +77,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor) -> torch.Tensor:
+def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor. Raises StepStateError without one, and where it does not fit what the exchange was made with; `view` is its
     place."""
     if not isinstance(tensor, torch.Tensor):
@@ -94,6 +94,6 @@ def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor) -> torch.T
         raise StepStateError(
             f"tensor {name!r} has elements that share memory (an expanded view). Pass a copy: clone()."
         )
-    if tensor.device != view.device:
-        raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {view.device}.")
+    if tensor.device != device:
+        raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {device}.")
     return tensor

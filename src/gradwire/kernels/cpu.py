@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from gradwire.core import native
 from gradwire.kernels import reference
 from gradwire.kernels.reference.local_update import LocalUpdate
+from gradwire.kernels.scattered import Scattered
 from gradwire.kernels.segments import Segments
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
@@ -28,7 +29,10 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3
 class Tensor(ctypes.Structure):
     """An argument that is a tensor on the CPU. Twin of `Tensor` in csrc/api.hpp."""
 
-    _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32), ("contiguous", c_int32))
+    _fields_ = (
+        *(("data", c_void_p), ("numel", c_int64), ("dtype", c_int32), ("contiguous", c_int32)),
+        *(("places", c_void_p), ("factor", c_double)),
+    )
 
     @classmethod
     def from_param(cls, tensor: Any) -> Any:
@@ -38,6 +42,11 @@ class Tensor(ctypes.Structure):
             raise TypeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
         dtype = _DTYPES.get(tensor.dtype, -1)
         return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
+
+    @classmethod
+    def apart(cls, elements: Scattered, places: Any) -> "Tensor":
+        """An argument whose rows lie in several tensors."""
+        return cls(None, elements.count, _DTYPES[elements.dtype], False, ctypes.addressof(places), elements.factor)
 
 
 class Update(ctypes.Structure):
@@ -88,10 +97,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 _ROWS = {
     "copy_into": (Tensor, Tensor),
     "add_into": (Tensor, Tensor),
-    "gather_rows": (Tensor, _TYPES[Segments], Tensor),
+    "gather_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
     "scatter_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
 }
-"""Functions of csrc/api_exchange.cpp that only `call` makes calls of: (into, source), and (from, segments, [add,] into)."""
+"""Functions of csrc/api_exchange.cpp that only `call` makes calls of: (into, source), and (from, segments, add, into)."""
 
 
 class Call(NamedTuple):
@@ -106,11 +115,16 @@ class Call(NamedTuple):
 
 
 def call(name: str, *arguments: Any) -> Call:
-    """A call of a kernel, or of a function in `_ROWS`. Tensors must keep their memory as long as the call is used."""
+    """A call of a kernel, or of a function in `_ROWS`. Tensors must keep their memory as long as the call is used; a `Scattered`
+    may stand for the tensor that segments are of."""
     kinds = ARGUMENTS.get(name) or _ROWS[name]
     words, keeps = [], list(arguments)
     for kind, argument in zip(kinds, arguments, strict=True):
-        if kind is c_double:
+        if isinstance(argument, Scattered):
+            places = argument.addresses.of_rows(next(each for each in arguments if isinstance(each, Segments)))
+            keeps += [places, apart := Tensor.apart(argument, places)]
+            words.append(ctypes.addressof(apart))
+        elif kind is c_double:
             words.append(struct.unpack("<q", struct.pack("<d", argument))[0])
         elif kind in (c_int64, c_bool):
             words.append(int(argument))
@@ -124,6 +138,16 @@ def call(name: str, *arguments: Any) -> Call:
     function = ctypes.cast(native.library()[f"gw_packed_{name}"], c_void_p).value
     assert function is not None
     return Call(function, tuple(words), tuple(keeps))
+
+
+def run(calls: Iterable[Call]) -> None:
+    """Run calls from Python. Raises RuntimeError where one refuses its arguments."""
+    for function, words, _ in calls:
+        packed = (c_int64 * len(words))(*words)
+        _refused(_PACKED(function)(packed))
+
+
+_PACKED = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.POINTER(c_int64))
 
 
 def __getattr__(name: str) -> Callable[..., None]:

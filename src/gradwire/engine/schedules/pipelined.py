@@ -25,7 +25,7 @@ import torch
 from gradwire.collectives import Link, TwoPhase, transfer
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import RankReport
-from gradwire.engine.gradients import Gradient
+from gradwire.engine.gradients import AnyGradient
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
@@ -74,7 +74,7 @@ class PipelinedSchedule:
 
     def attach(self) -> None:
         self._gathers.attach()
-        self._of_bucket: dict[int, list[Gradient]] = defaultdict(list)
+        self._of_bucket: dict[int, list[AnyGradient]] = defaultdict(list)
         for gradient in self._reducer.gradients:
             self._of_bucket[gradient.slot.bucket].append(gradient)
 
