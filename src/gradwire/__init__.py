@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
+    from gradwire.integrations.ddp import DDPState, bucket_sizes, ddp_hook
     from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
 
 _HOMES = {
@@ -71,6 +72,7 @@ _HOMES = {
         "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError",
         "SpecError", "StepStateError", "TestbedError", "WriteError",
     ),
+    "gradwire.integrations.ddp": ("DDPState", "bucket_sizes", "ddp_hook"),
     "gradwire.planner": ("AdaptiveBits", "Policy", "Tuned", "Uniform", "Where"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -87,6 +89,7 @@ __all__ = [
     "Cluster",
     "CommunicationError",
     "Costs",
+    "DDPState",
     "Delayed",
     "DisagreementError",
     "EFSignSGD",
@@ -128,6 +131,8 @@ __all__ = [
     "Where",
     "WriteError",
     "__version__",
+    "bucket_sizes",
+    "ddp_hook",
     "parallelize",
 ]
 
