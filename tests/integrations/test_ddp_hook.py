@@ -160,27 +160,24 @@ def test_ranks_end_alike_with_4_bits(worlds: Worlds, case: str, ranks: int) -> N
 
 
 def learned(plan: Any) -> float:
-    """The mean loss of the last steps of a classifier on data that all ranks share."""
+    """The loss of a classifier at the end, on data with noise that all ranks share."""
     torch.manual_seed(1)
-    data = torch.randn(512, 20, generator=seeded(1))
-    labels = (data @ torch.randn(20, 5, generator=seeded(2))).argmax(1)
+    data, noise = torch.randn(2048, 20, generator=seeded(1)), torch.randn(2048, 5, generator=seeded(4))
+    labels = (data @ torch.randn(20, 5, generator=seeded(2)) + 3 * noise).argmax(1)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
     run = DistributedDataParallel(model) if plan is None else wrapped(model, plan)[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(300):
         chosen = torch.randint(len(data), (32,), generator=seeded(3, step, dist.get_rank()))
-        loss = nn.functional.cross_entropy(run(data[chosen]), labels[chosen])
         optimizer.zero_grad()
-        loss.backward()
+        nn.functional.cross_entropy(run(data[chosen]), labels[chosen]).backward()
         optimizer.step()
-        losses.append(loss.item())
-    return nn.functional.cross_entropy(model(data), labels).item() - losses[0]
+    return nn.functional.cross_entropy(model(data), labels).item()
 
 
-def test_the_loss_falls_as_under_ddp_with_4_bits(worlds: Worlds) -> None:
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds) -> None:
     ddp, ours = (worlds.run(2, learned, plan)[0] for plan in (None, gw.QSGD(bits=4)))
-    assert ddp < -1
+    assert ddp < 1.2
     assert ours == pytest.approx(ddp, rel=0.01)
 
 

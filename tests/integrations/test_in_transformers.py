@@ -97,7 +97,7 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, c
         assert [each.get("loss") for each in own["history"]] == [each.get("loss") for each in theirs["history"]]
 
 
-def test_the_loss_falls_as_with_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"max_steps": 150, "logging_steps": 50, "dropout": 0.0}
     ddp, ours = (
         worlds.run(2, trained, str(tmp_path / str(plan is None)), plan, arguments, deadline_s=300.0)[0]

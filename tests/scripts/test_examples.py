@@ -12,11 +12,12 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parents[2]
 SAID = {
+    "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }
-NEEDS = {"transformers_trainer.py": "transformers"}
+NEEDS = {"accelerate_loop.py": "accelerate", "transformers_trainer.py": "transformers"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID])

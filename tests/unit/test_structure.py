@@ -507,7 +507,7 @@ def test_nothing_is_unpickled(module: str) -> None:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in MAY_WRITE])
 def test_files_are_written_by_the_one_helper(module: str) -> None:
-    into_memory = {"gradwire.report.pictures": "savefig", "gradwire.integrations.checkpoints": "torch.save"}
+    into_memory = {"gradwire.report.pictures": "savefig", "gradwire.integrations.handles": "torch.save"}
     wrong = [each for each in writing(parse(module)) if into_memory.get(module, "\n") not in each]
     assert wrong == [], "write_whole of gradwire.core.files leaves no half-written file"
 

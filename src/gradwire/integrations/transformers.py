@@ -8,12 +8,13 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError, StepStateError
-from gradwire.integrations.checkpoints import load_handle, save_handle
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
 
 __all__ = ["GradwireCallback", "use"]
 
@@ -27,7 +28,8 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
     Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` takes them up,
     and goes on bit for bit. The Trainer's log gets the fields of `GradwireCallback.facts`.
 
-    Raises PlanError for a Trainer with DeepSpeed or FSDP. In `train()` raises what `gw.parallelize` raises.
+    A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
+    or FSDP. In `train()` raises what `gw.parallelize` raises.
 
     Example, in a script started by torchrun::
 
@@ -82,11 +84,11 @@ class GradwireCallback(TrainerCallback):
     ) -> Any:
         """In place of Accelerate's, which wraps a model that trains in DDP."""
         prepared: Any = self._plain_prepare(model, device_placement, evaluation_mode=True)
-        if not evaluation_mode:
+        if dist.is_initialized() and not evaluation_mode:
             self._detach()
             optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
             self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
-            prepared.no_sync = self.handle.no_sync  # what Accelerate calls while gradients are accumulated
+            prepared.no_sync = NoSync(self.handle)  # what Accelerate calls while gradients are accumulated
             self._decisions = 0
         return prepared
 
@@ -109,12 +111,12 @@ class GradwireCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Take up what ranks saved with the checkpoint that the Trainer resumes from."""
-        if self._model is None or self.handle is None:
+        if dist.is_initialized() and self._model is None:
             raise StepStateError(
                 "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
                 "anew, and call use(trainer) before train(); a search of hyperparameters needs a Trainer for each trial."
             )
-        if self._checkpoint:
+        if self._checkpoint and self.handle is not None:
             load_handle(self.handle, self._checkpoint)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:

@@ -1,16 +1,31 @@
-"""Handles in the checkpoint folders of frameworks: one file for each rank, since each rank has residuals of its own."""
+"""Handles inside frameworks: `no_sync` of the model, and a file for each rank in the framework's checkpoint."""
 
 import io
 import os
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from gradwire.api.handle import Handle
 from gradwire.core.files import make_folder, write_whole
+from gradwire.engine.seams.hooks import Patch
 
-__all__ = ["load_handle", "save_handle"]
+__all__ = ["NoSync", "load_handle", "save_handle"]
+
+
+class NoSync(Patch):
+    """Stands as `no_sync` in a model, where frameworks look for that of DDP. Copies of the model do not have it."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._handle.no_sync()
+
+    def before_copy(self) -> None:
+        """There is nothing to do."""
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
