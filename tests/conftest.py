@@ -34,7 +34,15 @@ LONGEST_FIRST = (
 )  # fmt: skip
 """Files that take longest, or wait most. A worker that took one of them up last would leave the others idle."""
 
-QUICK_CASES = {"ranks": 3, "scripts": 2, "kernels": 12, "compressors": 50, "costs": 50, "planner": 50}
+QUICK_CASES = {
+    "ranks": 3,
+    "integrations": 3,
+    "scripts": 2,
+    "kernels": 12,
+    "compressors": 50,
+    "costs": 50,
+    "planner": 50,
+}
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
 

@@ -55,10 +55,11 @@ if TYPE_CHECKING:
         WriteError,
     )
     from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
+    from gradwire.integrations.ddp import DDPState, bucket_sizes, ddp_hook
     from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
 
-_HOMES = ("_version", "errors", "core", "planner", "exchange", "api")
-"""The parts of gradwire that have the names. The last two load torch."""
+_HOMES = ("_version", "errors", "core", "planner", "exchange", "api", "integrations.ddp")
+"""The parts of gradwire that have the names. The last three load torch."""
 
 __all__ = [
     "DGC",
@@ -72,6 +73,7 @@ __all__ = [
     "Cluster",
     "CommunicationError",
     "Costs",
+    "DDPState",
     "Delayed",
     "DisagreementError",
     "EFSignSGD",
@@ -113,6 +115,8 @@ __all__ = [
     "Where",
     "WriteError",
     "__version__",
+    "bucket_sizes",
+    "ddp_hook",
     "parallelize",
 ]
 

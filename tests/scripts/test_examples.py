@@ -12,13 +12,18 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parents[2]
 SAID = {
+    "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
+    "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }
+NEEDS = {"accelerate_loop.py": "accelerate", "transformers_trainer.py": "transformers"}
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID])
 def test_both_ranks_end_with_the_same_weights(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     path = ROOT / "examples" / name
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

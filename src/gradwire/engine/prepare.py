@@ -35,7 +35,8 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise PlanError(
-            "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module."
+            "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module, or keep DDP and "
+            "call model.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), gw.ddp_hook)."
         )
     _check_memory(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,0 +1,91 @@
+"""gradwire in Hugging Face Accelerate, in place of DistributedDataParallel.
+
+`prepare` stands for `accelerator.prepare`. The model is not wrapped: Accelerate prepares it as for an evaluation (device, mixed
+precision, compilation), and `gw.parallelize` is called on it. All else is Accelerate's own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+
+from gradwire.api import Handle, parallelize
+from gradwire.core.checks import show
+from gradwire.errors import PlanError
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
+
+__all__ = ["prepare"]
+
+_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **options: Any) -> tuple[Any, ...]:
+    """`accelerator.prepare(*objects)`, with gradwire in place of DDP for the model among the objects.
+
+    objects: one model, and any number of optimizers, data loaders and schedulers. plan and options: as in `gw.parallelize`. Every
+    rank calls it. Returns the prepared objects in their order. The handle is the last one of the list `accelerator.gradwire`. A
+    script of one process, without a launcher, trains as without gradwire.
+
+    `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
+    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` takes these up, and the run goes on bit for bit.
+
+    Raises PlanError unless there is one model, and where Accelerate shards models (DeepSpeed, FSDP, Megatron-LM); also what
+    `gw.parallelize` raises.
+
+    Example, in a script started by `accelerate launch` or torchrun::
+
+        from gradwire.integrations.accelerate import prepare
+
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, plan="auto")
+    """
+    places = [at for at, each in enumerate(objects) if isinstance(each, torch.nn.Module)]
+    if len(places) != 1:
+        raise PlanError(f"{len(places)} models were passed to prepare(). Call it once for each model that trains.")
+    if accelerator.distributed_type in _SHARDED:
+        raise PlanError(
+            f"Accelerate shards the model ({show(str(accelerator.distributed_type))}), and gradwire averages gradients of whole "
+            "models. Configure Accelerate for plain data parallelism: `accelerate config`, no DeepSpeed and no FSDP."
+        )
+    if not dist.is_initialized():
+        return _as_tuple(accelerator.prepare(*objects))
+    wraps = accelerator.prepare_model
+    accelerator.prepare_model = partial(wraps, evaluation_mode=True)
+    try:
+        prepared = _as_tuple(accelerator.prepare(*objects))
+    finally:
+        accelerator.prepare_model = wraps
+    model, optimizers = prepared[places[0]], [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    handle = parallelize(model, optimizers or None, plan=plan, **options)
+    model.no_sync = NoSync(handle)
+    handles = vars(accelerator).setdefault("gradwire", [])
+    handles.append(handle)
+    _keep_in_checkpoints(accelerator, handle, f"gradwire_{len(handles) - 1}")
+    return prepared
+
+
+def _as_tuple(prepared: Any) -> tuple[Any, ...]:
+    return prepared if isinstance(prepared, tuple) else (prepared,)
+
+
+def _keep_in_checkpoints(accelerator: Accelerator, handle: Handle, name: str) -> None:
+    """Save and load the handle with the accelerator's state."""
+    folders: list[Path] = []
+    load: Callable[..., None] = accelerator.load_state
+
+    def save_too(models: Any, weights: Any, folder: str) -> None:
+        save_handle(handle, Path(folder, name))
+
+    def find_folder(models: Any, folder: str) -> None:
+        folders.append(Path(folder, name))
+
+    def load_too(*arguments: Any, **named: Any) -> None:
+        load(*arguments, **named)
+        load_handle(handle, folders.pop())  # last: some schedules compare their state with the weights
+
+    accelerator.register_save_state_pre_hook(save_too)
+    accelerator.register_load_state_pre_hook(find_folder)
+    accelerator.load_state = load_too

@@ -1,0 +1,200 @@
+"""A communication hook of DistributedDataParallel that averages gradients with `gw.Exchange`.
+
+DDP calls the hook for each of its buckets, in the same order on all ranks. One exchange holds the gradients of all parameters by
+name, whatever buckets DDP makes. The lanes work beside the backward, and the hook of the last bucket waits for them.
+"""
+
+import gc
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.collectives import Group
+from gradwire.core.checks import show
+from gradwire.core.plan import Plan
+from gradwire.core.schedules import Backward
+from gradwire.core.specs import Spec
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange import Exchange, ExchangeStats, TensorMeta
+from gradwire.exchange.plans import info_of, plan_for
+from gradwire.exchange.states import read_state
+from gradwire.planner.policy import Policy
+
+__all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
+PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
+
+
+class DDPState:
+    """The exchange of one DDP model's gradients, and what its compressors remember.
+
+    plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names
+    of the model inside DDP. A policy's plan is made again when DDP has brought its buckets into gradient-ready order.
+
+    Means are over all ranks of DDP's group, in `join()` too, whatever `divide_by_initial_world_size` is. With error feedback a
+    parameter that no rank used in a step (`find_unused_parameters`) loses its residual.
+
+    Raises PlanError for a plan that DDP cannot run. In backward the hook raises PlanError where the plan does not fit the model,
+    DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
+
+    Example, in a script started by torchrun::
+
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        model.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), gw.ddp_hook)
+    """
+
+    def __init__(self, plan: PlanForDDP) -> None:
+        self.plan = _checked(plan)
+        self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
+        self._names: dict[torch.Tensor, str] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._exchange: Exchange | None = None
+        self._saved: dict[str, Any] = {}  # a state that the next step begins with
+        self._order: list[str] = []  # of the names, for which the plan was made
+        self._order_known = False
+        self._came: list[list[str]] = []  # the names in the order of DDP's buckets, of the last step and of this one
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take up one of DDP's buckets. The future gets its buffer, with mean gradients, after the last bucket of the step."""
+        exchange = self._begin() if bucket.index() == 0 or self._exchange is None else self._exchange
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        if bucket.buffer().is_sparse:
+            raise PlanError(f"the gradient of {names[0]!r} is sparse, and gradwire sends dense ones. Use sparse=False.")
+        for name, gradient in zip(names, bucket.gradients(), strict=True):
+            exchange.ready(name, gradient)
+        self._came[-1] += names
+        buffer = bucket.buffer()
+        done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        self._waiting.append((done, buffer))
+        if bucket.is_last():
+            exchange.wait()
+            for future, averaged in self._waiting:
+                future.set_result(averaged)
+            self._waiting = []
+            self._learn_order()
+        return done
+
+    def stats(self) -> ExchangeStats:
+        """What happened so far on this rank. Raises StepStateError before the first step."""
+        if self._exchange is not None:
+            return self._exchange.stats()
+        raise StepStateError("there are no statistics before the first step. Call stats() after a backward.")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps, and empty before the first one. Save
+        those of all ranks.
+
+        A run goes on bit for bit from a state of the second step or later (the third with `static_graph`).
+        """
+        if self._exchange is None:
+            return dict(self._saved)
+        state, names = self._exchange.state_dict(), list(self._parameters)
+        key = next(key for key in state if key.endswith("/order"))
+        return {**state, key: torch.tensor([names.index(name) for name in self._order])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
+        that saved, in one dictionary. Between steps, on every rank, after `register_comm_hook`; sends nothing.
+
+        Raises ValueError naming what is wrong with the state. What does not fit the plan raises it when the next step begins.
+        """
+        self._find_model()
+        names, order = list(self._parameters), read_state(state, Group.of(self._group)).order if state else []
+        if order and sorted(order) != list(range(len(names))):
+            raise ValueError(
+                f"the state has {len(order)} tensors, and DDP averages {len(names)}: it was saved with another model, or other "
+                "parameters were frozen. Load it into the model that it was saved with."
+            )
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange, self._came, self._saved = None, [], dict(state)
+        self._order, self._order_known = [names[at] for at in order], bool(order)
+
+    def _begin(self) -> Exchange:
+        if self._exchange is None:
+            self._find_model()
+            self._order = self._order or list(self._parameters)[::-1]
+            self._exchange = self._make()
+            if self._saved:
+                self._exchange.load_state_dict(self._saved)
+                self._saved = {}
+        self._came = [*self._came[-1:], []]
+        self._exchange.begin()
+        return self._exchange
+
+    def _make(self) -> Exchange:
+        ordered = {name: self._parameters[name] for name in self._order}
+        metas = {name: TensorMeta(tuple(each.shape), each.dtype, each.device) for name, each in ordered.items()}
+        return Exchange(metas, self.plan, self._group)
+
+    def _learn_order(self) -> None:
+        """The second order of DDP's buckets is that in which gradients become ready, the same on all ranks: plan again."""
+        before, came = self._exchange, self._came[-1]
+        if before is None or self._order_known or isinstance(self.plan, Plan) or self._came[0] == came:
+            return
+        self._order, self._order_known = came, True
+        self._exchange = self._make()
+        self._exchange.memory.take_over(before.memory.carried())
+        self._exchange.step = before.step
+        before.close()
+
+    def _find_model(self) -> None:
+        """DDP gives hooks no names and no reference to the model, so the model that this state is registered with is looked for
+        among all objects, once."""
+        if self._parameters:
+            return
+        models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        found = [each for each in models if any(state is self for _, state in vars(each).get("_comm_hooks", ()))]
+        if len(found) != 1:
+            raise StepStateError(
+                f"this DDPState is registered with {len(found)} DDP models, and belongs to one. Call "
+                "model.register_comm_hook(state, gw.ddp_hook) once, with a state of its own for each model."
+            )
+        self._group = found[0].process_group
+        self._parameters = _averaged(found[0].module, found[0].parameters_to_ignore)
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+
+
+def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook to register with DDP, together with a `DDPState`."""
+    return state.average(bucket)
+
+
+def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients, with which DDP hands gradients over when a bucket
+    of the plan is complete. model: the one that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`.
+
+    Gradients are taken to become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in
+    the wrong order: leave them out. Raises PlanError if the plan does not fit the model.
+
+    Example::
+
+        model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))
+    """
+    averaged = _averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    infos = [info_of(*each) for each in averaged.items()][::-1]
+    made, _ = plan_for(_checked(plan), infos, dist.get_world_size(group))
+    place = {info.name: at for at, info in enumerate(infos)}
+    ends = sorted({1 + max(place[name] for name in bucket.tensors) for bucket in made.buckets})
+    return [sum(info.nbytes for info in infos[a:b]) / 2**20 for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _checked(plan: Any) -> Plan | Policy | Spec:
+    if isinstance(plan, (str, os.PathLike)) and plan != "auto":
+        plan = Plan.load(plan)
+    if not isinstance(plan, (Plan, Policy, Spec)) or getattr(plan, "schedule", Backward()) != Backward():
+        raise PlanError(
+            f"plan is {show(plan)}. Inside DDP it is a spec, a gw.Policy, a gw.Plan or the path of a plan's file, with the "
+            "schedule gw.Backward(): DDP decides when gradients are sent. For other schedules, and plans that change while "
+            "training, write in place of DDP: handle = gw.parallelize(model, optimizer, plan=...)"
+        )
+    return plan
+
+
+def _averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad and name not in ignored}

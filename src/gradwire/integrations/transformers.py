@@ -1,0 +1,129 @@
+"""gradwire in the Trainer of Hugging Face Transformers, in place of DistributedDataParallel.
+
+The Trainer asks Accelerate to prepare the model. Here the model is not wrapped, and `gw.parallelize` is called on it. Gradient
+accumulation, clipping, mixed precision, evaluation and checkpoints are the Trainer's own.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from gradwire.api import Handle, parallelize
+from gradwire.errors import PlanError, StepStateError
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
+
+__all__ = ["GradwireCallback", "use"]
+
+
+def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallback":
+    """Let gradwire average the gradients of a Trainer's model, in every `trainer.train()` from now on.
+
+    plan and options: as in `gw.parallelize`. Call it after the Trainer is made, on every rank. Returns the callback that it adds
+    to the Trainer; its `handle` is there while the Trainer trains and after.
+
+    Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` takes them up,
+    and goes on bit for bit. The Trainer's log gets the fields of `GradwireCallback.facts`.
+
+    A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
+    or FSDP. In `train()` raises what `gw.parallelize` raises.
+
+    Example, in a script started by torchrun::
+
+        trainer = Trainer(model, arguments, train_dataset=dataset)
+        gradwire.integrations.transformers.use(trainer, plan="auto")
+        trainer.train()
+    """
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise PlanError(
+            "the Trainer uses DeepSpeed or FSDP, which shard parameters, and gradwire averages gradients of whole ones. Remove "
+            "`deepspeed` and `fsdp` from the TrainingArguments."
+        )
+    callback = GradwireCallback(trainer, plan, options)
+    trainer.add_callback(callback)
+    return callback
+
+
+class GradwireCallback(TrainerCallback):
+    """Parallelizes a Trainer's model when it trains, and saves and loads the handle with the Trainer's checkpoints."""
+
+    def __init__(self, trainer: Trainer, plan: Any, options: dict[str, Any]) -> None:
+        self.handle: Handle | None = None
+        """Of the training that runs, or ran last."""
+        self._trainer, self._plan, self._options = trainer, plan, options
+        self._model: Any = None
+        self._checkpoint: str | None = None
+        self._decisions = 0
+        self._plain_prepare = trainer.accelerator.prepare_model
+        self._plain_train, self._plain_log = trainer.train, trainer.log
+        trainer.accelerator.prepare_model = self._prepare_model
+        trainer.train, trainer.log = self._train, self._log
+
+    def facts(self) -> dict[str, float]:
+        """What the Trainer's log gets: megabytes that this rank sends in a step, milliseconds that the end of backward waits for
+        gradients, and the number of decisions so far. The text of a new decision is in `trainer.state.log_history`."""
+        if self.handle is None:
+            return {}
+        stats = self.handle.stats()
+        return {
+            "gradwire_sent_mb": stats.wire_bytes / 1e6,
+            "gradwire_exposed_ms": stats.exposed_us / 1e3,
+            "gradwire_decisions": len(stats.decisions),
+        }
+
+    def _train(self, resume_from_checkpoint: Any = None, *rest: Any, **named: Any) -> Any:
+        folder = self._trainer.args.output_dir
+        self._checkpoint = get_last_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
+        return self._plain_train(resume_from_checkpoint, *rest, **named)
+
+    def _prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """In place of Accelerate's, which wraps a model that trains in DDP."""
+        prepared: Any = self._plain_prepare(model, device_placement, evaluation_mode=True)
+        if dist.is_initialized() and not evaluation_mode:
+            self._detach()
+            optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
+            self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
+            prepared.no_sync = NoSync(self.handle)  # what Accelerate calls while gradients are accumulated
+            self._decisions = 0
+        return prepared
+
+    def _detach(self) -> None:
+        if self._model is not None and self.handle is not None:
+            self.handle.detach()
+            del self._model.no_sync
+        self._model = None
+
+    def _log(self, logs: dict[str, Any], *rest: Any, **named: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.facts())
+        self._plain_log(logs, *rest, **named)
+        decisions = self.handle.decisions if self.handle is not None else ()
+        if len(decisions) > self._decisions:
+            self._decisions = len(decisions)
+            self._trainer.state.log_history[-1]["gradwire_decision"] = str(decisions[-1])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Take up what ranks saved with the checkpoint that the Trainer resumes from."""
+        if dist.is_initialized() and self._model is None:
+            raise StepStateError(
+                "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
+                "anew, and call use(trainer) before train(); a search of hyperparameters needs a Trainer for each trial."
+            )
+        if self._checkpoint and self.handle is not None:
+            load_handle(self.handle, self._checkpoint)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Write this rank's state beside the Trainer's."""
+        if self.handle is not None and not args.save_only_model:
+            save_handle(self.handle, os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Make the model an ordinary one again."""
+        self._detach()

@@ -1,0 +1,431 @@
+"""DistributedDataParallel with gradwire's hook: plain DDP's numbers under an identity plan, residuals, states, refusals."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_ddp import batch, everything, normalised, plain, sgd
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Given, Worlds, digest, seeded
+
+import gradwire as gw
+from gradwire.exchange.memory import added_up
+
+FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), bucket_bytes=4096, edge_bytes=4096)
+
+
+def wrapped(model: nn.Module, plan: Any, **ddp: Any) -> tuple[DistributedDataParallel, gw.DDPState]:
+    """The model in DDP with the hook."""
+    run, state = DistributedDataParallel(model, **ddp), gw.DDPState(plan=plan)
+    run.register_comm_hook(state, gw.ddp_hook)
+    return run, state
+
+
+# ---- plain DDP
+
+
+class Deep(nn.Module):
+    """A megabyte in layers that forward uses in another order than that of registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(6, 200), *[(200, 200)] * 6, (200, 3)]
+        self.layers = nn.ModuleDict({str(at): nn.Linear(*sizes[at]) for at in (3, 7, 0, 5, 1, 2, 6, 4)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for at in range(8):
+            inputs = self.layers[str(at)](inputs).tanh()
+        return inputs
+
+
+class InOrder(Deep):
+    """The same, registered in the order of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(sorted(self.layers.items()))
+
+
+class Branches(nn.Module):
+    """Each step uses one of the first two parts, or both; the last is never used."""
+
+    def __init__(self, differs: bool) -> None:
+        super().__init__()
+        self.parts, self.differs = nn.ModuleList([plain(), plain(), plain()]), differs
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        which = (dist.get_rank() if self.differs else int(inputs[0, 0] > 0)) % 2
+        return self.parts[which](inputs)
+
+
+def convolutional() -> nn.Sequential:
+    layers = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Conv2d(4, 3, 1), nn.Flatten())
+    return layers.to(memory_format=torch.channels_last)
+
+
+def frozen() -> nn.Sequential:
+    model = plain()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def ordinary(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(5):
+        optimizer.zero_grad()
+        dtype = next(run.parameters()).dtype
+        run(batch(step).to(dtype)).float().square().mean().backward()
+        nn.utils.clip_grad_norm_(run.parameters(), 0.5)
+        optimizer.step()
+
+
+def accumulating(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(8):
+        with run.no_sync() if step % 3 < 2 else nullcontext():
+            run(batch(step)).square().mean().backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def uneven(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    with run.join():
+        for step in range(2 + 3 * dist.get_rank()):
+            optimizer.zero_grad()
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+
+
+def late(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 1 has no batch at all."""
+    with run.join():
+        for step in range(3 * (1 - dist.get_rank())):
+            optimizer.zero_grad()
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+
+
+Loop = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Loop, dict[str, Any]]] = {
+    "ordinary": (plain, ordinary, {}),
+    "small buckets": (Deep, ordinary, {"bucket_cap_mb": 0.2}),
+    "bucket views": (plain, ordinary, {"gradient_as_bucket_view": True}),
+    "accumulation": (plain, accumulating, {}),
+    "buffers": (normalised, ordinary, {}),
+    "join": (plain, uneven, {}),
+    "join without a batch": (plain, late, {}),
+    "static graph": (lambda: Branches(False).parts[0], ordinary, {"static_graph": True}),
+    "unused": (lambda: Branches(False), ordinary, {"find_unused_parameters": True}),
+    "unused on one rank": (lambda: Branches(True), ordinary, {"find_unused_parameters": True}),
+    "bfloat16": (lambda: plain().to(torch.bfloat16), ordinary, {}),
+    "float16": (lambda: plain().to(torch.float16), ordinary, {}),
+    "float64": (lambda: plain().double(), ordinary, {}),
+    "channels last": (convolutional, ordinary, {}),
+    "frozen": (frozen, ordinary, {}),
+}
+
+
+def ends(case: str, plan: Any) -> list[tuple[str, str]]:
+    """The weights, and the gradients and buffers, after plain DDP's loop and after that of DDP with the hook."""
+    make, loop, ddp = CASES[case]
+    found = []
+    for hooked in (False, True):
+        torch.manual_seed(7)
+        model = make()
+        run, _ = wrapped(model, plan, **ddp) if hooked else (DistributedDataParallel(model, **ddp), None)
+        at_first = digest(model.parameters())
+        loop(run, sgd(model))
+        assert digest(model.parameters()) != at_first
+        others = [each for each in everything(model) if each is not None]
+        found.append((digest(model.parameters()), digest(others)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_end_bit_for_bit_as_under_ddp(worlds: Worlds, case: str) -> None:
+    for ddp, ours in worlds.run(2, ends, case, gw.Uniform(gw.Identity(), bucket_bytes=4096)):
+        assert ours == ddp
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", ["small buckets", "unused on one rank", "join", "bfloat16"])
+def test_ranks_end_alike_with_4_bits(worlds: Worlds, case: str, ranks: int) -> None:
+    weights = [ours[0] for _, ours in worlds.run(ranks, ends, case, gw.QSGD(bits=4))]
+    assert len(set(weights)) == 1
+
+
+def learned(plan: Any) -> float:
+    """The loss of a classifier at the end, on data with noise that all ranks share."""
+    torch.manual_seed(1)
+    data, noise = torch.randn(2048, 20, generator=seeded(1)), torch.randn(2048, 5, generator=seeded(4))
+    labels = (data @ torch.randn(20, 5, generator=seeded(2)) + 3 * noise).argmax(1)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    run = DistributedDataParallel(model) if plan is None else wrapped(model, plan)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(300):
+        chosen = torch.randint(len(data), (32,), generator=seeded(3, step, dist.get_rank()))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(run(data[chosen]), labels[chosen]).backward()
+        optimizer.step()
+    return nn.functional.cross_entropy(model(data), labels).item()
+
+
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds) -> None:
+    ddp, ours = (worlds.run(2, learned, plan)[0] for plan in (None, gw.QSGD(bits=4)))
+    assert ddp < 1.2
+    assert ours == pytest.approx(ddp, rel=0.01)
+
+
+# ---- plans
+
+
+def buckets(plan: Any, sized: bool) -> tuple[list[set[str]], list[set[str]], int]:
+    """Names by bucket of DDP in the last step, and by bucket of the plan; and the bytes sent."""
+    model = InOrder()
+    sizes = {"bucket_cap_mb_list": gw.bucket_sizes(model, plan)} if sized else {}
+    run, state = DistributedDataParallel(model, **sizes), gw.DDPState(plan=plan)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    seen: list[set[str]] = []
+
+    def watching(state: gw.DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            seen.clear()
+        seen.append({names[parameter] for parameter in bucket.parameters()})
+        return gw.ddp_hook(state, bucket)
+
+    run.register_comm_hook(state, watching)
+    ordinary(run, sgd(model))
+    stats = state.stats()
+    return seen, [set(each.tensors) for each in stats.buckets], stats.wire_bytes
+
+
+def test_sizes_make_ddps_buckets_those_of_the_plan(worlds: Worlds) -> None:
+    plan = gw.Policy(default=gw.QSGD(bits=4), bucket_bytes=200_000, edge_bytes=100_000)
+    for ddp, ours, _ in worlds.run(2, buckets, plan, True):
+        assert len(ours) > 3
+        assert ddp == ours
+
+
+def test_rules_see_the_names_of_the_model(worlds: Worlds) -> None:
+    rule = ("layers.3.weight", gw.Identity())
+    two_bits, by_name = (gw.Policy(default=gw.QSGD(bits=2), rules=rules) for rules in ([], [rule]))
+    less, more = (worlds.run(2, buckets, plan, False)[0][2] for plan in (two_bits, by_name))
+    assert more > less + 100_000
+
+
+# ---- residuals
+
+
+def carried(state: gw.DDPState) -> Iterator[tuple[str, torch.Tensor]]:
+    saved = {key.partition("/")[2]: value.double() for key, value in state.state_dict().items()}
+    yield from added_up([{key: value for key, value in saved.items() if key.startswith("residual")}]).items()
+
+
+def nothing_is_lost() -> list[float]:
+    """What was sent and what residuals hold beside what was computed: for each tensor the difference, over its norm."""
+    model = Given([3000, 70, 500, 4000])
+    run, state = wrapped(model, FEEDBACK)
+    sent = [torch.zeros_like(each, dtype=torch.float64) for each in model.parameters()]
+    computed = [torch.zeros_like(each) for each in sent]
+    for step in range(6):
+        run.zero_grad()
+        run(model.random_gradients(dist.get_rank(), step)).backward()
+        for total, parameter in zip(sent, model.parameters(), strict=True):
+            total += parameter.grad.double()
+        true = model.mean_of(lambda rank, step=step: model.random_gradients(rank, step), dist.get_world_size())
+        for total, mean in zip(computed, true, strict=True):
+            total += mean
+    left = dict(carried(state))
+    differences = []
+    for index, (own, true) in enumerate(zip(sent, computed, strict=True)):
+        residual = left[f"residual/p{index}"]
+        dist.all_reduce(residual)
+        assert residual.norm() > 0.1
+        differences.append(((own + residual - true).norm() / true.norm()).item())
+    return differences
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_residuals_follow_their_parameters_when_ddp_rebuilds_buckets(worlds: Worlds, ranks: int) -> None:
+    for differences in worlds.run(ranks, nothing_is_lost):
+        assert max(differences) < 1e-5
+
+
+def resumed(plan: Any, pause: int) -> bool:
+    """Whether a run that was taken up in another DDP model goes on bit for bit."""
+    torch.manual_seed(7)
+    model = Deep()
+    run, state = wrapped(model, plan)
+    optimizer = sgd(model)
+
+    def train(run: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+
+    train(run, optimizer, range(pause))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "hook": state.state_dict()}
+    saved = {part: torch.utils._pytree.tree_map(clone, value) for part, value in saved.items()}
+    train(run, optimizer, range(pause, 6))
+    expected = digest([*model.parameters(), *state.state_dict().values()])
+    other = Deep()
+    other.load_state_dict(saved["model"])
+    second, second_state = wrapped(other, plan)
+    second_state.load_state_dict(saved["hook"])
+    assert digest(second_state.state_dict().values()) == digest(saved["hook"].values())
+    other_optimizer = sgd(other)
+    other_optimizer.load_state_dict(saved["optimizer"])
+    train(second, other_optimizer, range(pause, 6))
+    return digest([*other.parameters(), *second_state.state_dict().values()]) == expected
+
+
+def clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("pause", [2, 4])
+@pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
+def test_a_run_is_taken_up_bit_for_bit(worlds: Worlds, plan: Any, pause: int) -> None:
+    assert worlds.run(2, resumed, plan, pause) == [True, True]
+
+
+def saved_with_residuals(steps: int) -> dict[str, torch.Tensor]:
+    model = Given([3000, 500])
+    run, state = wrapped(model, FEEDBACK)
+    for step in range(steps):
+        run.zero_grad()
+        run(model.random_gradients(dist.get_rank(), step)).backward()
+    return state.state_dict()
+
+
+def taken_over(saved: dict[str, torch.Tensor]) -> list[float]:
+    """Of a state of other ranks: by tensor, what a step of zeros sends and what is left, added up, over what was saved."""
+    model = Given([3000, 500])
+    run, state = wrapped(model, FEEDBACK)
+    state.load_state_dict(saved)
+    run([torch.zeros_like(each) for each in model.parameters()]).backward()
+    left, ratios = dict(carried(state)), []
+    for name, parameter in model.named_parameters():
+        before = sum(value.double() for key, value in saved.items() if "/residual" in key and key.endswith(name))
+        dist.all_reduce(residual := left[f"residual/{name}"])
+        ratios.append(((parameter.grad.double() + residual - before).norm() / before.norm()).item())
+    return ratios
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_state_is_taken_up_by_another_number_of_ranks(worlds: Worlds, ranks: int) -> None:
+    saved = {key: value for state in worlds.run(2, saved_with_residuals, 4) for key, value in state.items()}
+    for ratios in worlds.run(ranks, taken_over, saved):
+        assert max(ratios) < 1e-5
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "auto",
+        gw.AdaptiveBits(),
+        gw.Tuned(gw.Policy(default=gw.QSGD(bits=4))),
+        gw.Uniform(gw.Identity(), schedule="pipelined", scheme="alltoall"),
+        gw.Policy(default=gw.QSGD(bits=4), schedule=gw.Delayed()),
+        3,
+    ],
+    ids=["auto", "bits", "tuned", "pipelined", "delayed", "number"],
+)
+def test_plans_that_ddp_cannot_run_name_parallelize(plan: Any) -> None:
+    with pytest.raises(gw.PlanError, match=r"handle = gw\.parallelize\(model, optimizer"):
+        gw.DDPState(plan=plan)
+    with pytest.raises(gw.PlanError, match=r"handle = gw\.parallelize\(model, optimizer"):
+        gw.bucket_sizes(plain(), plan)
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (gw.GradwireError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misused() -> list[str]:
+    told = []
+    state = gw.DDPState(plan=gw.QSGD(bits=4))
+    told.append(said(lambda: state.load_state_dict({})))
+    told.append(said(state.stats))
+    assert state.state_dict() == {}
+    one, other = DistributedDataParallel(plain()), DistributedDataParallel(plain())
+    for run in (one, other):
+        run.register_comm_hook(state, gw.ddp_hook)
+    told.append(said(lambda: one(batch(0)).sum().backward()))
+    sparse, _ = wrapped(nn.Embedding(10, 4, sparse=True), gw.QSGD(bits=4))
+    told.append(said(lambda: sparse(torch.tensor([1, 2])).sum().backward()))
+    model, state = wrapped(plain(), gw.Policy(default=gw.QSGD(), rules=[("no_such", gw.Identity())]))
+    told.append(said(lambda: model(batch(0)).sum().backward()))
+    model, state = wrapped(plain(), gw.QSGD(bits=4))
+    told.append(said(lambda: gw.parallelize(model)))
+    model(batch(0)).sum().backward()
+    saved = state.state_dict()
+    _narrow, state = wrapped(nn.Linear(6, 3), gw.QSGD(bits=4))
+    told.append(said(lambda: state.load_state_dict(saved)))
+    told.append(said(lambda: state.load_state_dict({"a": 1})))
+    same, state = wrapped(plain(), FEEDBACK)
+    state.load_state_dict(saved)
+    told.append(said(lambda: same(batch(0)).sum().backward()))
+    return told
+
+
+SAID = (
+    "StepStateError: this DDPState is registered with 0 DDP models", "StepStateError: there are no statistics before",
+    "StepStateError: this DDPState is registered with 2 DDP models", "PlanError: the gradient of 'weight' is sparse",
+    "PlanError: rule ('no_such', Identity()) matches none", "PlanError: model is wrapped in DistributedDataParallel",
+    "ValueError: the state has 4 tensors, and DDP averages 2", "ValueError: the state has no key that begins with rank0/",
+    "ValueError: the state was saved under plan",
+)  # fmt: skip
+
+
+def test_wrong_use_is_told_in_words(worlds: Worlds) -> None:
+    for told in worlds.run(2, misused):
+        assert [words[: len(start)] for words, start in zip(told, SAID, strict=True)] == list(SAID)
+
+
+def left() -> list[str]:
+    """A backward that ends in the middle, on both ranks."""
+    model = Deep()
+    run, _ = wrapped(model, gw.QSGD(bits=4), bucket_cap_mb=0.2)
+    for step in range(2):
+        run(batch(step)).sum().backward()
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise ValueError("stopped")
+
+    model.layers["0"].weight.register_hook(stop)
+    return [said(lambda: run(batch(2)).sum().backward()) for _ in range(2)]
+
+
+def test_after_a_backward_that_was_left_ddp_goes_no_further(worlds: Worlds) -> None:
+    for first, second in worlds.run(2, left):
+        assert first == "ValueError: stopped"
+        assert second.startswith("RuntimeError: Expected to have finished reduction in the prior iteration")
+
+
+def planned_for_names(path: str) -> int:
+    run, state = wrapped(plain(), path)
+    for step in range(3):
+        run(batch(step)).sum().backward()
+    return state.stats().steps
+
+
+def test_a_plans_file_fits_the_model_inside_ddp(worlds: Worlds, tmp_path: Path) -> None:
+    infos = [
+        gw.TensorInfo(name, tuple(each.shape), "float32") for name, each in reversed([*plain().named_parameters()])
+    ]
+    gw.Policy(default=gw.QSGD(bits=4)).plan(infos).save(tmp_path / "plan.json")
+    assert worlds.run(2, planned_for_names, str(tmp_path / "plan.json")) == [3, 3]

@@ -1,0 +1,178 @@
+"""Accelerate with gradwire: its own numbers under an identity plan, accumulation, mixed precision, states."""
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_ddp import normalised
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+pytest.importorskip("accelerate", reason="gradwire's extra accelerate is not installed")
+pytestmark = pytest.mark.slow
+
+FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
+
+
+class Run:
+    """A script of Accelerate's; a plan of None is plain DDP."""
+
+    def __init__(self, plan: Any, mixed_precision: str = "no", accumulate: int = 1, features: int = 6) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState
+
+        from gradwire.integrations.accelerate import prepare
+
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate
+        )
+        torch.manual_seed(4)
+        model = normalised() if features == 6 else nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 5))
+        count = 640 if features == 6 else 5120
+        inputs = torch.randn(count, features, generator=seeded(1))
+        noise = 2 * torch.randn(count, 3, generator=seeded(3))  # the loss stays well above zero
+        labels = (inputs[:, :6] @ torch.randn(6, 3, generator=seeded(2)) + noise).argmax(1)
+        loader = DataLoader(TensorDataset(inputs, labels), batch_size=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+        objects = model, optimizer, loader, schedule
+        prepared = (
+            self.accelerator.prepare(*objects) if plan is None else prepare(self.accelerator, *objects, plan=plan)
+        )
+        self.model, self.optimizer, self.loader, self.schedule = prepared
+
+    def train(self, batches: int, skip: int = 0) -> float:
+        loss = torch.tensor(0.0)
+        for inputs, labels in [*self.loader][skip:batches]:
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.cross_entropy(self.model(inputs), labels)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+        return loss.item()
+
+    def end(self) -> list[str]:
+        plain = self.accelerator.unwrap_model(self.model)
+        moments = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        told = [digest(plain.state_dict().values()), digest(moments)]
+        for handle in vars(self.accelerator).get("gradwire", []):
+            told.append(digest(value for key, value in handle.state_dict().items() if "residual" in key))
+        return told
+
+
+def ends(plan: Any, mixed_precision: str, accumulate: int) -> tuple[str, list[str]]:
+    run = Run(plan, mixed_precision, accumulate)
+    run.train(12)
+    return type(run.model).__name__, run.end()[:2]
+
+
+@pytest.mark.parametrize(("mixed_precision", "accumulate"), [("no", 1), ("no", 3), ("bf16", 1), ("bf16", 5)])
+def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, mixed_precision: str, accumulate: int) -> None:
+    ddp, ours = (
+        worlds.run(2, ends, plan, mixed_precision, accumulate, deadline_s=200.0)
+        for plan in (None, gw.Uniform(gw.Identity()))
+    )
+    assert [name for name, _ in ddp] == ["DistributedDataParallel"] * 2
+    assert [name for name, _ in ours] == ["Sequential"] * 2
+    assert [told for _, told in ours] == [told for _, told in ddp]
+
+
+def exchanges(accumulate: int) -> int:
+    run = Run(gw.QSGD(bits=4), accumulate=accumulate)
+    run.train(12)
+    return run.accelerator.gradwire[0].stats().steps
+
+
+def test_gradients_are_exchanged_once_in_an_accumulation(worlds: Worlds) -> None:
+    assert worlds.run(2, exchanges, 4, deadline_s=200.0) == [3, 3]
+
+
+def learned(plan: Any) -> float:
+    run = Run(plan, features=20)
+    run.train(320)
+    inputs, labels = run.loader.dataset.tensors
+    return nn.functional.cross_entropy(run.accelerator.unwrap_model(run.model)(inputs), labels).item()
+
+
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds) -> None:
+    ddp, ours = (worlds.run(2, learned, plan, deadline_s=200.0)[0] for plan in (None, gw.QSGD(bits=4)))
+    assert ddp < 0.75
+    assert ours == pytest.approx(ddp, rel=0.01)
+
+
+def saved_and_gone_on(folder: str, plan: Any) -> list[str]:
+    run = Run(plan)
+    run.train(5)
+    run.accelerator.save_state(folder)
+    run.train(10, skip=5)
+    return run.end()
+
+
+def taken_up(folder: str, plan: Any) -> list[str]:
+    run = Run(plan)
+    run.train(2)  # is forgotten
+    run.accelerator.load_state(folder)
+    run.train(10, skip=5)
+    return run.end()
+
+
+PLANS = {
+    "feedback": FEEDBACK,
+    "qsgd": gw.QSGD(bits=4),
+    "delayed": gw.Uniform(gw.QSGD(bits=4), schedule=gw.Delayed(k=3, local_lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_state_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: str) -> None:
+    before = worlds.run(2, saved_and_gone_on, str(tmp_path), PLANS[plan], deadline_s=200.0)
+    names = [path.name for path in sorted((tmp_path / "gradwire_0").iterdir())]
+    assert names == ["gradwire-rank0.pt", "gradwire-rank1.pt"]
+    assert worlds.run(2, taken_up, str(tmp_path), PLANS[plan], deadline_s=200.0) == before
+
+
+def test_a_state_is_taken_up_by_three_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, saved_and_gone_on, str(tmp_path), FEEDBACK, deadline_s=200.0)
+    weights = [told[0] for told in worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)]
+    assert len(weights) == 3
+
+
+def copied() -> list[bool]:
+    run = Run(gw.QSGD(bits=4))
+    run.train(1)
+    others = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
+    run.accelerator.gradwire[0].detach()
+    return [hasattr(other, "no_sync") for other in others]
+
+
+def test_copies_of_the_model_are_ordinary(worlds: Worlds) -> None:
+    assert worlds.run(2, copied, deadline_s=200.0) == [[False, False]] * 2
+
+
+def misused() -> str:
+    from gradwire.integrations.accelerate import prepare
+
+    run = Run(gw.QSGD(bits=4))
+    with pytest.raises(gw.PlanError) as caught:
+        prepare(run.accelerator, nn.Linear(2, 2), nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_two_models_at_once_are_refused(worlds: Worlds) -> None:
+    for told in worlds.run(2, misused, deadline_s=200.0):
+        assert told.startswith("2 models were passed to prepare()")

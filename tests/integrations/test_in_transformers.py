@@ -1,0 +1,175 @@
+"""The Trainer of Transformers with gradwire: its own numbers under an identity plan, checkpoints, logs."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+pytest.importorskip("transformers", reason="gradwire's extra transformers is not installed")
+pytestmark = pytest.mark.slow
+
+FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
+WORDS = 32
+
+
+def as_torchrun_does() -> None:
+    """What torchrun tells a rank, and what Accelerate reads."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, HF_HUB_OFFLINE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TOKENIZERS_PARALLELISM="false")
+
+
+def sentences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Each word follows from the one before, in three of four cases."""
+    drawn = torch.randint(WORDS, (count, 12), generator=seeded(seed))
+    for at in range(1, 12):
+        follows = torch.rand(count, generator=seeded(seed, at)) < 0.75
+        drawn[:, at] = torch.where(follows, (5 * drawn[:, at - 1] + 3) % WORDS, drawn[:, at])
+    return [{"input_ids": each, "labels": each} for each in drawn]
+
+
+def trainer_of(folder: str, dropout: float = 0.1, **arguments: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    as_torchrun_does()
+    torch.manual_seed(11)
+    usual = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "save_strategy": "no", "seed": 5}
+    usual |= {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=2, **drops)
+    return Trainer(
+        GPT2LMHeadModel(config),
+        TrainingArguments(folder, **usual | arguments),
+        train_dataset=sentences(512, 1),
+        eval_dataset=sentences(64, 2),
+    )
+
+
+def trained(folder: str, plan: Any, arguments: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+    """What a Trainer ends with; a plan of None is plain DDP."""
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, **arguments)
+    callback = use(trainer, plan=plan) if plan is not None else None
+    trainer.train(resume_from_checkpoint=resume)
+    moments = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
+    wrapped = type(trainer.model_wrapped).__name__
+    left = hasattr(trainer.model, "no_sync"), bool(trainer.model._forward_pre_hooks)
+    told = {"weights": digest(trainer.model.parameters()), "moments": digest(moments), "wrapped": wrapped, "left": left}
+    told["history"] = trainer.state.log_history
+    told["loss"] = trainer.evaluate()["eval_loss"]
+    if callback is not None:
+        told["residuals"] = {
+            key: digest([value]) for key, value in callback.handle.state_dict().items() if "residual" in key
+        }
+    return told
+
+
+ARGUMENTS = {
+    "ordinary": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "clipping": {"max_grad_norm": 0.05},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "bfloat16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, case: str) -> None:
+    ddp, ours = (
+        worlds.run(2, trained, str(tmp_path / name), plan, ARGUMENTS[case], deadline_s=300.0)
+        for name, plan in (("ddp", None), ("gradwire", gw.Uniform(gw.Identity())))
+    )
+    for theirs, own in zip(ddp, ours, strict=True):
+        assert theirs["wrapped"] == "DistributedDataParallel"
+        assert (own["wrapped"], own["left"]) == ("GPT2LMHeadModel", (False, False))
+        for name in ("weights", "moments", "loss"):
+            assert own[name] == theirs[name], name
+        assert [each.get("loss") for each in own["history"]] == [each.get("loss") for each in theirs["history"]]
+
+
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
+    arguments = {"max_steps": 150, "logging_steps": 50, "dropout": 0.0}
+    ddp, ours = (
+        worlds.run(2, trained, str(tmp_path / str(plan is None)), plan, arguments, deadline_s=300.0)[0]
+        for plan in (None, gw.QSGD(bits=4))
+    )
+    assert ddp["loss"] < 0.6 * math.log(WORDS)
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
+def test_a_checkpoint_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: Any) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    whole = worlds.run(2, trained, str(tmp_path), plan, arguments, deadline_s=300.0)
+    folder = tmp_path / "checkpoint-3"
+    assert sorted(path.name for path in folder.glob("gradwire*")) == ["gradwire-rank0.pt", "gradwire-rank1.pt"]
+    resumed = worlds.run(2, trained, str(tmp_path / "b"), plan, arguments, str(folder), deadline_s=300.0)
+    for before, after in zip(whole, resumed, strict=True):
+        for name in ("weights", "moments", "residuals"):
+            assert after[name] == before[name], name
+    assert bool(whole[0]["residuals"]) == (plan is FEEDBACK)
+
+
+def test_a_checkpoint_is_taken_up_by_one_rank(worlds: Worlds, tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 3}
+    worlds.run(2, trained, str(tmp_path), FEEDBACK, arguments, deadline_s=300.0)
+    folder = str(tmp_path / "checkpoint-3")
+    (told,) = worlds.run(1, trained, str(tmp_path / "b"), FEEDBACK, arguments, folder, deadline_s=300.0)
+    assert told["history"][-1]["step"] == 6
+
+
+def test_bytes_are_in_the_log(worlds: Worlds, tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 6}
+    for told in worlds.run(2, trained, str(tmp_path), gw.QSGD(bits=4), arguments, deadline_s=300.0):
+        steps = [each for each in told["history"] if "loss" in each]
+        assert len(steps) == 6
+        assert all(0.005 < each["gradwire_sent_mb"] < 0.05 for each in steps)
+        assert all(each["gradwire_exposed_ms"] >= 0 and each["gradwire_decisions"] == 0 for each in steps)
+    saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert "gradwire_sent_mb" in saved["log_history"][0]
+
+
+def decided(folder: str) -> tuple[str, int]:
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, max_steps=120)
+    use(trainer)
+    trainer.train()
+    history = trainer.state.log_history
+    first = next((each for each in history if "gradwire_decision" in each), {})
+    return first.get("gradwire_decision", ""), first.get("gradwire_decisions", 0)
+
+
+def test_decisions_of_auto_are_in_the_log(worlds: Worlds, tmp_path: Path) -> None:
+    for text, count in worlds.run(2, decided, str(tmp_path), deadline_s=300.0):
+        assert "ms" in text and count >= 1
+
+
+def another_accelerator(folder: str) -> str:
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder)
+    use(trainer, plan=gw.QSGD(bits=4))
+    trainer.train()
+    trainer.train()  # with another handle
+    trainer.create_accelerator_and_postprocess()
+    try:
+        trainer.train()
+    except gw.StepStateError as error:
+        return str(error)
+    return ""
+
+
+def test_another_accelerator_is_told(worlds: Worlds, tmp_path: Path) -> None:
+    for told in worlds.run(2, another_accelerator, str(tmp_path), deadline_s=300.0):
+        assert told.startswith("the Trainer made another Accelerator")
