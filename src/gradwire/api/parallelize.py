@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +65,12 @@ def parallelize(
     try:
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
-        driver = driver_of(plan, accuracy, schedules)
+        if isinstance(plan, str) and plan == "auto":
+            driver = Auto(accuracy, tuple(schedules))
+        elif isinstance(plan, AdaptiveBits):
+            driver = Bits(plan)
+        elif isinstance(plan, Tuned):
+            driver = Tuning(plan)
         ranks = lanes.group.world_size
         prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks), None
         optimizers = check_optimizers(optimizer, prepared)
@@ -94,14 +98,3 @@ def parallelize(
     if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
         dynamo.reset()  # code that torch.compile made before would run without the hooks made since
     return handle
-
-
-def driver_of(plan: Any, accuracy: str, schedules: Sequence[str]) -> FirstDriver | None:
-    """Who decides what is run; None where the user did. Raises PlanError for wrong words."""
-    if isinstance(plan, str) and plan == "auto":
-        return Auto(accuracy, tuple(schedules))
-    if isinstance(plan, AdaptiveBits):
-        return Bits(plan)
-    if isinstance(plan, Tuned):
-        return Tuning(plan)
-    return None
