@@ -65,7 +65,7 @@ class Apart:
         self.before = [tensor.clone() for tensor in self.tensors]
         addresses = Addresses(row.key for row in rows)
         for row, tensor in zip(rows, self.tensors, strict=True):
-            addresses.set(row.key, tensor.data_ptr())
+            addresses.set(row.key, tensor)
         self.addresses, self.elements = addresses, Scattered(addresses, dtype, offset, factor)
 
     def gathered(self) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_calls_made_once_follow_the_tensors() -> None:
     for _ in range(2):
         apart.tensors = [torch.randn(tensor.numel()) for tensor in apart.tensors]
         for row, tensor in zip(apart.segments.rows, apart.tensors, strict=True):
-            apart.addresses.set(row.key, tensor.data_ptr())
+            apart.addresses.set(row.key, tensor)
         cpu.run(calls)
         assert torch.equal(into, 0.5 * apart.gathered())
 
@@ -140,7 +140,8 @@ def test_calls_made_once_follow_the_tensors() -> None:
 def test_what_lies_nowhere_or_askew_is_refused() -> None:
     apart = Apart(torch.float32, 4, 0.5, False)
     calls = [cpu.call("gather_rows", apart.elements, apart.segments, False, torch.empty(apart.elements.numel()))]
-    apart.addresses.set(apart.segments.rows[1].key, apart.tensors[1].data_ptr() + 2)
+    askew = bytearray(4 * (BEFORE + 7) + 10)
+    apart.addresses.set(apart.segments.rows[1].key, torch.frombuffer(askew, dtype=torch.uint8)[2:])
     with pytest.raises(RuntimeError, match="segment 1 lies between two elements"):
         cpu.run(calls)
     apart.addresses.clear()

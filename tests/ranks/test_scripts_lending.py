@@ -1,6 +1,7 @@
 """Gradients that are exchanged where autograd left them: bit for bit what copies in buckets give, whatever scripts do."""
 
 import inspect
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -145,6 +146,38 @@ CHANGES = [other_strides, within_a_larger_one, the_same_memory, expanded, with_a
 def test_odd_gradients_are_sent_as_they_are(worlds: Worlds) -> None:
     for change in CHANGES:
         assert_as(worlds, "in buckets", partial(with_hooks, change), gw.Uniform(FEEDBACK))
+
+
+class Added(nn.Module):
+    """The gradient of `latent` lies in memory that the backward of `second` reads afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.latent = nn.Linear(6, 50), nn.Linear(50, 40), nn.Parameter(torch.randn(1, 4, 40))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(inputs))
+        return (hidden + self.latent.view(4, 40)).tanh()
+
+
+def gradients_that_backward_reads(library: Library) -> Ends:
+    model = Added()
+    own: list[torch.Tensor] = []
+    model.latent.register_post_accumulate_grad_hook(lambda each: own.append(each.grad))
+    # backward goes on when the bucket of `latent` was exchanged
+    model.second.register_full_backward_pre_hook(lambda *_: time.sleep(0.05))
+    run, optimizer = library.parallelize(model), sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        run(batch(step)).square().mean().backward()
+        assert model.latent.grad is not own[-1]
+        yield from (parameter.grad for parameter in model.parameters())
+        optimizer.step()
+
+
+def test_what_backward_still_reads_is_left_alone(worlds: Worlds) -> None:
+    each_its_own = gw.Uniform(gw.QSGD(bits=4), bucket_bytes=4)
+    assert_as(worlds, "in buckets", gradients_that_backward_reads, each_its_own)
 
 
 class Heads(nn.Module):

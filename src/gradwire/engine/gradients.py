@@ -45,8 +45,7 @@ class BucketMemory:
             self._move()
 
     def _count(self) -> int:
-        uses: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return uses
+        return _uses(self._storage)
 
     def _move(self) -> None:
         elsewhere = self.flat.clone()
@@ -149,10 +148,12 @@ class LentRun:
     def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
         self.indices, self.gradients, self._lent = indices, gradients, lent
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-        """Lend these; the exchange multiplies them by the factor."""
-        for gradient, grad in zip(self.gradients, grads, strict=True):
-            self._lent.lend(gradient.slot, grad)
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> None:
+        """Lend these, or copies of those whose memory others use too: the rest of backward may read it. The exchange multiplies
+        them by the factor. `calling`: the parameter whose node calls its hook, and holds what it accumulated."""
+        for index, gradient, grad in zip(self.indices, self.gradients, grads, strict=True):
+            alone = _uses(grad.untyped_storage()) <= _USES_ALONE + (index == calling)
+            self._lent.lend(gradient.slot, grad if alone else gradient.slot.empty().copy_(grad))
 
     def alone(self, at: int) -> "LentRun":
         """One gradient of the run."""
@@ -168,8 +169,8 @@ class Run:
         self.indices, self.gradients, self._place = indices, gradients, place
         self._views = [gradient.slot.view for gradient in gradients]
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-        """The slots take these, times a factor."""
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> None:
+        """The slots take these, times a factor. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()
@@ -226,6 +227,15 @@ def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
             nbytes = slot.view.nbytes
         parts[-1].append(slot)
     return parts
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses
+
+
+_USES_ALONE = _uses(torch.UntypedStorage(0)) + 1
+"""What is counted for a storage that one tensor uses."""
 
 
 def _references(holder: Any) -> int:

@@ -197,7 +197,7 @@ class Reducer:
         last, the run is taken when the next gradient of this backward comes, or at its end."""
         self.arrivals.heard.add(index)
         if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
-            self._fill_complete()
+            self._fill_complete(index)
 
     def _outermost(self) -> None:
         if self.synchronise and not self.in_hand:
@@ -261,7 +261,7 @@ class Reducer:
         self.running.count(*(self.slots[index] for index in indices))
 
     @torch.no_grad()
-    def _fill(self, run: AnyRun) -> None:
+    def _fill(self, run: AnyRun, calling: int = -1) -> None:
         """All gradients of a run are ready: copy them into their slots, which become the parameters' grads, or lend them."""
         self.running.check_lanes()
         parameters, grads = [], []
@@ -272,7 +272,7 @@ class Reducer:
                 raise not_sent(self, index, grad)
             parameters.append(parameter)
             grads.append(grad)
-        run.fill(grads, self._share)
+        run.fill(grads, self._share, calling)
         for parameter, grad, index in zip(parameters, grads, run.indices, strict=True):
             if (mean := self.gradients[index].hand_out()) is not grad:
                 parameter.grad = mean
@@ -283,9 +283,9 @@ class Reducer:
             raise not_sent(self, index, grad)
         write(self.slots[index], self.running.lent, grad, self._share)
 
-    def _fill_complete(self) -> None:
+    def _fill_complete(self, calling: int = -1) -> None:
         for run in self.arrivals.take_complete():
-            self._fill(self._runs[run])
+            self._fill(self._runs[run], calling)
 
     def _fill_rest(self) -> None:
         """Send what came, at the end of backward: also of runs some of whose gradients did not come."""

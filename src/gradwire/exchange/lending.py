@@ -33,7 +33,7 @@ class Lent:
             self._is_alone(tensor)
         assert self.addresses is not None
         self.tensors[slot.name] = tensor
-        self.addresses.set(slot.key, tensor.data_ptr())
+        self.addresses.set(slot.key, tensor)
         return tensor
 
     def put_back(self, slot: Slot, tensor: torch.Tensor) -> None:

@@ -17,14 +17,17 @@ class Addresses:
     def __init__(self, keys: Iterable[int]) -> None:
         self._at = {key: index for index, key in enumerate(keys)}
         self._table = (c_void_p * len(self._at))()
+        self._keeps: dict[int, torch.Tensor] = {}
 
-    def set(self, key: int, address: int) -> None:
-        """A tensor lies here until `clear`."""
-        self._table[self._at[key]] = address
+    def set(self, key: int, tensor: torch.Tensor) -> None:
+        """A tensor lies where it does until `clear`. It is kept alive: a lane may still work when its exchange is dropped."""
+        at = self._at[key]
+        self._table[at], self._keeps[at] = tensor.data_ptr(), tensor
 
     def clear(self) -> None:
         """No tensor lies anywhere: kernels refuse to touch them."""
         ctypes.memset(self._table, 0, ctypes.sizeof(self._table))
+        self._keeps.clear()
 
     def of_rows(self, segments: Segments) -> Any:
         """For each row the place in this table where C++ finds the address of its tensor."""
