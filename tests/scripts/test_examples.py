@@ -15,9 +15,10 @@ SAID = {
     "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
+    "lightning_fit.py": r"rank [01]: weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }
-NEEDS = {"accelerate_loop.py": "accelerate", "transformers_trainer.py": "transformers"}
+NEEDS = {"accelerate_loop.py": "accelerate", "lightning_fit.py": "lightning", "transformers_trainer.py": "transformers"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID])

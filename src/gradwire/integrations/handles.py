@@ -1,4 +1,4 @@
-"""Handles inside frameworks: `no_sync` of the model, and a file for each rank in the framework's checkpoint."""
+"""Handles inside frameworks: `no_sync` of the model, numbers for the log, and the states of all ranks in checkpoints."""
 
 import io
 import os
@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from gradwire.api.handle import Handle
 from gradwire.core.files import make_folder, write_whole
 from gradwire.engine.seams.hooks import Patch
 
-__all__ = ["NoSync", "load_handle", "save_handle"]
+__all__ = ["NoSync", "facts", "gather_states", "load_handle", "save_handle"]
 
 
 class NoSync(Patch):
@@ -28,11 +29,20 @@ class NoSync(Patch):
         """There is nothing to do."""
 
 
+def facts(handle: Handle) -> dict[str, float]:
+    """What goes into a framework's log: megabytes that this rank sends in a step, milliseconds that the end of backward waits
+    for gradients, and the number of decisions so far."""
+    stats = handle.stats()
+    return {
+        "gradwire_sent_mb": stats.wire_bytes / 1e6,
+        "gradwire_exposed_ms": stats.exposed_us / 1e3,
+        "gradwire_decisions": float(len(stats.decisions)),
+    }
+
+
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Every rank calls it, between steps."""
-    file = io.BytesIO()
-    torch.save(handle.state_dict(), file)
-    write_whole(make_folder(folder) / _name(handle), file.getvalue())
+    write_whole(make_folder(folder) / _name(handle), _bytes_of(handle))
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
@@ -55,6 +65,30 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
         for path in files:
             state |= torch.load(path, map_location=device, weights_only=True)
     handle.load_state_dict(state)
+
+
+def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
+    """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
+    Collective, between steps."""
+    group, device = handle.session.group, handle.session.device
+    own = torch.frombuffer(bytearray(_bytes_of(handle)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in group.global_ranks]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group.process_group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.nn.functional.pad(own, (0, longest - len(own)))
+    rows = [torch.empty_like(padded) for _ in sizes] if group.rank == 0 else None
+    dist.gather(padded, rows, dst=group.global_ranks[0], group=group.process_group)
+    states: dict[str, torch.Tensor] = {}
+    for row, size in zip(rows or (), sizes, strict=False):
+        file = io.BytesIO(row[: int(size)].cpu().numpy().tobytes())
+        states |= torch.load(file, map_location="cpu", weights_only=True)
+    return states
+
+
+def _bytes_of(handle: Handle) -> bytes:
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    return file.getvalue()
 
 
 def _name(handle: Handle) -> str:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError, StepStateError
-from gradwire.integrations.handles import NoSync, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, facts, load_handle, save_handle
 
 __all__ = ["GradwireCallback", "use"]
 
@@ -26,7 +26,8 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
     to the Trainer; its `handle` is there while the Trainer trains and after.
 
     Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` takes them up,
-    and goes on bit for bit. The Trainer's log gets the fields of `GradwireCallback.facts`.
+    and goes on bit for bit. The Trainer's log gets `gradwire_sent_mb`, `gradwire_exposed_ms` and `gradwire_decisions`; the text
+    of a decision is in `trainer.state.log_history`.
 
     A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
     or FSDP. In `train()` raises what `gw.parallelize` raises.
@@ -62,18 +63,6 @@ class GradwireCallback(TrainerCallback):
         trainer.accelerator.prepare_model = self._prepare_model
         trainer.train, trainer.log = self._train, self._log
 
-    def facts(self) -> dict[str, float]:
-        """What the Trainer's log gets: megabytes that this rank sends in a step, milliseconds that the end of backward waits for
-        gradients, and the number of decisions so far. The text of a new decision is in `trainer.state.log_history`."""
-        if self.handle is None:
-            return {}
-        stats = self.handle.stats()
-        return {
-            "gradwire_sent_mb": stats.wire_bytes / 1e6,
-            "gradwire_exposed_ms": stats.exposed_us / 1e3,
-            "gradwire_decisions": len(stats.decisions),
-        }
-
     def _train(self, resume_from_checkpoint: Any = None, *rest: Any, **named: Any) -> Any:
         folder = self._trainer.args.output_dir
         self._checkpoint = get_last_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
@@ -99,8 +88,8 @@ class GradwireCallback(TrainerCallback):
         self._model = None
 
     def _log(self, logs: dict[str, Any], *rest: Any, **named: Any) -> None:
-        if "loss" in logs:
-            logs.update(self.facts())
+        if "loss" in logs and self.handle is not None:
+            logs.update(facts(self.handle))
         self._plain_log(logs, *rest, **named)
         decisions = self.handle.decisions if self.handle is not None else ()
         if len(decisions) > self._decisions:

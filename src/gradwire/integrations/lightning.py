@@ -1,0 +1,114 @@
+"""gradwire in Lightning's Trainer: a strategy in place of the one of DistributedDataParallel.
+
+Importing this module registers the strategy's name, so that `Trainer(strategy="gradwire")` works. The module is not wrapped, and
+`gw.parallelize` is called on it when Lightning has made its optimizers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from gradwire.api import Handle, parallelize
+from gradwire.errors import PlanError
+from gradwire.integrations.handles import facts, gather_states
+
+__all__ = ["GradwireStrategy"]
+
+_KEY = "gradwire"
+
+
+class GradwireStrategy(DDPStrategy):
+    """Trains with gradwire's exchange of gradients.
+
+    plan and options: `plan` and the other arguments of `gw.parallelize`, as `options={"accuracy": "exact"}`. Other arguments are
+    those of Lightning's DDPStrategy without DDP's own, such as `timeout` and `process_group_backend`. The handle is
+    `trainer.strategy.handle`, while the Trainer fits and after.
+
+    Accumulation, clipping, manual optimization and mixed precision work as with DDP. A checkpoint holds the states of all ranks
+    under the key "gradwire", and `trainer.fit(ckpt_path=...)` goes on bit for bit. The log gets `gradwire_sent_mb`,
+    `gradwire_exposed_ms` and `gradwire_decisions` every `log_every_n_steps` steps.
+
+    Raises PlanError for options of DDP; in `fit` what `gw.parallelize` raises.
+
+    Example::
+
+        trainer = lightning.Trainer(strategy=GradwireStrategy(plan=gw.QSGD(bits=4)), devices=2, accelerator="cpu")
+    """
+
+    strategy_name = "gradwire"
+
+    def __init__(self, plan: Any = "auto", options: Mapping[str, Any] | None = None, **strategy: Any) -> None:
+        super().__init__(**strategy)
+        if wrong := sorted(self._ddp_kwargs) or [name for name in strategy if name.startswith("ddp_comm")]:
+            raise PlanError(
+                f"{wrong[0]!r} is an option of DDP, which this strategy does not use. Leave it out: gradwire needs no option for "
+                "unused parameters or bucket sizes. Arguments of gw.parallelize go into options={...}."
+            )
+        self.handle: Handle | None = None
+        self._plan, self._options = plan, dict(options or {})
+        self._attached = False
+        self._saved: dict[str, torch.Tensor] = {}
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Parallelize the module when its optimizers are there."""
+        super().setup_optimizers(trainer)
+        self._detach()
+        self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
+        self._attached = True
+        if self._saved:
+            device = self.handle.session.device
+            self.handle.load_state_dict({key: value.to(device) for key, value in self._saved.items()})
+            self._saved = {}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, inside a call of the module, which tells gradwire that a step begins."""
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(self.model, self.lightning_module, "training_step", *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        assert self.handle is not None
+        with self.handle.no_sync():
+            yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Write what gradwire did into the log."""
+        trainer = self.lightning_module.trainer
+        if self.handle is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            self.lightning_module.log_dict(facts(self.handle))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's, with the states of all ranks where it holds those of optimizers."""
+        if self._attached and self.handle is not None and "optimizer_states" in checkpoint:
+            checkpoint[_KEY] = gather_states(self.handle)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's. What it holds of gradwire waits for `setup_optimizers`."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        self._saved = checkpoint.get(_KEY, {})
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Make the module an ordinary one again."""
+        self._detach()
+        self._saved = {}
+        super().teardown()
+
+    def _detach(self) -> None:
+        if self._attached and self.handle is not None:
+            self.handle.detach()
+        self._attached = False
+
+
+StrategyRegistry.register(
+    "gradwire", GradwireStrategy, description="gradwire's exchange of gradients in place of DDP's"
+)

@@ -1,0 +1,195 @@
+"""Lightning's Trainer with gradwire's strategy: DDP's numbers under an identity plan, checkpoints, logs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+lightning = pytest.importorskip("lightning", reason="gradwire's extra lightning is not installed")
+pytestmark = pytest.mark.slow
+
+FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
+
+
+class Classifier(lightning.LightningModule):
+    """With batch norm; on request with an optimization by hand, or with inputs that follow from rank and step alone."""
+
+    def __init__(self, by_hand: bool = False, by_step: bool = False) -> None:
+        super().__init__()
+        self.by_step = by_step
+        self.net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
+        self.automatic_optimization = not by_hand
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: Any, at: int) -> torch.Tensor | None:
+        step = self.trainer.global_step
+        inputs, labels = next(iter(data(8, dist.get_rank(), step))) if self.by_step else batch
+        # as scripts do: through the module, or through a part of it
+        loss = nn.functional.cross_entropy(self(inputs) if step % 2 else self.net(inputs), labels)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, at: int) -> None:
+        self.log("held out", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def data(count: int, *seed: int) -> DataLoader[Any]:
+    inputs, noise = torch.randn(count, 20, generator=seeded(*seed)), torch.randn(count, 5, generator=seeded(*seed, 1))
+    labels = (inputs @ torch.randn(20, 5, generator=seeded(2)) + 3 * noise).argmax(1)
+    return DataLoader(TensorDataset(inputs, labels), batch_size=8)
+
+
+def trainer_of(folder: str, plan: Any, **arguments: Any) -> Any:
+    """A plan of None is DDP."""
+    from gradwire.integrations.lightning import GradwireStrategy
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests")
+    usual = {"max_steps": 8, "accelerator": "cpu", "devices": dist.get_world_size(), "logger": False}
+    usual |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    names = {None: "ddp", "by name": "gradwire"}
+    usual["strategy"] = names[plan] if plan is None or isinstance(plan, str) else GradwireStrategy(plan)
+    return lightning.Trainer(default_root_dir=folder, **usual | arguments)
+
+
+def trained(folder: str, plan: Any, arguments: dict[str, Any], by_hand: bool = False) -> dict[str, Any]:
+    trainer = trainer_of(folder, plan, **arguments)
+    torch.manual_seed(3)
+    model = Classifier(by_hand)
+    trainer.fit(model, data(256, 1), data(64, 5))
+    told = {"weights": digest(model.parameters()), "strategy": type(trainer.strategy).__name__}
+    told |= {"left": bool(model._forward_pre_hooks), "steps": trainer.global_step}
+    # with accumulation, and by hand, Lightning with DDP sends buffers of rank 0 in other steps
+    return told if by_hand or "accumulate_grad_batches" in arguments else told | {"buffers": digest(model.buffers())}
+
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "ordinary": ({}, False),
+    "accumulation": ({"accumulate_grad_batches": 3}, False),
+    "clipping": ({"gradient_clip_val": 0.1}, False),
+    "bfloat16": ({"precision": "bf16-mixed"}, False),
+    "by hand": ({}, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, case: str) -> None:
+    arguments, by_hand = CASES[case]
+    ddp, ours = (
+        worlds.run(2, trained, str(tmp_path), plan, arguments, by_hand, deadline_s=300.0)
+        for plan in (None, gw.Uniform(gw.Identity()))
+    )
+    for theirs, own in zip(ddp, ours, strict=True):
+        assert (theirs.pop("strategy"), own.pop("strategy")) == ("DDPStrategy", "GradwireStrategy")
+        assert own["steps"] == 8 and not own["left"]
+        assert own == theirs
+
+
+def learned(folder: str, plan: Any) -> float:
+    trainer, loader = trainer_of(folder, plan, max_steps=300), data(4800, 1)
+    torch.manual_seed(3)
+    model = Classifier()
+    trainer.fit(model, loader)
+    inputs, labels = loader.dataset.tensors
+    return nn.functional.cross_entropy(model.eval()(inputs), labels).item()
+
+
+def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
+    ddp, ours = (worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4)))
+    assert ddp < 1.2
+    assert ours == pytest.approx(ddp, rel=0.01)
+
+
+def saved_on_the_way(folder: str, plan: Any) -> tuple[str, str, bool]:
+    """Fit to the eighth step; a checkpoint is saved after each epoch of four."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    return fitted(trainer_of(folder, plan, callbacks=[keep], enable_checkpointing=True))
+
+
+def taken_up(folder: str, plan: Any) -> tuple[str, str, bool]:
+    return fitted(trainer_of(folder, plan), f"{folder}/step=4.ckpt")
+
+
+def fitted(trainer: Any, checkpoint: str | None = None) -> tuple[str, str, bool]:
+    """Digests of weights and momenta, and of this rank's residuals and buffers; whether there are residuals."""
+    told: list[Any] = []
+
+    class Watch(lightning.Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            state = trainer.strategy.handle.state_dict()
+            residuals = [value for key, value in state.items() if "residual" in key]
+            momenta = [entry["momentum_buffer"] for entry in trainer.optimizers[0].state.values()]
+            told.append(digest([*module.parameters(), *momenta]))
+            told.append(digest([*module.buffers(), *residuals]))
+            told.append(bool(residuals))
+
+    trainer.callbacks.append(Watch())
+    torch.manual_seed(3)
+    trainer.fit(Classifier(by_step=True), data(8 * 4 * dist.get_world_size(), 1), ckpt_path=checkpoint)
+    return told[0], told[1], told[2]
+
+
+@pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
+def test_a_checkpoint_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: Any) -> None:
+    whole = worlds.run(2, saved_on_the_way, str(tmp_path), plan, deadline_s=300.0)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)["gradwire"]
+    assert {"rank0/step", "rank1/step"} <= saved.keys()
+    assert worlds.run(2, taken_up, str(tmp_path), plan, deadline_s=300.0) == whole
+    assert whole[0][2] == (plan is FEEDBACK)
+
+
+def test_a_checkpoint_is_taken_up_by_three_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, saved_on_the_way, str(tmp_path), FEEDBACK, deadline_s=300.0)
+    weights = {told[0] for told in worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0)}
+    assert len(weights) == 1
+
+
+def logged(folder: str) -> tuple[list[str], str]:
+    from lightning.pytorch.loggers import CSVLogger
+
+    trainer = trainer_of(folder, "by name", logger=CSVLogger(folder), log_every_n_steps=4, max_steps=120)
+    torch.manual_seed(3)
+    trainer.fit(Classifier(), data(2048, 1))
+    return sorted(trainer.logged_metrics), str(trainer.strategy.handle.decision)
+
+
+def test_the_strategy_by_its_name_decides_and_logs(worlds: Worlds, tmp_path: Path) -> None:
+    for names, decision in worlds.run(2, logged, str(tmp_path), deadline_s=300.0):
+        assert [name for name in names if name.startswith("gradwire_")] == [
+            "gradwire_decisions",
+            "gradwire_exposed_ms",
+            "gradwire_sent_mb",
+        ]
+        assert "ms" in decision
+    (written,) = tmp_path.rglob("metrics.csv")
+    assert "gradwire_sent_mb" in written.read_text().splitlines()[0]
+
+
+def test_options_of_ddp_are_refused() -> None:
+    from gradwire.integrations.lightning import GradwireStrategy
+
+    for wrong in ({"find_unused_parameters": True}, {"ddp_comm_hook": print}):
+        with pytest.raises(gw.PlanError, match="is an option of DDP"):
+            GradwireStrategy(plan=gw.QSGD(bits=4), **wrong)
