@@ -121,7 +121,7 @@ class Exchange:
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
         self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
-        self.lent = Lent(likes if in_place else ())
+        self.lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
         """The tensors that are exchanged where they lie."""
         self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
@@ -306,8 +306,8 @@ class Exchange:
     def count(self, *slots: Slot, owes: bool = True) -> None:
         """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""
         for slot in slots:
-            if owes:
-                slot.add_owed(self.lent.tensors, self.group.world_size)
+            if owes and slot.owed is not None:  # what is lent is divided by the ranks later
+                slot.add_owed(*((self.lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
         bucket = slots[0].bucket
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
