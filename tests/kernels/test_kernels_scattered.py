@@ -128,6 +128,16 @@ def test_rows_are_gathered_scaled_and_rounded_as_torch_does(dtype: torch.dtype, 
         assert same(into, apart.flat.float() + apart.flat.float())
 
 
+def test_rows_are_scaled_where_they_lie() -> None:
+    apart = Apart(torch.float32, 0, 1 / 3, False)
+    cpu.run([cpu.call("scale_rows", apart.elements, apart.segments)])
+    assert same(apart.gathered(), apart.flat)
+    apart.assert_around_is_as_before()
+    half = Apart(torch.float16, 0, 1 / 3, False)
+    with pytest.raises(RuntimeError, match="in float32"):
+        cpu.run([cpu.call("scale_rows", half.elements, half.segments)])
+
+
 def test_calls_made_once_follow_the_tensors() -> None:
     apart = Apart(torch.float32, 4, 0.5, False)
     into = torch.empty(apart.elements.numel())

@@ -159,7 +159,7 @@ class Exchange:
 
     def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
         """A tensor holds this rank's values. `tensor` stands in for the one that the exchange was made with, in this step: of the
-        same shape and dtype. It must not be changed before `wait`.
+        same shape and dtype. It must not be changed before `wait`, and may hold anything until then.
 
         Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
         tensor where the exchange was made with a `TensorMeta`.
@@ -367,12 +367,12 @@ class Exchange:
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
+        if slot.apart:
+            self.lent.put_back(slot, source)
+        elif self._phases != REDUCE:
+            source.detach().copy_(slot.view)
         if self._phases == REDUCE:
             put_back_shards(self.buckets[slot.bucket], slot, source)
-        elif slot.apart:
-            self.lent.put_back(slot, source)
-        else:
-            source.detach().copy_(slot.view)
 
     def _make_anew(self) -> None:
         """Go on with the specs of the step that begins next. What compressors remember is kept."""
