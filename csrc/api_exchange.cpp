@@ -334,6 +334,16 @@ GW_API gw_gather_rows(const Tensor* flat, const Tensor* segments, bool add, cons
   });
 }
 
+// Multiplies the elements of rows that lie apart by their factor. float32.
+GW_API gw_scale_rows(const Tensor* flat, const Tensor* segments) {
+  return guarded([&] {
+    GW_CHECK(flat->places && dtype_of(*flat) == Dtype::float32, "rows are scaled where they lie apart, in float32");
+    const Table table = table_of(*segments, *flat, 1);
+    for (int64_t i = 0; i < table.count; ++i)
+      kernels().scale(static_cast<float*>(table.data) + table.placed[i].offset, factor_of(*flat), table.placed[i].numel);
+  });
+}
+
 // Puts elements back into rows of a flat buffer, or adds them.
 GW_API gw_scatter_rows(const Tensor* packed, const Tensor* segments, bool add, const Tensor* flat) {
   return guarded([&] {
@@ -348,4 +358,5 @@ GW_API gw_scatter_rows(const Tensor* packed, const Tensor* segments, bool add, c
 GW_PACKED(copy_into)
 GW_PACKED(add_into)
 GW_PACKED(gather_rows)
+GW_PACKED(scale_rows)
 GW_PACKED(scatter_rows)

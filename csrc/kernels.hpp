@@ -108,6 +108,7 @@ struct Kernels {
   // numel elements of src (+ residual) as wire (bfloat16 or float16). Decoding takes float32 too: a copy, or a sum.
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
+  void (*scale)(float* values, float factor, int64_t numel);
   // numel elements times a factor, rounded to their dtype, into `to`: float32 if `wide`, else of their dtype. Sums are float32.
   void (*scale_into)(const void* from, Dtype dtype, float factor, void* to, bool wide, bool add, int64_t numel);
   // PowerSGD, M being src + residual: P = M Q', Q = P' M, dst = P Q.
@@ -162,8 +163,8 @@ struct Kernels {
 
 // The kernels by name, in the order of the struct.
 #define GW_KERNELS(X)                                                                                                          \
-  X(qsgd_encode) X(qsgd_decode) X(cast_encode) X(cast_decode) X(scale_into) X(project) X(back_project) X(orthogonalise)       \
-  X(reconstruct) X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base)                   \
+  X(qsgd_encode) X(qsgd_decode) X(cast_encode) X(cast_decode) X(scale) X(scale_into) X(project) X(back_project)               \
+  X(orthogonalise) X(reconstruct) X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base)                   \
   X(random_gather) X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode)                    \
   X(threshold_decode) X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)
 

@@ -49,6 +49,10 @@ void cast_encode(const void* src, Dtype dtype, float* residual, int64_t numel, D
   }
 }
 
+void scale(float* values, float factor, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) values[i] *= factor;
+}
+
 void scale_into(const void* from, Dtype dtype, float factor, void* to, bool wide, bool add, int64_t numel) {
   switch (dtype) {
     case Dtype::float32: return scale_into_dtype<float>(from, factor, to, wide, add, numel);

@@ -89,6 +89,10 @@ def exchange_alone(exchange: Exchange, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         for buffers in exchange.buckets:
             buffers.flat.normal_(generator=generator)
+        exchange.lent.give_back()
+        for slot in exchange.slots.values():
+            if slot.apart:
+                exchange.lent.lend(slot, slot.empty().normal_(generator=generator))
     exchange.executor.start()
     for bucket in range(len(exchange.buckets)):
         exchange.executor.ready(bucket)

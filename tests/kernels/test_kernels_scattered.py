@@ -48,6 +48,10 @@ BEFORE, AFTER = 8192, 5
 """Elements of a row's tensor around the row, as where a chunk or a shard cuts it."""
 
 
+def set_all(addresses: Addresses, tensors: list[torch.Tensor]) -> None:
+    addresses.set(0, tensors, [tensor.data_ptr() for tensor in tensors])
+
+
 class Apart:
     """The same elements twice: in a flat buffer, and in tensors of their own."""
 
@@ -64,8 +68,7 @@ class Apart:
         self.flat = torch.cat([tensor[BEFORE:-AFTER] for tensor in self.tensors]) * factor
         self.before = [tensor.clone() for tensor in self.tensors]
         addresses = Addresses(row.key for row in rows)
-        for row, tensor in zip(rows, self.tensors, strict=True):
-            addresses.set(row.key, tensor)
+        set_all(addresses, self.tensors)
         self.addresses, self.elements = addresses, Scattered(addresses, dtype, offset, factor)
 
     def gathered(self) -> torch.Tensor:
@@ -125,14 +128,23 @@ def test_rows_are_gathered_scaled_and_rounded_as_torch_does(dtype: torch.dtype, 
         assert same(into, apart.flat.float() + apart.flat.float())
 
 
+def test_rows_are_scaled_where_they_lie() -> None:
+    apart = Apart(torch.float32, 0, 1 / 3, False)
+    cpu.run([cpu.call("scale_rows", apart.elements, apart.segments)])
+    assert same(apart.gathered(), apart.flat)
+    apart.assert_around_is_as_before()
+    half = Apart(torch.float16, 0, 1 / 3, False)
+    with pytest.raises(RuntimeError, match="in float32"):
+        cpu.run([cpu.call("scale_rows", half.elements, half.segments)])
+
+
 def test_calls_made_once_follow_the_tensors() -> None:
     apart = Apart(torch.float32, 4, 0.5, False)
     into = torch.empty(apart.elements.numel())
     calls = [cpu.call("gather_rows", apart.elements, apart.segments, False, into)]
     for _ in range(2):
         apart.tensors = [torch.randn(tensor.numel()) for tensor in apart.tensors]
-        for row, tensor in zip(apart.segments.rows, apart.tensors, strict=True):
-            apart.addresses.set(row.key, tensor)
+        set_all(apart.addresses, apart.tensors)
         cpu.run(calls)
         assert torch.equal(into, 0.5 * apart.gathered())
 
@@ -141,7 +153,7 @@ def test_what_lies_nowhere_or_askew_is_refused() -> None:
     apart = Apart(torch.float32, 4, 0.5, False)
     calls = [cpu.call("gather_rows", apart.elements, apart.segments, False, torch.empty(apart.elements.numel()))]
     askew = bytearray(4 * (BEFORE + 7) + 10)
-    apart.addresses.set(apart.segments.rows[1].key, torch.frombuffer(askew, dtype=torch.uint8)[2:])
+    set_all(apart.addresses, [apart.tensors[0], torch.frombuffer(askew, dtype=torch.uint8)[2:]])
     with pytest.raises(RuntimeError, match="segment 1 lies between two elements"):
         cpu.run(calls)
     apart.addresses.clear()

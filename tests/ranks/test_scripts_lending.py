@@ -137,7 +137,7 @@ def with_a_graph(model: nn.Sequential, parameter: nn.Parameter) -> None:
 
 def negated(model: nn.Sequential, parameter: nn.Parameter) -> None:
     """Torch notes that the numbers in memory are to be negated."""
-    parameter.grad = torch._neg_view(parameter.grad)
+    parameter.grad = torch.complex(parameter.grad, -parameter.grad).conj().imag
 
 
 CHANGES = [other_strides, within_a_larger_one, the_same_memory, expanded, with_a_graph, negated]
@@ -243,12 +243,11 @@ def memory_of_a_run(copied: bool) -> tuple[int, MemoryRecord, str]:
 
 
 def test_compressed_buckets_have_no_memory_for_gradients(worlds: Worlds) -> None:
-    gradient, lanes = 8 * 512 * 512 * 4, 2
+    gradient = 8 * 512 * 512 * 4
     payloads = gradient // 8 * 2  # of 4 bits, the own shard's from the other rank, and all of the sums
-    sums = lanes * 2**20  # of the own shard of a bucket of 2 MiB
     for left, told, wrong in worlds.run(2, memory_of_a_run, False):
         assert told.gradient_bytes == told.residual_bytes == 0
-        assert payloads < told.payload_bytes < 1.1 * payloads + sums
+        assert payloads < told.payload_bytes < 1.1 * payloads
         assert abs(left - told.payload_bytes) < 0.02 * gradient
         assert not wrong
     for left, told, wrong in worlds.run(2, memory_of_a_run, True):
@@ -277,7 +276,7 @@ def average_in_place() -> str:
     copying.average_()
     wrong += "other bits " * any(not torch.equal(tensors[name], each) for name, each in expected.items())
     wrong += "no version " * any(t._version == v for t, v in zip(tensors.values(), versions, strict=True))
-    wrong += "held " * bool(exchange.lent.tensors)
+    wrong += "held " * bool(exchange.lent.begins)
     overlapping = {"low": whole[:501], "high": whole[400:899], "weight": tensors["weight"]}
     apart = {name: tensor.detach().clone() for name, tensor in overlapping.items()}
     exchange.average_(overlapping)

@@ -126,8 +126,10 @@ class Ranks:
 
     def results(self) -> list[torch.Tensor]:
         """What each rank's bucket holds, or the gradients that were lent."""
-        lent = [list(rank.lent.tensors.values()) for rank in self.ranks]
-        return [torch.cat(own) if own else bucket.flat for bucket, own in zip(self.buckets, lent, strict=True)]
+        return [
+            torch.cat([rank.lent.of(slot) for slot in bucket.slots]) if bucket.slots[0].apart else bucket.flat
+            for bucket, rank in zip(self.buckets, self.ranks, strict=True)
+        ]
 
 
 @contextmanager

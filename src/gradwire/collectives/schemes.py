@@ -5,6 +5,7 @@ taken in rank order, and all ranks decode the same bytes. `gradwire.core.collect
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from gradwire.collectives.memory import Memory
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Gather, Transfer, Transfers, Work, in_c
+from gradwire.collectives.works import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
 from gradwire.kernels.cpu import available
 from gradwire.kernels.scattered import Scattered
 
@@ -136,14 +137,18 @@ class TwoPhase(Transfers):
         self.parts = [piece.gradient[start:end] for start, end in pairwise(bounds)]
         mine = self.parts[rank]
         # a sum of two does not depend on their order: if the own part is one of the first two, the others are added to it
-        own_first = rank < 2 and not codec.encodes_own_part
-        self.in_place = own_first and piece.apart is None and dtype == piece.reduce_dtype
-        own_first = self.in_place or (own_first and piece.apart is not None)
+        own_first = rank < 2 and not codec.encodes_own_part and (dtype == piece.reduce_dtype or piece.apart is not None)
+        self.in_place = own_first and dtype == piece.reduce_dtype
+        """Whether the own part becomes the sum where it lies."""
+        self.start, self.end = bounds[rank], bounds[rank + 1]
+        """The own shard, from the piece's start."""
         self.total = torch.empty(mine.numel(), dtype=piece.reduce_dtype, device=piece.flat.device)
-        if self.in_place and isinstance(mine, torch.Tensor):
-            self.total = mine
-        self.start = bounds[rank]
-        """The first element of the own shard, from the piece's start."""
+        """The sum of the own shard; empty where it becomes that in gradients that lie apart."""
+        total: torch.Tensor | Scattered = self.total
+        if self.in_place and isinstance(mine, Scattered):
+            self.total, total = piece.flat, replace(mine, factor=1.0)
+        elif self.in_place and isinstance(mine, torch.Tensor):
+            self.total = total = mine
         edges = zip(pairwise(bounds), shards, strict=True)
         self.own = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
@@ -151,7 +156,8 @@ class TwoPhase(Transfers):
         self.remembers = codec.state
         self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
         if piece.apart is not None:
-            self.aliases = [self.total]  # what may move, and is of no bucket
+            self.aliases = [self.total]  # what may move, though it is of no bucket
+        self.total_is_shared = False
 
         sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
         to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])
@@ -164,30 +170,33 @@ class TwoPhase(Transfers):
 
         others = [(rank + step) % world_size for step in range(1, world_size)]  # not all encode for rank 0 first
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
-        reduce.before += [self._own_term(add=False)] if own_first and not self.in_place else []
+        if own_first and isinstance(mine, Scattered):
+            reduce.before.append(Scale(mine, shards[rank]) if self.in_place else self._own_term(add=False))
         for source, payload in enumerate(for_sum):
             works = reduce.arrivals[source] = []
             if encoded[source]:
                 works += [encoding(rank, payload)] if source == rank else []
                 add = source > 0 or own_first
-                works.append(Decode(codec, payload, shards[rank], dtype, add, self.total, context))
+                works.append(Decode(codec, payload, shards[rank], dtype, add, total, context))
             elif not own_first:
                 works.append(self._own_term(add=source > 0))
 
-        sums = _payloads(piece, [again.payload_bytes(segments, self.total.dtype) for segments in shards])
+        sums = _payloads(piece, [again.payload_bytes(segments, total.dtype) for segments in shards])
         context = piece.contexts[1]
-        encode_sum = Encoding(again, self.total, self.of_sum, shards[rank], context, sums[rank])
+        encode_sum = Encoding(again, total, self.of_sum, shards[rank], context, sums[rank])
         gather = Transfer([encode_sum], [sums[rank]] * world_size, sums)
         for j, part in enumerate(self.parts):
-            gather.arrivals[j] = [Decode(again, sums[j], shards[j], self.total.dtype, False, part, context)]
+            gather.arrivals[j] = [Decode(again, sums[j], shards[j], total.dtype, False, part, context)]
         super().__init__([[reduce], [gather]], rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
 
-    def keep_total(self, memory: torch.Tensor) -> None:
-        """Of a piece that lies apart: keep the sum in the first elements of this memory, of the sum's dtype."""
-        self.total.set_(
-            memory.untyped_storage(), 0, self.total.shape, self.total.stride()
-        )  # works hold the tensor itself
+    def share_total(self, memory: torch.Tensor | None) -> None:
+        """Keep the sum in the first elements of this memory, of the sum's dtype; None: in memory of its own. Not where the sum is
+        part of the gradient."""
+        if memory is not None or self.total_is_shared:
+            into = torch.empty_like(self.total) if memory is None else memory
+            self.total.set_(into.untyped_storage(), 0, self.total.shape, self.total.stride())  # works hold the tensor
+        self.total_is_shared = memory is not None
 
     def _own_term(self, add: bool) -> Work:
         """The own part becomes the sum, or is added to it."""
@@ -199,7 +208,7 @@ class TwoPhase(Transfers):
     def take_shard(self, streams: Streams) -> None:
         """Before a gather phase alone: gather the own shard as it is."""
         if not self.in_place:
-            self.total.copy_(self.piece.values(self.start, self.start + self.total.numel()))
+            self.total.copy_(self.piece.values(self.start, self.end))
         self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
@@ -224,8 +233,8 @@ class ShardedSum(Transfers, OneEncode):
         flat = piece.flat
         parts = [flat[start:end] for start, end in pairwise(piece.bounds)]
         own = parts[rank]
-        self.start = piece.bounds[rank]
-        """The first element of the own shard, from the piece's start."""
+        self.start, self.end = piece.bounds[rank], piece.bounds[rank + 1]
+        """The own shard, from the piece's start."""
         self.total = torch.empty_like(own, dtype=piece.reduce_dtype)
         """The sum of the own shard, after the reduce phase."""
         arrivals = [torch.empty_like(own) if source != rank else own[:0] for source in range(world_size)]

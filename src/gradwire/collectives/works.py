@@ -16,7 +16,19 @@ from gradwire.kernels import cpu
 from gradwire.kernels.cpu import Call
 from gradwire.kernels.scattered import Scattered
 
-__all__ = ["Add", "Copy", "Decode", "Encoding", "Gather", "Transfer", "Transfers", "Work", "joined", "payload_buffers"]
+__all__ = [
+    "Add",
+    "Copy",
+    "Decode",
+    "Encoding",
+    "Gather",
+    "Scale",
+    "Transfer",
+    "Transfers",
+    "Work",
+    "joined",
+    "payload_buffers",
+]
 
 ALIGNMENT = 16
 """Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
@@ -73,6 +85,20 @@ class Gather:
 
     def calls(self) -> list[Call]:
         return [cpu.call("gather_rows", self.source, self.segments, self.add, self.into)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply elements that lie apart by their factor, where they are. float32."""
+
+    elements: Scattered
+    segments: Any
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        cpu.run(self.calls())
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("scale_rows", self.elements, self.segments)]
 
 
 @dataclass(frozen=True)

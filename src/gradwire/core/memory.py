@@ -9,7 +9,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory of one rank that gradwire holds from step to step."""
 
     gradient_bytes: int
-    """Flat buffers of gradients, which training without gradwire needs too."""
+    """Flat buffers of gradients. Compressed gradients need none in the `backward` schedule on the CPU."""
     residual_bytes: int
     """State of compressors: residuals, momentum, factors."""
     payload_bytes: int

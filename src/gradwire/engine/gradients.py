@@ -6,7 +6,8 @@ the script has one left the bucket moves elsewhere.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -45,7 +46,7 @@ class BucketMemory:
             self._move()
 
     def _count(self) -> int:
-        return _uses(self._storage)
+        return _storage_uses(self._storage._cdata)
 
     def _move(self) -> None:
         elsewhere = self.flat.clone()
@@ -131,7 +132,7 @@ class LentGradient:
 
     def hand_out(self) -> torch.Tensor:
         """What becomes the parameter's `grad`: what was lent."""
-        return self._lent.tensors[self.slot.name]
+        return self._lent.of(self.slot)
 
     def take_over(self, grad: torch.Tensor | None) -> None:
         """Nothing of the last step is written."""
@@ -147,13 +148,40 @@ class LentRun:
 
     def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
         self.indices, self.gradients, self._lent = indices, gradients, lent
+        views = [gradient.slot.view for gradient in gradients]
+        self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
+        self._first = lent.number(gradients[0].slot)
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> None:
-        """Lend these, or copies of those whose memory others use too: the rest of backward may read it. The exchange multiplies
-        them by the factor. `calling`: the parameter whose node calls its hook, and holds what it accumulated."""
-        for index, gradient, grad in zip(self.indices, self.gradients, grads, strict=True):
-            alone = _uses(grad.untyped_storage()) <= _USES_ALONE + (index == calling)
-            self._lent.lend(gradient.slot, grad if alone else gradient.slot.empty().copy_(grad))
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> list[torch.Tensor]:
+        """Lend these, which the exchange multiplies by the factor, or copies of those that it cannot write to: where others use
+        the memory, the rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook,
+        and holds what it accumulated."""
+        uses = [_storage_uses(storage._cdata) for storage in map(_STORAGE, grads)]
+        if calling in self.indices:
+            uses[self.indices.index(calling)] -= 1
+        addresses = list(map(_ADDRESS, grads))
+        if max(uses) <= _USES_ALONE and self._are_usual(grads) and self._are_new(addresses):
+            self._lent.lend_all(self._first, grads, addresses)
+            return grads
+        return [
+            self._lent.lend(gradient.slot, grad if used <= _USES_ALONE else gradient.slot.empty().copy_(grad))
+            for gradient, grad, used in zip(self.gradients, grads, uses, strict=True)
+        ]
+
+    def _are_usual(self, grads: list[torch.Tensor]) -> bool:
+        """Whether all are like their slots, and nothing else. Scalars are not asked whether they are negated views, as others are
+        that have these strides; torch would let go of Python's lock, and a lane would take it."""
+        plain = {*map(type, grads)} == {torch.Tensor} and {*map(_DTYPE, grads)} == self._dtypes
+        return (
+            plain
+            and list(map(_STRIDE, grads)) == self._strides
+            and () not in self._strides
+            and not any(map(_TRACKED, grads))
+        )
+
+    def _are_new(self, addresses: list[int]) -> bool:
+        """Whether no two are the same tensor, in this run or in the step."""
+        return len({*addresses}) == len(addresses) and self._lent.begins.isdisjoint(addresses)
 
     def alone(self, at: int) -> "LentRun":
         """One gradient of the run."""
@@ -169,8 +197,8 @@ class Run:
         self.indices, self.gradients, self._place = indices, gradients, place
         self._views = [gradient.slot.view for gradient in gradients]
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> None:
-        """The slots take these, times a factor. See `LentRun`."""
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> list[torch.Tensor]:
+        """The slots take these, times a factor. Returns what becomes the grads. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()
@@ -179,6 +207,7 @@ class Run:
         else:
             torch._foreach_copy_(self._views, grads)
             self._place.mul_(factor)
+        return [gradient.hand_out() for gradient in self.gradients]
 
     def alone(self, at: int) -> "Run":
         """One gradient of the run."""
@@ -229,12 +258,11 @@ def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
     return parts
 
 
-def _uses(storage: torch.UntypedStorage) -> int:
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses
-
-
-_USES_ALONE = _uses(torch.UntypedStorage(0)) + 1
+_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_STORAGE, _ADDRESS, _STRIDE = torch.Tensor.untyped_storage, torch.Tensor.data_ptr, torch.Tensor.stride
+_DTYPE, _TRACKED = attrgetter("dtype"), attrgetter("requires_grad")
+_EMPTY = torch.UntypedStorage(0)
+_USES_ALONE = _storage_uses(_EMPTY._cdata) + 1
 """What is counted for a storage that one tensor uses."""
 
 

@@ -272,9 +272,9 @@ class Reducer:
                 raise not_sent(self, index, grad)
             parameters.append(parameter)
             grads.append(grad)
-        run.fill(grads, self._share, calling)
-        for parameter, grad, index in zip(parameters, grads, run.indices, strict=True):
-            if (mean := self.gradients[index].hand_out()) is not grad:
+        means = run.fill(grads, self._share, calling)
+        for parameter, grad, mean in zip(parameters, grads, means, strict=True):
+            if mean is not grad:
                 parameter.grad = mean
         self.count(*run.indices)
 

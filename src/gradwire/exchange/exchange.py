@@ -121,7 +121,7 @@ class Exchange:
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
         self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
-        self.lent = Lent(likes if in_place else ())
+        self.lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
         """The tensors that are exchanged where they lie."""
         self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
@@ -159,7 +159,7 @@ class Exchange:
 
     def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
         """A tensor holds this rank's values. `tensor` stands in for the one that the exchange was made with, in this step: of the
-        same shape and dtype. It must not be changed before `wait`.
+        same shape and dtype. It must not be changed before `wait`, and may hold anything until then.
 
         Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
         tensor where the exchange was made with a `TensorMeta`.
@@ -306,8 +306,8 @@ class Exchange:
     def count(self, *slots: Slot, owes: bool = True) -> None:
         """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""
         for slot in slots:
-            if owes:
-                slot.add_owed(self.lent.tensors, self.group.world_size)
+            if owes and slot.owed is not None:  # what is lent is divided by the ranks later
+                slot.add_owed(*((self.lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
         bucket = slots[0].bucket
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
@@ -367,12 +367,12 @@ class Exchange:
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
+        if slot.apart:
+            self.lent.put_back(slot, source)
+        elif self._phases != REDUCE:
+            source.detach().copy_(slot.view)
         if self._phases == REDUCE:
             put_back_shards(self.buckets[slot.bucket], slot, source)
-        elif slot.apart:
-            self.lent.put_back(slot, source)
-        else:
-            source.detach().copy_(slot.view)
 
     def _make_anew(self) -> None:
         """Go on with the specs of the step that begins next. What compressors remember is kept."""

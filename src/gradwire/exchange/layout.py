@@ -51,15 +51,10 @@ class Slot:
         """Whether the bucket has no flat buffer, and gradients are exchanged where they lie."""
         return self.view.is_meta
 
-    @cached_property
-    def key(self) -> int:
-        """As in segments."""
-        return tensor_key(self.name)
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor of the same shape is like that of the place."""
         own, place, shape = tensor.stride(), self.view.stride(), self.view.shape
-        return own == place or _order(own, shape) == _order(place, shape)
+        return tensor.dtype is self.view.dtype and (own == place or _order(own, shape) == _order(place, shape))
 
     def empty(self) -> torch.Tensor:
         """A tensor like the place, with memory of its own."""
@@ -79,10 +74,9 @@ class Slot:
             return memory
         return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
 
-    def add_owed(self, lent: Mapping[str, torch.Tensor], world_size: int) -> None:
-        """Add what is owed to the gradient in the slot, or to the one that is lent, which is not divided by the ranks yet."""
+    def add_owed(self, gradient: torch.Tensor, factor: int) -> None:
+        """Add what is owed, so many times, to the gradient in the slot, or to one with memory like the slot's."""
         if self.owed is not None:
-            gradient, factor = (lent[self.name], world_size) if self.apart else (self.view, 1)
             memory = gradient.as_strided((gradient.numel(),), (1,))
             memory.add_((self.owed * factor).to(memory.dtype))
 

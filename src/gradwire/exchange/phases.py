@@ -32,18 +32,19 @@ def share_memory(tasks: Sequence[PhaseTask], buckets: Sequence[BucketBuffers]) -
     if sums:
         memory = torch.empty(max(each.total.numel() for each in sums), dtype=sums[0].total.dtype)
         for each in sums:
-            each.keep_total(memory)
+            each.share_total(memory)
 
 
 def part_totals(buckets: Sequence[BucketBuffers]) -> None:
     """Give each sum memory of its own: a step ends with the sums, or begins with them."""
     for each in _sums_apart(chunk for buffers in buckets for chunk in buffers.chunks):
-        each.keep_total(torch.empty_like(each.total))
+        each.share_total(None)
 
 
 def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
-    """The schemes whose gradients lie apart, so that the own sum has memory of its own."""
-    return [each for each in schemes if isinstance(each, TwoPhase) and each.piece.apart is not None]
+    """The schemes whose gradients lie apart and whose own sum is not part of them."""
+    two_phase = [each for each in schemes if isinstance(each, TwoPhase)]
+    return [each for each in two_phase if each.piece.apart is not None and not each.in_place]
 
 
 def own_runs(buckets: Sequence[BucketBuffers]) -> dict[str, list[tuple[int, int]]]:
@@ -60,7 +61,7 @@ def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) ->
     own = torch.empty_strided(slot.view.shape, slot.view.stride(), dtype=tensor.dtype, device=tensor.device)
     flat = own.copy_(tensor).as_strided((own.numel(),), (1,))
     for of, low, high, values in shards_of(buffers):
-        if of is slot:
+        if of is slot and values.numel():
             flat[low - slot.offset : high - slot.offset] = values
     tensor.detach().copy_(own)
 
@@ -73,11 +74,11 @@ def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
 
 
 def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
-    """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums."""
+    """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums; empty where these are part
+    of what was lent."""
     for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
         assert isinstance(chunk, (TwoPhase, ShardedSum))
-        start = begin + chunk.start
-        end = start + chunk.total.numel()
+        start, end = begin + chunk.start, begin + chunk.end
         for slot in buffers.slots:
             low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
             if low < high:

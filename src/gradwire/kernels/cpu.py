@@ -99,8 +99,9 @@ _ROWS = {
     "add_into": (Tensor, Tensor),
     "gather_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
     "scatter_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
+    "scale_rows": (Tensor, _TYPES[Segments]),
 }
-"""Functions of csrc/api_exchange.cpp that only `call` makes calls of: (into, source), and (from, segments, add, into)."""
+"""Functions of csrc/api_exchange.cpp that only `call` makes calls of: (into, source), (from, segments, [add, into])."""
 
 
 class Call(NamedTuple):

@@ -1,7 +1,7 @@
 """Gradients where they are: in place of a flat buffer, a table of where each tensor lies in this step."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,22 +12,24 @@ from gradwire.kernels.segments import Segments
 
 
 class Addresses:
-    """Where tensors lie, by their keys. C++ reads the table in every call: calls that were made once find each step's tensors."""
+    """Where tensors lie. C++ reads the table in every call: calls that were made once find each step's tensors."""
 
     def __init__(self, keys: Iterable[int]) -> None:
-        self._at = {key: index for index, key in enumerate(keys)}
+        """keys: as in segments. Tensors are numbered in their order."""
+        self._at = {key: number for number, key in enumerate(keys)}
         self._table = (c_void_p * len(self._at))()
-        self._keeps: dict[int, torch.Tensor] = {}
+        self.tensors: list[torch.Tensor | None] = [None] * len(self._at)
+        """They are kept alive: a lane may still work when its exchange is dropped."""
 
-    def set(self, key: int, tensor: torch.Tensor) -> None:
-        """A tensor lies where it does until `clear`. It is kept alive: a lane may still work when its exchange is dropped."""
-        at = self._at[key]
-        self._table[at], self._keeps[at] = tensor.data_ptr(), tensor
+    def set(self, first: int, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """These tensors, numbered from `first` on, lie at these addresses until `clear`."""
+        self._table[first : first + len(tensors)] = [*addresses]
+        self.tensors[first : first + len(tensors)] = tensors
 
     def clear(self) -> None:
         """No tensor lies anywhere: kernels refuse to touch them."""
         ctypes.memset(self._table, 0, ctypes.sizeof(self._table))
-        self._keeps.clear()
+        self.tensors = [None] * len(self.tensors)
 
     def of_rows(self, segments: Segments) -> Any:
         """For each row the place in this table where C++ finds the address of its tensor."""
