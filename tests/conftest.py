@@ -82,6 +82,14 @@ def worlds() -> Iterator[Worlds]:
     kept.close()
 
 
+@pytest.fixture(scope="module")
+def framework_worlds() -> Iterator[Worlds]:
+    """Ranks for one file of tests alone, which may set environment variables and load frameworks in them."""
+    kept = Worlds()
+    yield kept
+    kept.close()
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[triton_processes.Interpreter]:
     with triton_processes.interpreter() as made:

@@ -1,5 +1,7 @@
 """DistributedDataParallel with gradwire's hook: plain DDP's numbers under an identity plan, residuals, states, refusals."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from beside_ddp import batch, everything, normalised, plain, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Given, Worlds, digest, seeded
+from worlds import Given, World, Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.exchange.memory import added_up
@@ -414,6 +416,42 @@ def test_after_a_backward_that_was_left_ddp_goes_no_further(worlds: Worlds) -> N
     for first, second in worlds.run(2, left):
         assert first == "ValueError: stopped"
         assert second.startswith("RuntimeError: Expected to have finished reduction in the prior iteration")
+
+
+def left_alone() -> str:
+    run, _ = wrapped(plain(), gw.QSGD(bits=4))
+    for step in range(3):  # then DDP sends nothing of its own
+        run(batch(step)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    time.sleep(0.5)
+    return said(lambda: run(batch(3)).sum().backward())
+
+
+def test_a_rank_that_died_is_named_by_backward() -> None:
+    with World(2, group_timeout_s=8.0) as world:
+        world.start(left_alone)
+        first, second = world.collect(60.0)
+    assert second.kind == "died"
+    assert first.kind == "returned" and first.value.startswith("CommunicationError: ") and "rank 1" in first.value
+
+
+def compiled() -> list[str]:
+    """A model compiled with DDP around it, in plain DDP and with the hook."""
+    ends = []
+    for hooked in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model = Deep()
+        run = wrapped(model, gw.Identity())[0] if hooked else DistributedDataParallel(model)
+        ordinary(torch.compile(run, backend="aot_eager"), sgd(model))
+        ends.append(digest(model.parameters()))
+    return ends
+
+
+def test_a_compiled_model_ends_as_under_ddp(worlds: Worlds) -> None:
+    for ddp, ours in worlds.run(2, compiled, deadline_s=200.0):
+        assert ours == ddp
 
 
 def planned_for_names(path: str) -> int:

@@ -82,9 +82,9 @@ def ends(plan: Any, mixed_precision: str, accumulate: int) -> tuple[str, list[st
 
 
 @pytest.mark.parametrize(("mixed_precision", "accumulate"), [("no", 1), ("no", 3), ("bf16", 1), ("bf16", 5)])
-def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, mixed_precision: str, accumulate: int) -> None:
+def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, mixed_precision: str, accumulate: int) -> None:
     ddp, ours = (
-        worlds.run(2, ends, plan, mixed_precision, accumulate, deadline_s=200.0)
+        framework_worlds.run(2, ends, plan, mixed_precision, accumulate, deadline_s=200.0)
         for plan in (None, gw.Uniform(gw.Identity()))
     )
     assert [name for name, _ in ddp] == ["DistributedDataParallel"] * 2
@@ -98,8 +98,8 @@ def exchanges(accumulate: int) -> int:
     return run.accelerator.gradwire[0].stats().steps
 
 
-def test_gradients_are_exchanged_once_in_an_accumulation(worlds: Worlds) -> None:
-    assert worlds.run(2, exchanges, 4, deadline_s=200.0) == [3, 3]
+def test_gradients_are_exchanged_once_in_an_accumulation(framework_worlds: Worlds) -> None:
+    assert framework_worlds.run(2, exchanges, 4, deadline_s=200.0) == [3, 3]
 
 
 def learned(plan: Any) -> float:
@@ -109,8 +109,8 @@ def learned(plan: Any) -> float:
     return nn.functional.cross_entropy(run.accelerator.unwrap_model(run.model)(inputs), labels).item()
 
 
-def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds) -> None:
-    ddp, ours = (worlds.run(2, learned, plan, deadline_s=200.0)[0] for plan in (None, gw.QSGD(bits=4)))
+def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds) -> None:
+    ddp, ours = (framework_worlds.run(2, learned, plan, deadline_s=200.0)[0] for plan in (None, gw.QSGD(bits=4)))
     assert ddp < 0.75
     assert ours == pytest.approx(ddp, rel=0.01)
 
@@ -139,16 +139,16 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_state_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: str) -> None:
-    before = worlds.run(2, saved_and_gone_on, str(tmp_path), PLANS[plan], deadline_s=200.0)
+def test_a_state_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Path, plan: str) -> None:
+    before = framework_worlds.run(2, saved_and_gone_on, str(tmp_path), PLANS[plan], deadline_s=200.0)
     names = [path.name for path in sorted((tmp_path / "gradwire_0").iterdir())]
     assert names == ["gradwire-rank0.pt", "gradwire-rank1.pt"]
-    assert worlds.run(2, taken_up, str(tmp_path), PLANS[plan], deadline_s=200.0) == before
+    assert framework_worlds.run(2, taken_up, str(tmp_path), PLANS[plan], deadline_s=200.0) == before
 
 
-def test_a_state_is_taken_up_by_three_ranks(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, saved_and_gone_on, str(tmp_path), FEEDBACK, deadline_s=200.0)
-    weights = [told[0] for told in worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)]
+def test_a_state_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, saved_and_gone_on, str(tmp_path), FEEDBACK, deadline_s=200.0)
+    weights = [told[0] for told in framework_worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)]
     assert len(weights) == 3
 
 
@@ -160,8 +160,8 @@ def copied() -> list[bool]:
     return [hasattr(other, "no_sync") for other in others]
 
 
-def test_copies_of_the_model_are_ordinary(worlds: Worlds) -> None:
-    assert worlds.run(2, copied, deadline_s=200.0) == [[False, False]] * 2
+def test_copies_of_the_model_are_ordinary(framework_worlds: Worlds) -> None:
+    assert framework_worlds.run(2, copied, deadline_s=200.0) == [[False, False]] * 2
 
 
 def misused() -> str:
@@ -173,6 +173,6 @@ def misused() -> str:
     return str(caught.value)
 
 
-def test_two_models_at_once_are_refused(worlds: Worlds) -> None:
-    for told in worlds.run(2, misused, deadline_s=200.0):
+def test_two_models_at_once_are_refused(framework_worlds: Worlds) -> None:
+    for told in framework_worlds.run(2, misused, deadline_s=200.0):
         assert told.startswith("2 models were passed to prepare()")

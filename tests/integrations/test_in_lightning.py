@@ -93,10 +93,10 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, case: str) -> None:
+def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_path: Path, case: str) -> None:
     arguments, by_hand = CASES[case]
     ddp, ours = (
-        worlds.run(2, trained, str(tmp_path), plan, arguments, by_hand, deadline_s=300.0)
+        framework_worlds.run(2, trained, str(tmp_path), plan, arguments, by_hand, deadline_s=300.0)
         for plan in (None, gw.Uniform(gw.Identity()))
     )
     for theirs, own in zip(ddp, ours, strict=True):
@@ -114,8 +114,10 @@ def learned(folder: str, plan: Any) -> float:
     return nn.functional.cross_entropy(model.eval()(inputs), labels).item()
 
 
-def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
-    ddp, ours = (worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4)))
+def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds, tmp_path: Path) -> None:
+    ddp, ours = (
+        framework_worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4))
+    )
     assert ddp < 1.2
     assert ours == pytest.approx(ddp, rel=0.01)
 
@@ -152,17 +154,17 @@ def fitted(trainer: Any, checkpoint: str | None = None) -> tuple[str, str, bool]
 
 
 @pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
-def test_a_checkpoint_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: Any) -> None:
-    whole = worlds.run(2, saved_on_the_way, str(tmp_path), plan, deadline_s=300.0)
+def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Path, plan: Any) -> None:
+    whole = framework_worlds.run(2, saved_on_the_way, str(tmp_path), plan, deadline_s=300.0)
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)["gradwire"]
     assert {"rank0/step", "rank1/step"} <= saved.keys()
-    assert worlds.run(2, taken_up, str(tmp_path), plan, deadline_s=300.0) == whole
+    assert framework_worlds.run(2, taken_up, str(tmp_path), plan, deadline_s=300.0) == whole
     assert whole[0][2] == (plan is FEEDBACK)
 
 
-def test_a_checkpoint_is_taken_up_by_three_ranks(worlds: Worlds, tmp_path: Path) -> None:
-    worlds.run(2, saved_on_the_way, str(tmp_path), FEEDBACK, deadline_s=300.0)
-    weights = {told[0] for told in worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0)}
+def test_a_checkpoint_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, saved_on_the_way, str(tmp_path), FEEDBACK, deadline_s=300.0)
+    weights = {told[0] for told in framework_worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0)}
     assert len(weights) == 1
 
 
@@ -175,8 +177,8 @@ def logged(folder: str) -> tuple[list[str], str]:
     return sorted(trainer.logged_metrics), str(trainer.strategy.handle.decision)
 
 
-def test_the_strategy_by_its_name_decides_and_logs(worlds: Worlds, tmp_path: Path) -> None:
-    for names, decision in worlds.run(2, logged, str(tmp_path), deadline_s=300.0):
+def test_the_strategy_by_its_name_decides_and_logs(framework_worlds: Worlds, tmp_path: Path) -> None:
+    for names, decision in framework_worlds.run(2, logged, str(tmp_path), deadline_s=300.0):
         assert [name for name in names if name.startswith("gradwire_")] == [
             "gradwire_decisions",
             "gradwire_exposed_ms",

@@ -84,9 +84,9 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, case: str) -> None:
+def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_path: Path, case: str) -> None:
     ddp, ours = (
-        worlds.run(2, trained, str(tmp_path / name), plan, ARGUMENTS[case], deadline_s=300.0)
+        framework_worlds.run(2, trained, str(tmp_path / name), plan, ARGUMENTS[case], deadline_s=300.0)
         for name, plan in (("ddp", None), ("gradwire", gw.Uniform(gw.Identity())))
     )
     for theirs, own in zip(ddp, ours, strict=True):
@@ -97,10 +97,10 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(worlds: Worlds, tmp_path: Path, c
         assert [each.get("loss") for each in own["history"]] == [each.get("loss") for each in theirs["history"]]
 
 
-def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"max_steps": 150, "logging_steps": 50, "dropout": 0.0}
     ddp, ours = (
-        worlds.run(2, trained, str(tmp_path / str(plan is None)), plan, arguments, deadline_s=300.0)[0]
+        framework_worlds.run(2, trained, str(tmp_path / str(plan is None)), plan, arguments, deadline_s=300.0)[0]
         for plan in (None, gw.QSGD(bits=4))
     )
     assert ddp["loss"] < 0.6 * math.log(WORDS)
@@ -108,29 +108,29 @@ def test_the_loss_is_that_of_ddp_with_4_bits(worlds: Worlds, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
-def test_a_checkpoint_is_taken_up_bit_for_bit(worlds: Worlds, tmp_path: Path, plan: Any) -> None:
+def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Path, plan: Any) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-    whole = worlds.run(2, trained, str(tmp_path), plan, arguments, deadline_s=300.0)
+    whole = framework_worlds.run(2, trained, str(tmp_path), plan, arguments, deadline_s=300.0)
     folder = tmp_path / "checkpoint-3"
     assert sorted(path.name for path in folder.glob("gradwire*")) == ["gradwire-rank0.pt", "gradwire-rank1.pt"]
-    resumed = worlds.run(2, trained, str(tmp_path / "b"), plan, arguments, str(folder), deadline_s=300.0)
+    resumed = framework_worlds.run(2, trained, str(tmp_path / "b"), plan, arguments, str(folder), deadline_s=300.0)
     for before, after in zip(whole, resumed, strict=True):
         for name in ("weights", "moments", "residuals"):
             assert after[name] == before[name], name
     assert bool(whole[0]["residuals"]) == (plan is FEEDBACK)
 
 
-def test_a_checkpoint_is_taken_up_by_one_rank(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_checkpoint_is_taken_up_by_one_rank(framework_worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 3}
-    worlds.run(2, trained, str(tmp_path), FEEDBACK, arguments, deadline_s=300.0)
+    framework_worlds.run(2, trained, str(tmp_path), FEEDBACK, arguments, deadline_s=300.0)
     folder = str(tmp_path / "checkpoint-3")
-    (told,) = worlds.run(1, trained, str(tmp_path / "b"), FEEDBACK, arguments, folder, deadline_s=300.0)
+    (told,) = framework_worlds.run(1, trained, str(tmp_path / "b"), FEEDBACK, arguments, folder, deadline_s=300.0)
     assert told["history"][-1]["step"] == 6
 
 
-def test_bytes_are_in_the_log(worlds: Worlds, tmp_path: Path) -> None:
+def test_bytes_are_in_the_log(framework_worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 6}
-    for told in worlds.run(2, trained, str(tmp_path), gw.QSGD(bits=4), arguments, deadline_s=300.0):
+    for told in framework_worlds.run(2, trained, str(tmp_path), gw.QSGD(bits=4), arguments, deadline_s=300.0):
         steps = [each for each in told["history"] if "loss" in each]
         assert len(steps) == 6
         assert all(0.005 < each["gradwire_sent_mb"] < 0.05 for each in steps)
@@ -150,8 +150,8 @@ def decided(folder: str) -> tuple[str, int]:
     return first.get("gradwire_decision", ""), first.get("gradwire_decisions", 0)
 
 
-def test_decisions_of_auto_are_in_the_log(worlds: Worlds, tmp_path: Path) -> None:
-    for text, count in worlds.run(2, decided, str(tmp_path), deadline_s=300.0):
+def test_decisions_of_auto_are_in_the_log(framework_worlds: Worlds, tmp_path: Path) -> None:
+    for text, count in framework_worlds.run(2, decided, str(tmp_path), deadline_s=300.0):
         assert "ms" in text and count >= 1
 
 
@@ -160,6 +160,8 @@ def another_accelerator(folder: str) -> str:
 
     trainer = trainer_of(folder)
     use(trainer, plan=gw.QSGD(bits=4))
+    with pytest.raises(gw.PlanError, match="was called on this Trainer already"):
+        use(trainer)
     trainer.train()
     trainer.train()  # with another handle
     trainer.create_accelerator_and_postprocess()
@@ -170,6 +172,6 @@ def another_accelerator(folder: str) -> str:
     return ""
 
 
-def test_another_accelerator_is_told(worlds: Worlds, tmp_path: Path) -> None:
-    for told in worlds.run(2, another_accelerator, str(tmp_path), deadline_s=300.0):
+def test_another_accelerator_is_told(framework_worlds: Worlds, tmp_path: Path) -> None:
+    for told in framework_worlds.run(2, another_accelerator, str(tmp_path), deadline_s=300.0):
         assert told.startswith("the Trainer made another Accelerator")

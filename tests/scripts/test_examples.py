@@ -15,6 +15,7 @@ SAID = {
     "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
+    "fsdp2_train.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "lightning_fit.py": r"rank [01]: weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }

@@ -30,7 +30,7 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
     of a decision is in `trainer.state.log_history`.
 
     A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
-    or FSDP. In `train()` raises what `gw.parallelize` raises.
+    or FSDP, and where it was called before. `train()` raises what `gw.parallelize` raises.
 
     Example, in a script started by torchrun::
 
@@ -43,6 +43,8 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
             "the Trainer uses DeepSpeed or FSDP, which shard parameters, and gradwire averages gradients of whole ones. Remove "
             "`deepspeed` and `fsdp` from the TrainingArguments."
         )
+    if any(isinstance(each, GradwireCallback) for each in trainer.callback_handler.callbacks):
+        raise PlanError("use() was called on this Trainer already: one plan averages its gradients. Call it once.")
     callback = GradwireCallback(trainer, plan, options)
     trainer.add_callback(callback)
     return callback
