@@ -40,7 +40,8 @@ template <class Codec, bool Residual>
 static void encode_segments(const Gradient& src, float* residual, const Segment* segments, i64 count, const Stream& stream,
                             const Quantiser& q, u8* payload) {
   alignas(64) float tile[kMaxBlock];
-  const i64 whole = kMaxBlock / q.block * q.block;  // elements of a tile
+  constexpr i64 most = 4096;  // elements of a tile, or one block: it stays in a core's nearest cache beside the residual
+  const i64 whole = q.block < most ? most / q.block * q.block : q.block;
   u8* scales = payload;
   u8* const first_code = payload + coded_size(segments, count, q.block, Codec::words, Codec::bits).scales;
   u8* out = first_code;

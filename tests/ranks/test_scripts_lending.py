@@ -14,7 +14,7 @@ import test_scripts_loops
 import test_scripts_models
 import torch
 import torch.distributed as dist
-from beside_ddp import Ends, Library, Training, assert_as, batch, in_buckets, name_of, plain, sgd
+from beside_ddp import Ends, Library, Training, assert_as, batch, in_buckets, name_of, plain, sgd, step_once
 from options import Ranks, gradients, plan_for
 from test_engine_residuals import bytes_of_tensors
 from torch import nn
@@ -211,6 +211,19 @@ def unused_parameters(library: Library) -> Ends:
 
 def test_parameters_without_a_gradient_are_as_with_buckets(worlds: Worlds) -> None:
     assert_as(worlds, "in buckets", unused_parameters, gw.Uniform(FEEDBACK))
+
+
+def ranks_without_batches(library: Library) -> Ends:
+    model = plain()
+    run, optimizer = library.parallelize(model), sgd(model)
+    with library.join(run):
+        for step in range(2 + 2 * dist.get_rank()):
+            step_once(run, optimizer, step)
+    return iter(())
+
+
+def test_ranks_without_batches_lend_zeros(worlds: Worlds) -> None:
+    assert_as(worlds, "in buckets", ranks_without_batches, gw.Uniform(FEEDBACK))
 
 
 # ---- what becomes of the memory

@@ -71,6 +71,10 @@ class Library:
     def no_sync(self, wrapped: Any) -> AbstractContextManager[None]:
         return wrapped.no_sync() if self.kind == "ddp" else self._handles[wrapped].no_sync()
 
+    def join(self, wrapped: Any) -> AbstractContextManager[None]:
+        """For ranks with different numbers of batches."""
+        return wrapped.join() if self.kind == "ddp" else self._handles[wrapped].join()
+
     def end(self) -> list[str]:
         """What became of all models; fails where one was not trained."""
         at_end = [digest(model.parameters()) for model in self._models]
