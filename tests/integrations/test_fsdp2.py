@@ -98,6 +98,7 @@ def learned(compressed: bool) -> float:
     return loss.item() / dist.get_world_size()
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_fsdp_with_4_bits(worlds: Worlds) -> None:
     plain, ours = (worlds.run(2, learned, compressed)[0] for compressed in (False, True))
     assert plain < 1.2

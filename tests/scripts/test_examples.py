@@ -12,6 +12,7 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parents[2]
 SAID = {
+    "c10d_backend.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",

@@ -147,7 +147,7 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> None:
         """The shards of all ranks are tensors of one bucket of their own, so the bucket is cut between them."""
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
             raise PlanError(f"FSDP asks for {op}: gradwire gives means and sums. Leave set_gradient_divide_factor out.")
         shards = {f"{self._module}/{at}": each for at, each in enumerate(input_tensor.chunk(group.size()))}
         exchange = self._exchanges.exchange_of(self._module, shards, group)

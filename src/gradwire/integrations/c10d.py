@@ -1,0 +1,184 @@
+"""CGX's front end: a backend of torch.distributed that quantises all-reduces of gradients.
+
+Example, with nothing else changed in a script of DDP::
+
+    import gradwire.integrations.c10d
+
+    dist.init_process_group("gradwire")
+
+Importing this module registers the backend "gradwire". It is gloo for everything but large all-reduces of floating-point tensors
+on the CPU. These travel as `gw.QSGD` through exchanges, one after another on a thread, beside the backward.
+"""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from glob import escape
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+from gradwire._version import __version__
+from gradwire.core.checks import near, whole
+from gradwire.core.specs import QSGD, Identity
+from gradwire.errors import PlanError
+from gradwire.exchange import Exchange, Lanes
+from gradwire.exchange.agreement import agree
+from gradwire.exchange.plans import info_of
+from gradwire.planner.policy import Policy
+
+__all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Settings:
+    """What all groups of this process do."""
+
+    bits = 4
+    min_numel = 2**14
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+        self.layers: dict[str, QSGD | Identity] = {}
+        """Of the layers that have a spec of their own."""
+
+
+_settings = _Settings()
+
+
+def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
+    """All-reduces of at least `min_numel` elements of float32, bfloat16 or float16 travel with so many bits, 2 to 8. Call it on
+    every rank, before the first all-reduce. Raises SpecError for other bits, PlanError for a wrong `min_numel`."""
+    whole("min_numel", min_numel, "elements of the smallest all-reduce that is quantised", low=1, error=PlanError)
+    _settings.bits, _settings.min_numel = QSGD(bits=bits).bits, min_numel
+
+
+def register_model(model: torch.nn.Module) -> None:
+    """From now on only gradients of this model's parameters are quantised, each layer by itself: no block crosses a layer, and
+    biases and norms stay uncompressed. Call it on every rank, before the first all-reduce.
+
+    Layers are found by the memory of their gradients: in DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`.
+    """
+    _settings.parameters = {name: weakref.ref(each) for name, each in model.named_parameters() if each.requires_grad}
+    _settings.layers = {}
+
+
+def exclude_layer(name: str) -> None:
+    """Layers of the registered model whose names contain `name` travel uncompressed. Raises PlanError where there is none."""
+    _set(name, Identity())
+
+
+def set_layer_bits(name: str, bits: int) -> None:
+    """Layers of the registered model whose names contain `name` travel with so many bits, 2 to 8. Raises PlanError where there is
+    none, SpecError for other bits."""
+    _set(name, QSGD(bits=bits))
+
+
+def _set(name: str, spec: QSGD | Identity) -> None:
+    found = [each for each in _settings.parameters if name in each]
+    if not found:
+        raise PlanError(
+            f"no layer has {name!r} in its name{near(name, _settings.parameters)}. Call register_model first."
+        )
+    _settings.layers |= dict.fromkeys(found, spec)
+
+
+class QuantisingGroup(dist.ProcessGroup):
+    """A group of the backend "gradwire". Every rank must make the same all-reduces in the same order, as with gloo.
+
+    An all-reduce raises DisagreementError on all ranks where they were told other bits or layers. Waiting for it raises
+    RuntimeError, with the words of gradwire's error, where a rank died or stalled.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, self._gloo)
+        self._lanes: Lanes | None = None
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Gloo's, or an exchange that runs on the worker's thread: a future tells its end."""
+        opts = opts if opts is not None else dist.AllreduceOptions()
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
+        parts = self._parts(tensor) if sums or means else None
+        if parts is None:
+            return self._gloo.allreduce(tensors, opts)
+        exchange, factor = self._exchange_of(parts), self.size() if sums else 1
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        self._worker.submit(_average, exchange, parts, tensor, factor, done)
+        return _create_work_from_future(done.then(_result_of))
+
+    def close(self) -> None:
+        """End the threads. No quantised all-reduce may follow."""
+        self._worker.shutdown()
+        if self._lanes is not None:
+            self._lanes.stop()
+
+    def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """The tensor's layers by name, or the whole; None if it is not quantised."""
+        if tensor.numel() < _settings.min_numel or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
+            return None
+        if not _settings.parameters:
+            return {f"buffer of {tensor.numel()}": tensor.detach().view(-1)}
+        parts, first = {}, tensor.data_ptr()
+        for name, reference in _settings.parameters.items():
+            grad = parameter.grad if (parameter := reference()) is not None else None
+            if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
+                parts[name] = grad.detach()
+        if sum(part.numel() for part in parts.values()) == tensor.numel():
+            return parts
+        warnings.warn(
+            f"an all-reduce of {tensor.numel()} elements is not made of whole gradients of the registered model, and stays "
+            "uncompressed. If it is DDP's, set gradient_as_bucket_view=True.",
+            stacklevel=2,
+        )
+        return None
+
+    def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange:
+        key = tuple((name, part.dtype) for name, part in parts.items())
+        if key not in self._exchanges:
+            rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
+            policy = Policy(default=QSGD(bits=_settings.bits), rules=rules, exempt_vectors=bool(_settings.parameters))
+            plan = policy.plan([info_of(*each) for each in parts.items()], self.size())
+            facts = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
+            if self._lanes is None:
+                self._lanes = Lanes(self)
+                self._lanes.open(facts, torch.device("cpu"))
+            lanes = self._lanes
+            with lanes.told("all ranks to compare an all-reduce", 0):
+                lanes.control.submit(partial(agree, facts=facts, global_ranks=lanes.group.global_ranks)).result()
+            self._exchanges[key] = Exchange.on(lanes, parts, plan, 0)
+        return self._exchanges[key]
+
+
+@torch.no_grad()
+def _average(
+    exchange: Exchange, parts: Mapping[str, torch.Tensor], tensor: torch.Tensor, factor: int, done: Any
+) -> None:
+    try:
+        exchange.average_(parts)
+        done.set_result([tensor.mul_(factor)])
+    except Exception as error:
+        done.set_result(error)
+
+
+def _result_of(done: Any) -> list[torch.Tensor]:
+    """What is raised here reaches DDP, which waits in C++. What `Future.set_exception` sets does not."""
+    found: Any = done.value()
+    if isinstance(found, Exception):
+        raise found
+    return [*found]
+
+
+dist.Backend.register_backend("gradwire", QuantisingGroup, devices=["cpu"])
