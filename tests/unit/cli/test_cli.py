@@ -36,7 +36,8 @@ gradwire bench
 gradwire compressors
   --json
 gradwire demo
-  --steps = 70
+  --link = 100mbit
+  --seconds = 45.0
   --out = runs/demo
   --json
 gradwire doctor
