@@ -269,6 +269,24 @@ def test_compressed_buckets_have_no_memory_for_gradients(worlds: Worlds) -> None
         assert "moved" in wrong
 
 
+def copied_gradients() -> int:
+    """Of a model whose gradients are views: autograd transposes what a Linear makes of its weights."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.QSGD(bits=4), bucket_bytes=4))  # each in a bucket of its own
+    own: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: own.update({id(each): each.grad}))
+    for step in range(3):
+        model.zero_grad()
+        model(batch(step, 4, 40)).square().mean().backward()
+    handle.detach()
+    return sum(parameter.grad is not own[id(parameter)] for parameter in model.parameters())
+
+
+def test_no_gradient_of_an_ordinary_model_is_copied(worlds: Worlds) -> None:
+    assert worlds.run(2, copied_gradients) == [0, 0]
+
+
 def test_an_exchange_works_on_the_tensors_it_is_given(worlds: Worlds) -> None:
     assert worlds.run(2, average_in_place) == [""] * 2
 

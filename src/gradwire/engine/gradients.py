@@ -122,6 +122,9 @@ def write(slot: Slot, lent: Lent, grad: torch.Tensor | None, share: torch.Tensor
         torch.mul(grad.detach(), share, out=slot.view)
 
 
+Calling: TypeAlias = tuple[int, torch.Tensor] | None
+
+
 class LentGradient:
     """The gradient of one parameter whose bucket has no memory."""
 
@@ -152,13 +155,14 @@ class LentRun:
         self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
         self._first = lent.number(gradients[0].slot)
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> list[torch.Tensor]:
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
         """Lend these, which the exchange multiplies by the factor, or copies of those that it cannot write to: where others use
         the memory, the rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook,
-        and holds what it accumulated."""
+        and what the node accumulated."""
         uses = [_storage_uses(storage._cdata) for storage in map(_STORAGE, grads)]
-        if calling in self.indices:
-            uses[self.indices.index(calling)] -= 1
+        if calling is not None and calling[0] in self.indices:
+            at = self.indices.index(calling[0])
+            uses[at] -= _held_by_node(calling[1], grads[at])
         addresses = list(map(_ADDRESS, grads))
         if max(uses) <= _USES_ALONE and self._are_usual(grads) and self._are_new(addresses):
             self._lent.lend_all(self._first, grads, addresses)
@@ -197,7 +201,7 @@ class Run:
         self.indices, self.gradients, self._place = indices, gradients, place
         self._views = [gradient.slot.view for gradient in gradients]
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: int) -> list[torch.Tensor]:
+    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
         """The slots take these, times a factor. Returns what becomes the grads. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
@@ -261,6 +265,26 @@ def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 _STORAGE, _ADDRESS, _STRIDE = torch.Tensor.untyped_storage, torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _TRACKED = attrgetter("dtype"), attrgetter("requires_grad")
+
+
+def _held_by_node(accumulated: torch.Tensor, grad: torch.Tensor) -> int:
+    """How often a node uses the memory of the gradient that it made of what it accumulated. A view counts with what it is a view
+    of, unless anything else refers to that: then the rest of backward may."""
+    if accumulated.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr():
+        return 0  # the values were added to a gradient, or copied
+    base = accumulated._base
+    return 1 if base is None or base._use_count() > _BASE_USES else 2  # type: ignore[attr-defined]
+
+
+def _base_uses() -> int:
+    view = torch.empty(0, device="cpu").view(0)
+    assert view._base is not None
+    uses: int = view._base._use_count()  # type: ignore[attr-defined]
+    return uses
+
+
+_BASE_USES = _base_uses()
+"""What is counted for a tensor that nothing but a view of it refers to."""
 _EMPTY = torch.UntypedStorage(0)
 _USES_ALONE = _storage_uses(_EMPTY._cdata) + 1
 """What is counted for a storage that one tensor uses."""

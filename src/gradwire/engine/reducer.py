@@ -192,12 +192,12 @@ class Reducer:
                 raise came_twice(self, index)
         self.arrivals.note(index)
 
-    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
         """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
         last, the run is taken when the next gradient of this backward comes, or at its end."""
         self.arrivals.heard.add(index)
         if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
-            self._fill_complete(index)
+            self._fill_complete(None if accumulated is None else (index, accumulated))
 
     def _outermost(self) -> None:
         if self.synchronise and not self.in_hand:
@@ -261,7 +261,7 @@ class Reducer:
         self.running.count(*(self.slots[index] for index in indices))
 
     @torch.no_grad()
-    def _fill(self, run: AnyRun, calling: int = -1) -> None:
+    def _fill(self, run: AnyRun, calling: tuple[int, torch.Tensor] | None = None) -> None:
         """All gradients of a run are ready: copy them into their slots, which become the parameters' grads, or lend them."""
         self.running.check_lanes()
         parameters, grads = [], []
@@ -283,7 +283,7 @@ class Reducer:
             raise not_sent(self, index, grad)
         write(self.slots[index], self.running.lent, grad, self._share)
 
-    def _fill_complete(self, calling: int = -1) -> None:
+    def _fill_complete(self, calling: tuple[int, torch.Tensor] | None = None) -> None:
         for run in self.arrivals.take_complete():
             self._fill(self._runs[run], calling)
 

@@ -48,8 +48,8 @@ Act = Callable[[Any, int, torch.nn.Parameter], None]
 
 
 class GradientHooks:
-    """Calls coming(owner, index, parameter) when a gradient is accumulated, and ready(..) after all hooks that scripts put
-    on the parameter, as long as the owner lives.
+    """Calls coming(owner, index, parameter) when a gradient is accumulated, and ready(.., what was accumulated) after all hooks
+    that scripts put on the parameter, as long as the owner lives.
 
     The second is on the graph's node that accumulates, as DDP's hooks are. A node is kept here, since a parameter does not
     keep its own, and gets another when its memory is replaced: then only the first is called, until `renew`.
@@ -59,7 +59,7 @@ class GradientHooks:
         self,
         owner: Any,
         coming: Act | None,
-        ready: Act | None,
+        ready: Callable[..., None] | None,
         parameters: Iterable[torch.nn.Parameter] = (),
         before: Act | None = None,
         arrivals: Arrivals | None = None,
@@ -93,7 +93,9 @@ class GradientHooks:
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
                 if calls_ready and self._ready is not None:
-                    self._handles.append(node.register_hook(partial(_act, self._owner, self._ready, index, reference)))
+                    self._handles.append(
+                        node.register_hook(partial(_act_on, self._owner, self._ready, index, reference))
+                    )
                 if self._before is not None:
                     self._handles.append(
                         node.register_prehook(partial(_act, self._owner, self._before, index, reference))
@@ -122,6 +124,20 @@ def _act(
     living, parameter = owner(), reference()
     if living is not None and parameter is not None:
         act(living, index, parameter)
+
+
+def _act_on(
+    owner: "weakref.ref[Any]",
+    act: Callable[..., None],
+    index: int,
+    reference: "weakref.ref[torch.nn.Parameter]",
+    made: Any,
+    accumulated: tuple[torch.Tensor | None, ...],
+) -> None:
+    """With what the node accumulated, too."""
+    living, parameter = owner(), reference()
+    if living is not None and parameter is not None:
+        act(living, index, parameter, accumulated[0])
 
 
 def leave_hooks_behind(model: torch.nn.Module) -> None:
