@@ -193,7 +193,7 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
 def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
     gradients, residuals, payloads = run.memory.gradient_bytes, run.memory.residual_bytes, run.memory.payload_bytes
     yield bars([
-        Bar("gradients", f"{size(gradients)}, which training needs anyway", [("solid", gradients)]),
+        Bar("buffers of gradients", size(gradients), [("solid", gradients)]),
         Bar("residuals and other state", size(residuals), [("hatched", residuals)]),
         Bar("payloads and partial sums", size(payloads), [("dotted", payloads)]),
     ])  # fmt: skip
