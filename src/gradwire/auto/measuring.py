@@ -41,7 +41,7 @@ class StepMoments:
         self._count, self._clock = len(parameters), clock
         self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
 
-    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
         self._seen[index] = self._clock.mark()
 
     def ended(self, began_s: float, ended_s: float) -> None:

@@ -149,7 +149,7 @@ class Recorder(Observer):
             if tensor.requires_grad:
                 tensor.register_hook(begin)
 
-    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
         step = self._running()
         if step is not None:
             step.ready[index] = self.clock.mark()

@@ -237,7 +237,7 @@ class Recording(Observer):
         if self._open and self._reducer.synchronise:
             self._tensors.gradient(self._names[index], parameter.grad)
 
-    def _became_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _became_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
         if self._open and self._reducer.synchronise:
             self._ready.append((self._names[index], time.perf_counter()))
 
