@@ -263,8 +263,9 @@ def _draw_loss(axes: Any, summary: DemoSummary) -> None:
         axes.annotate(
             f"DDP's last loss,\nafter {summary.passed_s:.0f} s instead of {ddp.seconds:.0f}",
             (summary.passed_s, ddp.last_loss),
-            (12, 12),
-            textcoords="offset points",
+            (0.3, 0.6),
+            textcoords="axes fraction",
+            arrowprops={"arrowstyle": "->", "color": "black"},
         )
     axes.set_xlabel("seconds of training, from the first step")
     axes.set_title("Held-out loss", loc="left", fontsize=12)
