@@ -76,7 +76,7 @@ class DemoSummary(Document, frozen=True, kw_only=True):
     what: ClassVar[str] = "summary of the demo"
     remedy: ClassVar[str] = "Make it with `gradwire demo`."
 
-    version: int = 2
+    version: int = 1
     link: str
     nodes: int
     network: str

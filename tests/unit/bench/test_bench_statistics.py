@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from gradwire.bench.demo import METHODS, closing_lines, draw_demo, summarise, summary_table
+from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, summarise, summary_table
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
@@ -168,6 +168,8 @@ def test_demo_summary_counts_from_the_first_step(tmp_path):
     assert ours.exposed_ms == pytest.approx(50)
     assert [seconds for seconds, _ in ours.held_out] == pytest.approx([0.0, 1.001, 1.281, 1.481])
     assert summary.passed_s == pytest.approx(1.281)
+    summary.save(tmp_path / "summary.json")
+    assert DemoSummary.load(tmp_path / "summary.json") == summary
     assert "too few of them for a decision" in text_of(summary)
     assert "3.000, took DDP 3 seconds and gradwire 1.3" in text_of(summary)
 
