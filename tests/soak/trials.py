@@ -156,9 +156,11 @@ def disk_full(chance: random.Random, seed: int, folder: str) -> None:
             deadline = time.monotonic() + 20
             while Progress.read(job.progress(victim)) < 40 and time.monotonic() < deadline:
                 time.sleep(0.005)
-            signalled(world, chance, signal.SIGKILL, longest_s=0.01)
+            killed, _ = signalled(world, chance, signal.SIGKILL, longest_s=0.01)
             world.collect(TIMEOUT_S + ALLOWANCE_S + 3)
-        expect(not list(Path(small).iterdir()), f"a part of a checkpoint was left: {list(Path(small).iterdir())}")
+        parts = list(Path(small).iterdir())
+        # the rank may have been killed while it wrote one
+        expect(len(parts) <= (killed == victim), f"parts of checkpoints were left: {parts}")
         with World(size, TIMEOUT_S) as world:
             world.start(train, job)
             same(world, expected)
