@@ -229,13 +229,13 @@ def test_ranks_without_batches_lend_zeros(worlds: Worlds) -> None:
 # ---- what becomes of the memory
 
 
-def memory_of_a_run(copied: bool) -> tuple[int, MemoryRecord, str]:
+def memory_of_a_run(schedule: str, copied: bool) -> tuple[int, MemoryRecord, str]:
     """Bytes of all tensors beyond the model's when a script has dropped its gradients, and what a handle tells of them. What is
     not as it should be of gradients."""
     model = Given([(512, 512)] * 8)
     before = bytes_of_tensors()
     with in_buckets() if copied else nullcontext():
-        handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+        handle = gw.parallelize(model, sgd(model), plan=gw.Uniform(gw.QSGD(bits=4), schedule=schedule))
         own: dict[int, torch.Tensor] = {}
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda each: own.update({id(each): each.grad}))
@@ -249,24 +249,45 @@ def memory_of_a_run(copied: bool) -> tuple[int, MemoryRecord, str]:
     grads = [weakref.ref(parameter.grad) for parameter in model.parameters()]
     own.clear()
     model.zero_grad()
+    handle.flush()
     wrong += "held " * any(grad() is not None for grad in grads)
     left, told = bytes_of_tensors() - before, handle.stats().memory
     handle.detach()
     return left, told, wrong
 
 
-def test_compressed_buckets_have_no_memory_for_gradients(worlds: Worlds) -> None:
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_compressed_buckets_have_no_memory_for_gradients(worlds: Worlds, schedule: str) -> None:
     gradient = 8 * 512 * 512 * 4
     payloads = gradient // 8 * 2  # of 4 bits, the own shard's from the other rank, and all of the sums
-    for left, told, wrong in worlds.run(2, memory_of_a_run, False):
+    for left, told, wrong in worlds.run(2, memory_of_a_run, schedule, False):
         assert told.gradient_bytes == told.residual_bytes == 0
         assert payloads < told.payload_bytes < 1.1 * payloads
         assert abs(left - told.payload_bytes) < 0.02 * gradient
         assert not wrong
-    for left, told, wrong in worlds.run(2, memory_of_a_run, True):
+    for left, told, wrong in worlds.run(2, memory_of_a_run, schedule, True):
         assert told.gradient_bytes == gradient
         assert left > gradient + payloads
         assert "moved" in wrong
+
+
+def graphs_of_gradients() -> list[bool]:
+    """A graph is made of a gradient while the step is under way, and its backward runs when the step is over."""
+    model, scale = plain(), torch.ones((), requires_grad=True)
+    optimizer = sgd(model)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), schedule="pipelined"))
+    model(batch(0)).square().mean().backward()
+    total = sum((scale * parameter.grad).sum() for parameter in model.parameters())
+    optimizer.step()
+    handle.flush()
+    total.backward()
+    expected = sum(parameter.grad.sum() for parameter in model.parameters())
+    handle.detach()
+    return [scale.grad.allclose(expected), all(parameter.grad._version > 0 for parameter in model.parameters())]
+
+
+def test_a_gradient_may_be_saved_in_a_graph_before_its_step_is_over(worlds: Worlds) -> None:
+    assert worlds.run(2, graphs_of_gradients) == [[True, True]] * 2
 
 
 def copied_gradients() -> int:

@@ -92,6 +92,7 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     omit_at_default: ClassVar[tuple[str, ...]] = ("shard_optimizer",)
     gathers_in_forward: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    lends_gradients: ClassVar[bool] = True
 
     shard_optimizer: bool = False
     """Whether each rank updates only its shard of every bucket and keeps only that shard of the optimizer's state. The gather

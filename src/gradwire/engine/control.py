@@ -3,10 +3,11 @@
 import struct
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -67,11 +68,12 @@ class ControlExchange:
         """Tell of these parameters from now on."""
         self._names, self._weights = names, weights
 
-    def report(self, step: int, state: BackwardState, came: int, used: int, weights: int = 0) -> RankReport:
-        """What this rank says."""
-        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, used)
+    def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
+        """What this rank says. `used`: the indices of parameters."""
+        bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
+        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
 
-    def tell(self, step: int, state: BackwardState, came: int, used: int) -> "Future[list[RankReport]]":
+    def tell(self, step: int, state: BackwardState, came: int, used: Collection[int]) -> "Future[list[RankReport]]":
         """Tell all ranks how this rank's backward went, and hear the same of them."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
@@ -100,6 +102,12 @@ class ControlExchange:
             if report.state is BackwardState.DONE
         }
         raise lanes.fail(DisagreementError(self._drift.difference(trained, self._names, step)))
+
+
+def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
+    """The parameters that got a gradient on any rank."""
+    bits = f"{reduce(or_, (report.used for report in reports)):b}"
+    return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
 
 
 def exchange_reports(own: RankReport, parameters: int, link: Link) -> list[RankReport]:

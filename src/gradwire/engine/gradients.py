@@ -128,10 +128,15 @@ Calling: TypeAlias = tuple[int, torch.Tensor] | None
 class LentGradient:
     """The gradient of one parameter whose bucket has no memory."""
 
-    stand_in = handed = None
+    stand_in = None
 
     def __init__(self, slot: Slot, lent: Lent) -> None:
         self.slot, self._lent = slot, lent
+
+    @property
+    def handed(self) -> torch.Tensor | None:
+        """What is lent at present."""
+        return self._lent.now(self.slot)
 
     def hand_out(self) -> torch.Tensor:
         """What becomes the parameter's `grad`: what was lent."""

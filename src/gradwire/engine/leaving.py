@@ -98,7 +98,7 @@ def _mend(reducer: "Reducer", failure: GradwireError) -> None:
     if not lanes.mendable:
         raise type(failure)(f"reset() cannot mend this: {failure}")
     lanes.mendable = False
-    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, 0)
+    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
     with lanes.told("all ranks to call reset()", reducer.step):
         reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
     lanes.mend()

@@ -20,13 +20,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine.control import BackwardState, ControlExchange, RankReport
+from gradwire.engine.control import BackwardState, ControlExchange, RankReport, used_anywhere
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
 from gradwire.engine.leaving import came_twice, not_sent, was_left
 from gradwire.engine.observers import Observers
@@ -73,7 +72,7 @@ class Reducer:
         """Whether gradients are only collected, since backwards run inside the backward."""
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
-        self._used = 0
+        self._used: set[int] = set()
         self._outer_task = -1
         self._release: weakref.finalize[..., ScheduleEvents] | None = None
         self._hooks = GradientHooks(self, Reducer.gradient_coming, Reducer.gradient_ready)
@@ -95,7 +94,7 @@ class Reducer:
         self.names = list(parameters)
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.control.watch(self.names, self.parameters)
-        self._used, self._seen = 0, False
+        self._used, self._seen = set(), False
         self.watched += 1
         traits = self.schedule.traits
         before = Reducer._before_gradient if traits.acts_before_gradients else None
@@ -173,7 +172,7 @@ class Reducer:
 
     def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
-        self._used |= 1 << index
+        self._used.add(index)
         if not self.synchronise:
             return
         self.lanes.check()
@@ -317,12 +316,9 @@ class Reducer:
         if (parameter := self.parameters[missing.index]()) is not None:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
-    def tell(self, state: BackwardState, used: int | None = None) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, and hear the same of them. `used`: bit i for parameter i, where the
-        reducer did not see the gradients come."""
-        if used is not None:
-            self._used = used
-        self._used = reduce(or_, (1 << index for index in self.arrivals.came), self._used)
+    def tell(self, state: BackwardState) -> "Future[list[RankReport]]":
+        """Tell all ranks how this rank's backward went, and hear the same of them."""
+        self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used)
 
@@ -351,20 +347,21 @@ class Reducer:
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
         self.control.check_drift(reports, self.step)
-        used = reduce(or_, (report.used for report in reports))
-        for index, slot in enumerate(self.slots):
-            slot.owed = None if used >> index & 1 else slot.owed
-        missing = [Missing(index, own, bool(used >> index & 1)) for index, own in kept.items()]
+        used = used_anywhere(reports)
+        for index in used:
+            self.slots[index].owed = None
+        missing = [Missing(index, own, index in used) for index, own in kept.items()]
         self._seen = self._seen or state is BackwardState.DONE
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
-        self.running.lent.give_back()
+        if not self.schedule.traits.lanes_busy_between_steps:
+            self.running.lent.give_back()
         self.observers.finished(exposed_s)
 
     def counted(self, reports: Sequence[RankReport]) -> None:
         """The step counts: the next one is another."""
         self.active = [rank for rank, report in enumerate(reports) if report.state is BackwardState.DONE]
-        self._used, self._state = 0, StepState.IDLE
+        self._used, self._state = set(), StepState.IDLE
         self.step += 1
 
     def hear(
@@ -395,4 +392,4 @@ class Reducer:
         """The step in hand is over, and did not count. `next_step`: all ranks go on with this one, without its gradients."""
         self._state = StepState.IDLE
         if next_step is not None:
-            self.step, self._used = next_step, 0
+            self.step, self._used = next_step, set()

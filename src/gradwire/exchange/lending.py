@@ -35,10 +35,13 @@ class Lent:
 
     def of(self, slot: Slot) -> torch.Tensor:
         """What was lent in this step, or the copy that stands for it."""
-        assert self.addresses is not None
-        tensor = self.addresses.tensors[self._at[slot.name]]
+        tensor = self.now(slot)
         assert tensor is not None, "nothing was lent"
         return tensor
+
+    def now(self, slot: Slot) -> torch.Tensor | None:
+        """As `of`; None where nothing is lent yet, or any more."""
+        return None if self.addresses is None else self.addresses.tensors[self._at[slot.name]]
 
     def lend(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
         """Work on this tensor, or on a copy. Returns the one of the two that will hold the mean."""
@@ -60,11 +63,16 @@ class Lent:
         if (lent := self.of(slot)).data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(lent)
 
+    def tell_autograd(self) -> None:
+        """Scripts may use the tensors from now on, and find the means in them."""
+        torch.autograd.graph.increment_version(self._changed)
+        self._changed = []
+
     def give_back(self) -> None:
         """The step is over."""
         if self.addresses is not None and self.begins:
-            torch.autograd.graph.increment_version(self._changed)
-            self.begins, self._runs, self._changed = set(), [], []
+            self.tell_autograd()
+            self.begins, self._runs = set(), []
             self.addresses.clear()
 
     def _is_alone(self, tensor: torch.Tensor) -> bool:

@@ -25,8 +25,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 
 import torch
 
@@ -35,7 +34,7 @@ from gradwire.collectives.streams import Mark
 from gradwire.core.checks import printable
 from gradwire.core.schedules import Delayed
 from gradwire.engine.buffers import BufferCopy, ModelBuffers
-from gradwire.engine.control import BackwardState, RankReport
+from gradwire.engine.control import BackwardState, RankReport, used_anywhere
 from gradwire.engine.drift import checksums
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -235,7 +234,7 @@ class DelayedSchedule:
     def _launch(self, gradients: Sequence[torch.Tensor | None], state: BackwardState, update: Update | None) -> None:
         """Begin the exchange of these gradients, after what is due of W. Raises what the optimizer does, when it has begun."""
         self.on_begin()
-        reducer, used = self._reducer, sum(1 << index for index, own in enumerate(gradients) if own is not None)
+        reducer = self._reducer
         problem: BaseException | None = None
         for portion in self._portions():
             try:
@@ -249,7 +248,7 @@ class DelayedSchedule:
             self._of_corrections.add_residuals(reducer.running, filled)
             for index in portion:
                 reducer.count(index)
-        told = reducer.tell(state, used)
+        told = reducer.tell(state)
         self._under_way.append(Launched(reducer.running, state, told, self._sending, update))
         if problem is not None:
             raise problem
@@ -324,7 +323,7 @@ class DelayedSchedule:
 
     def _take(self, launched: Launched, reports: Sequence[RankReport]) -> None:
         """The mean is due, but of parameters that no rank used."""
-        used = reduce(or_, (report.used for report in reports))
+        used = used_anywhere(reports)
         left = [
             self._reducer.group.global_ranks[rank]
             for rank, report in enumerate(reports)
@@ -332,7 +331,7 @@ class DelayedSchedule:
         ]
         self._due, self._update = {}, None if left else launched.update
         for index, slot in enumerate(self._reducer.slots):
-            self._due[index] = slot.view if used >> index & 1 and not left else None
+            self._due[index] = slot.view if index in used and not left else None
             if self._due[index] is None:
                 self._reducer.running.take_back(slot)
             else:

@@ -69,6 +69,7 @@ class Gathers:
             for bucket in list(self.under_way):
                 self.settle_bucket(bucket)
             meters = self._reducer.running.finish()
+            self._reducer.running.lent.give_back()
             self._running_out.clear()
             self._reducer.observers.measured(StepReport(meters, self.exposed_s))
             return True

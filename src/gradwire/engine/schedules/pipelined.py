@@ -123,6 +123,7 @@ class PipelinedSchedule:
                 self._not_used[gradient.slot.bucket].append(missing)
         self._gathers.exposed_s, self._scale, self._all_used = closed.exposed_s, None, not self._not_used
         self._gathers.begin()
+        self._reducer.running.lent.tell_autograd()
         for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
             if parameter is not None and gradient.handed is not None and parameter.grad is gradient.handed:
                 use_later(gradient.handed, partial(self._settle_bucket, gradient.slot.bucket))
