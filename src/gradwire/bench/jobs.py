@@ -144,6 +144,19 @@ class GPT(nn.Module):
         return cast(Tensor, self.head(self.norm(hidden)))
 
 
+class HashedContexts(nn.Module):
+    """Two embedding tables whose rows a small MLP reads: int64 [N, 2] to logits [N, outputs]."""
+
+    def __init__(self, rows: int, width: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.near, self.far = nn.Embedding(rows, width), nn.Embedding(rows, width)
+        self.mlp = nn.Sequential(nn.Linear(2 * width, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+    def forward(self, contexts: Tensor) -> Tensor:
+        near, far = contexts.unbind(1)
+        return cast(Tensor, self.mlp(torch.cat([self.near(near), self.far(far)], 1)))
+
+
 class Job(ABC):
     """A model, its optimizer, its data and its loss. `seed` chooses the batches; `make_model` takes another seed."""
 
@@ -232,18 +245,30 @@ class ResNetJob(DigitsJob):
         return ResNet(width=32, classes=10)
 
 
-class TransformerJob(Job):
+class TextJob(Job):
     """Predict the next character of the standard library's source. Rank r reads the r-th of world_size equal parts."""
 
-    name = "transformer"
-    batch_size = 4
-    context = 64
+    context: int
     vocabulary = 128
 
     @cached_property
     def text(self) -> Tensor:
         """The whole text as int64 characters below `vocabulary`."""
         return standard_library_text(self.vocabulary)
+
+    def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
+        share = len(self.text) // world_size
+        starts = torch.randint(share - self.context - 1, (self.batch_size,), generator=generator) + rank * share
+        windows = self.text[starts[:, None] + torch.arange(self.context + 1)]
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class TransformerJob(TextJob):
+    """A decoder that predicts every character of its context."""
+
+    name = "transformer"
+    batch_size = 4
+    context = 64
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -255,14 +280,34 @@ class TransformerJob(Job):
     def _model(self) -> nn.Module:
         return GPT(vocabulary=self.vocabulary, context=self.context, width=288, layers=6, heads=6)
 
+
+class EmbeddingsJob(TextJob):
+    """Two tables with a row for every hash of three characters: those before the next one, and those before them. The tables hold
+    nearly all parameters, and a batch uses few of their rows. So a step computes little and has large gradients."""
+
+    name = "embeddings"
+    batch_size = 512
+    context = 6
+    rows = 60_000
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        contexts, following = batch
+        return functional.cross_entropy(model(contexts), following)
+
+    def _model(self) -> nn.Module:
+        return HashedContexts(self.rows, width=64, hidden=256, outputs=self.vocabulary)
+
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
-        share = len(self.text) // world_size
-        starts = torch.randint(share - self.context - 1, (self.batch_size,), generator=generator) + rank * share
-        windows = self.text[starts[:, None] + torch.arange(self.context + 1)]
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        characters, following = super()._draw(rank, world_size, generator)
+        places = torch.tensor([self.vocabulary**2, self.vocabulary, 1])
+        hashed = [(part * places).sum(1) % self.rows for part in (characters[:, 3:], characters[:, :3])]
+        return torch.stack(hashed, 1), following[:, -1].contiguous()
 
 
-_JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJob, MLPJob, ResNetJob)}
+_JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob)}
 
 
 def make_job(name: str, seed: int = 0) -> Job:

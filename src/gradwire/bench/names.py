@@ -15,7 +15,7 @@ from gradwire.errors import FormatError
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.policy import Policy, Uniform
 
-JOB_NAMES = ("transformer", "mlp", "resnet")
+JOB_NAMES = ("transformer", "mlp", "resnet", "embeddings")
 PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
 WRONG_PREFIX = "wrong-on-purpose:"

@@ -58,7 +58,9 @@ def bench(
             "hierarchical, beside the predicted time."
         ),
     ] = "methods",
-    jobs: Annotated[str, typer.Option(help="Comma-separated: transformer, mlp, resnet.")] = "transformer,mlp,resnet",
+    jobs: Annotated[
+        str, typer.Option(help="Comma-separated: transformer, mlp, resnet, embeddings.")
+    ] = "transformer,mlp,resnet",
     links: Annotated[
         str | None,
         typer.Option(
@@ -193,7 +195,9 @@ def _flag(kind: str) -> str:
 
 @app.command()
 def profile(
-    job: Annotated[str, typer.Option(help="transformer, mlp or resnet. For your own model, call handle.profile(...).")],
+    job: Annotated[
+        str, typer.Option(help="transformer, mlp, resnet or embeddings. For your own model, call handle.profile(...).")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for profile.json, cluster.json and costs.json.")] = Path("profile"),
     spec: Specs = None,
     steps: Annotated[int, typer.Option(help="Steps with exchanges. As many steps without exchanges follow.")] = 20,
