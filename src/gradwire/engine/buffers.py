@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from gradwire.collectives import Link, transfer
+from gradwire.engine.shared import shared_buffers
 from gradwire.exchange.agreement import bytes_of, copy_from
 
 
@@ -13,20 +14,20 @@ class ModelBuffers:
     """The buffers of a model as they were when ranks agreed on it."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._nbytes, self._device = _nbytes(list(model.buffers())), device
+        self._nbytes, self._device = _nbytes(shared_buffers(model)), device
         self.due = True
         """Whether the next forward broadcasts: the first one after a step."""
 
     def changed(self, model: torch.nn.Module) -> bool:
         """Whether the sizes differ from those that the other ranks send and expect."""
-        return _nbytes(list(model.buffers())) != self._nbytes
+        return _nbytes(shared_buffers(model)) != self._nbytes
 
     def broadcast(self, model: torch.nn.Module | None) -> Callable[[Link], None] | None:
         """The job for a lane; None when there is nothing to send. Without a model (it changed) this rank takes nothing, and as
         rank 0 gives nothing."""
         if not self.due or not self._nbytes:
             return None
-        return partial(self._broadcast, tensors=list(model.buffers()) if model else [])
+        return partial(self._broadcast, tensors=shared_buffers(model) if model else [])
 
     @torch.no_grad()
     def _broadcast(self, link: Link, tensors: list[torch.Tensor]) -> None:
@@ -49,7 +50,7 @@ class ModelBuffers:
         in `broadcast`."""
         if not self._nbytes:
             return None
-        return BufferCopy(self._packed([] if model is None else list(model.buffers())), model is not None)
+        return BufferCopy(self._packed([] if model is None else shared_buffers(model)), model is not None)
 
 
 class BufferCopy:
@@ -67,7 +68,7 @@ class BufferCopy:
         """Give the model what was broadcast, if rank 0 had any."""
         if self._usable and bool(self._packed[0]):
             with torch.no_grad():
-                copy_from(self._packed[1:], list(model.buffers()))
+                copy_from(self._packed[1:], shared_buffers(model))
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

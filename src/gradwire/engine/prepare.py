@@ -11,6 +11,7 @@ from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.registry import REGISTRY
+from gradwire.engine.shared import shared_parameters
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.planner.policy import Policy
@@ -39,7 +40,7 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
             "call model.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), gw.ddp_hook)."
         )
     _check_memory(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in shared_parameters(model) if p.requires_grad}
     if not parameters:
         raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
     known = {id(parameter) for parameter in ours}
@@ -76,11 +77,11 @@ def _check_memory(model: torch.nn.Module) -> None:
 
 def what_changed(model: torch.nn.Module, owned: Collection[int], buffers: ModelBuffers) -> str | None:
     """The first trainable parameter whose id is not in `owned`, or "a buffer"."""
-    for parameter in model.parameters():
+    for name, parameter in shared_parameters(model):
         if parameter.requires_grad and id(parameter) not in owned:
             if not isinstance(parameter, torch.nn.Parameter):
                 return None  # torch.func.functional_call: others stand in for this one forward
-            return next(repr(name) for name, p in model.named_parameters() if p is parameter)
+            return repr(name)
     return "a buffer" if buffers.changed(model) else None
 
 

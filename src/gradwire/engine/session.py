@@ -25,6 +25,7 @@ from gradwire.engine.schedules.factory import make_schedule, why_not
 from gradwire.engine.seams.hooks import ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.seams.later import looking
 from gradwire.engine.seams.splitting import compiled_frames
+from gradwire.engine.shared import shared_tensors
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Lanes, StepReport
 from gradwire.exchange.agreement import agree, broadcast_bytes
@@ -108,7 +109,7 @@ class Session(Observer):
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
         self._synchronise(model, prepared)
-        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers at the start")
+        self._broadcast(shared_tensors(model), "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
         self._module_hooks = [
             model.register_forward_pre_hook(ModelHook(self, Session._before_forward), with_kwargs=True),
@@ -232,7 +233,7 @@ class Session(Observer):
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
             self.exchange.memory.take_over(self.exchange.memory.fitting(carried))
-        self._broadcast([*model.parameters(), *model.buffers()], "rank 0's parameters and buffers after a change")
+        self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
         """From now on these parameters."""
@@ -333,7 +334,7 @@ class Session(Observer):
             self.reducer.run_out()
         if last_active != everybody:
             what = "the parameters of the rank that trained last"
-            self._broadcast([*model.parameters(), *model.buffers()], what, root=last_active[-1])
+            self._broadcast(shared_tensors(model), what, root=last_active[-1])
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         with looking():

@@ -35,6 +35,7 @@ from gradwire.engine.seams.later import looking, make_current, use_later
 from gradwire.engine.seams.settling import SettleFirst
 from gradwire.engine.seams.splitting import why_none_later, why_not_sharded
 from gradwire.engine.seams.stepping import Stepping, outermost, step_in_place_of
+from gradwire.engine.shared import shared_parameters
 from gradwire.engine.step_state import StepState
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
@@ -347,7 +348,7 @@ class ShardedSchedule:
         )
 
     def check_parameters(self, model: torch.nn.Module) -> None:
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trainable = {name: parameter for name, parameter in shared_parameters(model) if parameter.requires_grad}
         same = [id(parameter) for parameter in trainable.values()] == [
             id(parameter) for parameter in self._reducer.living()
         ]
