@@ -319,12 +319,13 @@ class Reducer:
 
     def tell(self, state: BackwardState, used: int | None = None) -> "Future[list[RankReport]]":
         """Tell all ranks how this rank's backward went, and hear the same of them. `used`: bit i for parameter i, where the
-        reducer did not see the gradients come."""
+        reducer did not see the gradients come. A rank tells after its lanes' last task: a step counts on all ranks or none."""
         if used is not None:
             self._used = used
         self._used = reduce(or_, (1 << index for index in self.arrivals.came), self._used)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        return self.control.tell(self.step, state, len(self.arrivals.came), self._used)
+        after = self.running.executor.last_task
+        return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""
