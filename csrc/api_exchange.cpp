@@ -2,7 +2,8 @@
 //
 // The operations are a list that is made once (src/gradwire/collectives/operations.py). A lane has one TCP connection to each
 // other rank. Messages of a pair of ranks travel in the order of the lists, which is the same on both. A message begins with a
-// header, so that ranks that run different lists fail instead of adding the wrong numbers.
+// header, so that ranks that run different lists fail instead of adding the wrong numbers, and with a checksum, which is
+// compared before anything uses the message.
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -13,6 +14,7 @@
 #include <deque>
 #include <vector>
 
+#include "checksum.hpp"
 #include "packed.hpp"
 
 namespace gradwire {
@@ -32,13 +34,15 @@ struct Operation {
 struct Outcome {
   int64_t operation;     // the one that failed
   int64_t peer;          // whose connection failed; -1 where a call refused its arguments
+  int64_t damaged;       // whether bytes of that peer were changed on the way
   double codec_seconds;  // of this thread, in calls
   char words[256];
 };
 
 struct Header {
   uint64_t bytes;
-  uint64_t tag;
+  uint32_t tag;
+  uint32_t checksum;
 };
 
 // Bytes that come before poll wakes the thread; less where less is left of the message.
@@ -54,17 +58,20 @@ double seconds_of(clockid_t clock) {
 struct Message {
   Header header;
   char* bytes;
-  uint64_t done = 0;  // bytes of header and message
-  uint64_t expected_bytes, expected_tag;
+  uint64_t done = 0;      // bytes of header and message
+  uint32_t checksum = 0;  // of what arrived
+  uint64_t expected_bytes;
+  uint32_t expected_tag;
 
   uint64_t total() const { return sizeof header + expected_bytes; }
   bool complete() const { return done == total(); }
+  uint64_t arrived() const { return done < sizeof header ? 0 : done - sizeof header; }  // without the header
 
   // What is left, for sendmsg and recvmsg.
   int parts(iovec* into) {
     int count = 0;
     if (done < sizeof header) into[count++] = {reinterpret_cast<char*>(&header) + done, sizeof header - done};
-    const uint64_t at = done < sizeof header ? 0 : done - sizeof header;
+    const uint64_t at = arrived();
     if (at < expected_bytes) into[count++] = {bytes + at, expected_bytes - at};
     return count;
   }
@@ -81,11 +88,12 @@ struct Peer {
 
 struct Failed {
   int64_t peer;
+  bool damaged;
   char words[200];
 };
 
-[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(int64_t peer, const char* format, ...) {
-  Failed failed{peer, {}};
+[[noreturn]] __attribute__((format(printf, 3, 4))) void fail(int64_t peer, bool damaged, const char* format, ...) {
+  Failed failed{peer, damaged, {}};
   va_list values;
   va_start(values, format);
   std::vsnprintf(failed.words, sizeof failed.words, format, values);
@@ -105,9 +113,16 @@ class Phase {
 
   void send(const Operation& operation) {
     Peer& peer = peer_of(operation);
-    peer.sending.push_back(message_of(operation));
+    Message message = message_of(operation);
+    if (message.bytes != summed_) checksum_ = crc32c(0, message.bytes, message.expected_bytes);
+    summed_ = message.bytes;
+    message.header.checksum = checksum_;
+    peer.sending.push_back(message);
     push(peer, operation.peer);
   }
+
+  // A call may have changed what was sent before.
+  void called() { summed_ = nullptr; }
 
   // Until the first message of this peer that is not complete was `left` before.
   void receive(const Operation& operation, size_t left) {
@@ -127,8 +142,8 @@ class Phase {
   static Message message_of(const Operation& operation) {
     Message message;
     message.expected_bytes = uint64_t(operation.arguments[0]);
-    message.expected_tag = uint64_t(operation.arguments[1]);
-    message.header = {message.expected_bytes, message.expected_tag};
+    message.expected_tag = uint32_t(operation.arguments[1]);
+    message.header = {message.expected_bytes, message.expected_tag, 0};
     message.bytes = static_cast<char*>(operation.target);
     return message;
   }
@@ -145,7 +160,7 @@ class Phase {
       if (sent < 0) {
         if (errno == EINTR) continue;
         if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-        fail(rank, "%s", std::strerror(errno));
+        fail(rank, false, "%s", std::strerror(errno));
       }
       message.done += uint64_t(sent);
       if (message.complete()) peer.sending.pop_front();
@@ -161,19 +176,24 @@ class Phase {
       what.msg_iov = parts;
       what.msg_iovlen = size_t(message.parts(parts));
       const ssize_t got = recvmsg(peer.fd, &what, MSG_DONTWAIT);
-      if (got == 0) fail(rank, "Connection closed by peer");
+      if (got == 0) fail(rank, false, "Connection closed by peer");
       if (got < 0) {
         if (errno == EINTR) continue;
         if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-        fail(rank, "%s", std::strerror(errno));
+        fail(rank, false, "%s", std::strerror(errno));
       }
+      const uint64_t before = message.arrived();
       message.done += uint64_t(got);
+      message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
       const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
       if (message.done >= sizeof message.header && !same)
-        fail(rank, "a message of %llu bytes with tag %llu came where one of %llu bytes with tag %llu was expected: the ranks do "
-             "not run the same plan", Unsigned(message.header.bytes), Unsigned(message.header.tag),
-             Unsigned(message.expected_bytes), Unsigned(message.expected_tag));
+        fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
+             "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
+             Unsigned(message.expected_bytes), message.expected_tag);
       if (!message.complete()) return;  // less came than there was room for
+      if (message.checksum != message.header.checksum)
+        fail(rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
+             Unsigned(message.expected_bytes), message.header.checksum, message.checksum);
       peer.receiving.pop_front();
     }
   }
@@ -213,8 +233,8 @@ class Phase {
       const double rest = until - seconds_of(CLOCK_MONOTONIC);
       const int count = rest <= 0 ? 0 : poll(polled_.data(), nfds_t(polled_.size()), rest < 60 ? int(1e3 * rest) + 1 : 60'000);
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0) fail(awaited, "%s", std::strerror(errno));
-      if (count == 0 && rest <= 0) fail(awaited, "Timed out waiting %.0f s for %s", timeout_s_, what);
+      if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
+      if (count == 0 && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
       for (size_t at = 0; at < polled_.size(); ++at) {
         Peer& peer = peers_[size_t(ranks_[at])];
         const short happened = polled_[at].revents;
@@ -225,6 +245,8 @@ class Phase {
   }
 
   std::vector<Peer> peers_;
+  const char* summed_ = nullptr;  // what was sent last, where it has not changed since; its checksum is here
+  uint32_t checksum_ = 0;
   double timeout_s_;
   std::vector<pollfd> polled_;
   std::vector<int64_t> ranks_;
@@ -278,6 +300,7 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
           outcome->peer = -1;
           return 1;
         }
+        phase.called();
       } else {
         const double before = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         if (operation.kind == kSend) phase.send(operation);
@@ -291,6 +314,7 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
     std::snprintf(outcome->words, sizeof outcome->words, "%s", failed.words);
     outcome->operation = at;
     outcome->peer = failed.peer;
+    outcome->damaged = failed.damaged;
     return 1;
   } catch (const std::exception& error) {
     std::snprintf(outcome->words, sizeof outcome->words, "%s", error.what());

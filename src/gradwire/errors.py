@@ -7,7 +7,7 @@ GradwireError
 ├── PayloadError         bytes received are not a payload of the spec that reads them
 ├── DisagreementError    ranks were started with different models, plans or versions, or their weights drifted apart
 ├── StepStateError       something happened in a step that its state does not allow
-├── CommunicationError   a rank died, stalled or left; names the bucket and the ranks waited for
+├── CommunicationError   a rank died, stalled or left, or bytes changed on their way; names the bucket and the ranks
 ├── WriteError           a file could not be written; the old one is whole
 └── TestbedError         an emulated cluster could not be made or run
 
@@ -57,7 +57,7 @@ class StepStateError(GradwireError, RuntimeError):
 
 
 class CommunicationError(GradwireError, RuntimeError):
-    """A rank died, stalled or left while others waited for it."""
+    """A rank died, stalled or left while others waited for it, or bytes changed on their way."""
 
 
 class WriteError(GradwireError, OSError):

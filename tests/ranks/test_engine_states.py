@@ -165,3 +165,48 @@ def test_states_that_do_not_fit_change_nothing(worlds: Worlds, what: str) -> Non
     told, same = worlds.run(2, refuse, change(saved))[0]
     assert words in told
     assert same
+
+
+# ---- states of steps that are not over
+
+
+def ask(handle: gw.Handle) -> list[str]:
+    """What saving and loading raise."""
+    told = []
+    for act in (handle.state_dict, lambda: handle.load_state_dict({})):
+        with pytest.raises(gw.StepStateError, match=r"state_dict\(\) was refused") as caught:
+            act()
+        told.append(str(caught.value))
+    return told
+
+
+def ask_in_between() -> tuple[list[str], list[str], list[str], int]:
+    """In a hook in mid-step, after a backward that was left, after a failure; and the step of the state in between."""
+    model = Given(SIZES)
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=2)))
+    model(model.random_gradients(0)).backward()
+    told: list[list[str]] = []
+    loss = model(model.random_gradients(1))
+    hook = model.p0.register_hook(lambda gradient: told.append(ask(handle)))
+    loss.backward()
+    hook.remove()
+    saved = int(handle.state_dict()[f"rank{dist.get_rank()}/step"])
+    hook = model.p0.register_hook(lambda gradient: {}["left"])
+    with pytest.raises(KeyError):
+        model(model.random_gradients(1)).backward()
+    hook.remove()
+    told.append(ask(handle))
+    handle.reset()
+    handle.state_dict()
+    handle.session.lanes.fail(gw.CommunicationError("as ordered"))
+    told.append(ask(handle))
+    handle.detach()
+    return told[0], told[1], told[2], saved
+
+
+def test_states_of_steps_that_are_not_over_are_refused(worlds: Worlds) -> None:
+    for middle, left, failed, saved in worlds.run(2, ask_in_between):
+        assert all("step 1 is in hand" in words and "when backward() has returned" in words for words in middle)
+        assert all("step 2 is in hand" in words and "handle.reset() on all ranks" in words for words in left)
+        assert all("as ordered" in words and "Restart from the last checkpoint" in words for words in failed)
+        assert saved == 2

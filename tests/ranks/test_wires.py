@@ -146,3 +146,16 @@ def strangers() -> bool:
 
 def test_strangers_are_turned_away(worlds: Worlds) -> None:
     assert all(worlds.run(2, strangers))
+
+
+def another_frame() -> bool:
+    """Rank 1 comes from a checkout with other headers of messages, and says the same version."""
+    before, wires._FRAME = wires._FRAME, wires._FRAME - dist.get_rank()
+    try:
+        return train(None)[1]
+    finally:
+        wires._FRAME = before
+
+
+def test_ranks_with_other_headers_use_gloo(worlds: Worlds) -> None:
+    assert worlds.run(2, another_frame) == [False, False]

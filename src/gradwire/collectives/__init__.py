@@ -2,7 +2,7 @@
 
 from gradwire.collectives.grid import Grid, node_name
 from gradwire.collectives.lane import Lane
-from gradwire.collectives.link import Group, Link, LinkError, SilentLink, transfer
+from gradwire.collectives.link import DamagedError, Group, Link, LinkError, SilentLink, transfer
 from gradwire.collectives.memory import Memory, share_scratch
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Piece, Program
@@ -14,6 +14,7 @@ __all__ = [
     "Add",
     "AllReduce",
     "Copy",
+    "DamagedError",
     "Decode",
     "Encoding",
     "Grid",

@@ -26,11 +26,14 @@ from torch.distributed import distributed_c10d
 from gradwire.collectives.grid import Grid
 from gradwire.collectives.slices import short_slices
 from gradwire.collectives.streams import streams_for
+from gradwire.kernels.checksum import crc32c
 
 if TYPE_CHECKING:
     from gradwire.collectives.wire import Wire
 
 _DESCRIPTORS = "/dev/fd"
+_CHECK_TAGS = 2**24
+"""What the tags of checksums begin with."""
 
 
 class LinkError(Exception):
@@ -39,6 +42,10 @@ class LinkError(Exception):
     def __init__(self, peer: int | None, cause: Exception) -> None:
         super().__init__(str(cause).strip() or type(cause).__name__)
         self.peer = peer
+
+
+class DamagedError(LinkError):
+    """Bytes of that rank were changed on the way."""
 
 
 @contextmanager
@@ -105,12 +112,16 @@ class Link:
             with short_slices(), self._connections.opened_here(expected=group.world_size - 1):
                 self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
 
-    def expect(self, tag: int, received: Sequence[torch.Tensor]) -> "AllToAll":
+    def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
         """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready.
         Receives are posted now: gloo sends only to a receiver that announced itself, and a late announcement would wait behind
         the receiver's own payload, so that only one direction would run at a time.
+
+        `checked`: on the CPU a checksum follows each part, and `wait` compares it. Tags are below 2**24.
         """
-        return (_Grouped if self.backend.name() == "nccl" else AllToAll)(self, tag, received)
+        if self.backend.name() == "nccl":
+            return _Grouped(self, tag, received)
+        return (_Checked if checked and all(part.is_cpu for part in received) else AllToAll)(self, tag, received)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
         """Gather the tensor `sent` of all ranks, in rank order, in `received`. All have one size."""
@@ -195,6 +206,38 @@ class AllToAll:
         for to, send in self._sends.items():
             with transfer(to):
                 send.wait(self.link.timeout)
+
+
+class _Checked(AllToAll):
+    """With a checksum behind each part."""
+
+    def announce(self) -> None:
+        super().announce()
+        self._told = torch.zeros(len(self.received), dtype=torch.int64).split(1)
+        self._checks = AllToAll(
+            self.link,
+            self.tag + _CHECK_TAGS,
+            [told if source in self._receives else told[:0] for source, told in enumerate(self._told)],
+        )
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        super().send(sent)
+        sums = {
+            id(part): torch.tensor([crc32c(part)]) for part in {id(sent[to]): sent[to] for to in self._sends}.values()
+        }
+        self._checks.send([sums.get(id(part), self._told[0][:0]) for part in sent])
+
+    def wait(self, source: int) -> None:
+        super().wait(source)
+        self._checks.wait(source)
+        if source in self._receives and (now := crc32c(self.received[source])) != (sent := int(self._told[source])):
+            nbytes = self.received[source].nbytes
+            words = f"the checksum of {nbytes} bytes was {sent:08x} before they were sent and is {now:08x} now"
+            raise DamagedError(source, ValueError(words))
+
+    def finish(self) -> None:
+        super().finish()
+        self._checks.finish()
 
 
 class _Grouped(AllToAll):

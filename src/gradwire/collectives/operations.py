@@ -32,7 +32,10 @@ class Operation(ctypes.Structure):
 class Outcome(ctypes.Structure):
     """Twin of `Outcome` in csrc/api_exchange.cpp."""
 
-    _fields_ = (("operation", c_int64), ("peer", c_int64), ("codec_seconds", c_double), ("words", c_char * 256))
+    _fields_ = (
+        *(("operation", c_int64), ("peer", c_int64), ("damaged", c_int64)),
+        *(("codec_seconds", c_double), ("words", c_char * 256)),
+    )
 
 
 def refused(words: str) -> Exception:

@@ -15,7 +15,7 @@ from ctypes import c_double, c_int64
 from functools import cache
 from typing import Any
 
-from gradwire.collectives.link import LinkError
+from gradwire.collectives.link import DamagedError, LinkError
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.operations import Operations, Outcome, refused
 from gradwire.core import native
@@ -32,15 +32,15 @@ class Wire:
         _open.add(self)
 
     def run(self, operations: Operations, meter: Meter) -> None:
-        """Run a list of operations. Raises LinkError where a connection fails, PayloadError for a damaged payload, RuntimeError
-        where a kernel refuses its arguments."""
+        """Run a list of operations. Raises LinkError where a connection fails, DamagedError where it changed bytes, PayloadError
+        for what no encode writes, RuntimeError where a kernel refuses its arguments."""
         outcome, array = Outcome(), operations.array
         times = (c_double * (2 * len(array)))() if meter.spans is not None else None
         world_size = len(self._numbers)
         if _run()(self._numbers, world_size, self._timeout_s, array, len(array), times, ctypes.byref(outcome)):
             words = outcome.words.decode(errors="replace")
             if outcome.peer >= 0:
-                raise LinkError(outcome.peer, ConnectionError(words))
+                raise (DamagedError if outcome.damaged else LinkError)(outcome.peer, ConnectionError(words))
             raise refused(words)
         meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
 

@@ -8,14 +8,15 @@ from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.collectives import Link, LinkError
+from gradwire.collectives import DamagedError, Link
 from gradwire.engine.drift import DriftWatch
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Lanes
+from gradwire.exchange.executor import Abandoned
 
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
@@ -73,12 +74,14 @@ class ControlExchange:
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
         return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
 
-    def tell(self, step: int, state: BackwardState, came: int, used: Collection[int]) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, and hear the same of them."""
+    def tell(
+        self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
+    ) -> "Future[list[RankReport]]":
+        """Tell all ranks how this rank's backward went, when `after` is done, and hear the same of them."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
         self.stepped = True  # a step that was left out is told once
-        return self._lanes.control.submit(partial(exchange_reports, own, len(self._names)))
+        return self._lanes.control.submit(partial(exchange_reports, own, len(self._names), after=after))
 
     def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
@@ -110,23 +113,28 @@ def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
 
 
-def exchange_reports(own: RankReport, parameters: int, link: Link) -> list[RankReport]:
-    """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. Raises LinkError."""
+def exchange_reports(
+    own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None
+) -> list[RankReport]:
+    """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. See `exchange_bytes`."""
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
-    for raw in exchange_bytes(packed, link):
+    for raw in exchange_bytes(packed, link, after):
         step, state, plan, came, joining, weights, stepped = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
         reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, used))
     return reports
 
 
-def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
-    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError, also for bytes that changed on the way."""
+def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None) -> list[bytes]:
+    """Everybody's bytes, as many from each, by rank of the group, sent when `after` is done. Raises LinkError, DamagedError
+    for bytes that changed on the way, and Abandoned where the result of `after` is None."""
     sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
-    exchange = link.expect(0, rows)
+    exchange = link.expect(0, rows, checked=False)
+    if after is not None and after.result() is None:
+        raise Abandoned
     exchange.send([sent] * link.world_size)
     for rank in range(link.world_size):
         exchange.wait(rank)
@@ -137,7 +145,7 @@ def exchange_bytes(own: bytes, link: Link) -> list[bytes]:
 def _checked(raw: bytes, rank: int) -> bytes:
     told, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
     if zlib.crc32(told) != _CHECK.unpack(check)[0]:
-        raise LinkError(rank, ValueError("what it told was changed on the way: its checksum does not fit"))
+        raise DamagedError(rank, ValueError("the checksum of what ranks tell each other does not fit"))
     return told
 
 

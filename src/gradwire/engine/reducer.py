@@ -317,10 +317,12 @@ class Reducer:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
     def tell(self, state: BackwardState) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, and hear the same of them."""
+        """Tell all ranks how this rank's backward went, and hear the same of them. A rank tells after its lanes' last task: a
+        step counts on all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        return self.control.tell(self.step, state, len(self.arrivals.came), self._used)
+        after = self.running.executor.last_task
+        return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
         """One step of a rank without a batch: zeros for all gradients, no backward."""

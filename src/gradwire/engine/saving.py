@@ -10,13 +10,15 @@ from gradwire.core.checks import printable
 from gradwire.core.plan import Plan
 from gradwire.engine.schedules.base import KeepsState
 from gradwire.engine.session import Session
+from gradwire.engine.step_state import StepState
+from gradwire.errors import StepStateError
 from gradwire.exchange.memory import added_up
 from gradwire.exchange.states import Saved, read_state, split, warn_of_lost, write_state
 
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""
-    session.settle()
+    _check_between_steps(session, "state_dict()")
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
     memory = session.exchange.memory.state() | of_schedule | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
@@ -24,7 +26,7 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
 
 def load_state(session: Session, state: Mapping[str, Any]) -> None:
     """See `Handle.load_state_dict`."""
-    session.settle()
+    _check_between_steps(session, "load_state_dict()")
     saved = read_state(state, session.group)
     if sorted(saved.order) != sorted(session.order):
         raise ValueError(
@@ -67,6 +69,25 @@ def load_state(session: Session, state: Mapping[str, Any]) -> None:
         session.schedule.load(saved, extra)
     if session.driver is not None:
         session.driver.resumed(session, saved.own, saved.searching)
+
+
+def _check_between_steps(session: Session, method: str) -> None:
+    """Settle. Raises StepStateError where a step is in hand or failed: residuals would be of one step, the count of another."""
+    session.settle()
+    reducer = session.reducer
+    match reducer.state:
+        case StepState.RUNNING | StepState.CLOSING:
+            why = f"step {reducer.step} is in hand: some residuals are of this step, and others of the one before"
+            cure = "Call it when backward() has returned; after an exception in backward call handle.reset() on all ranks first."
+        case StepState.VOID:
+            why = f"step {reducer.step} is void: {reducer.lanes.failure}"
+            cure = "Call handle.reset() on all ranks first."
+        case StepState.BROKEN:
+            why = f"the handle failed: {reducer.lanes.failure}"
+            cure = "Its residuals may be of half a step. Restart from the last checkpoint."
+        case StepState.IDLE:
+            return
+    raise StepStateError(f"{method} was refused: {why}. {cure}")
 
 
 def _check_schedule(session: Session, saved: Saved, extra: Mapping[str, torch.Tensor]) -> None:

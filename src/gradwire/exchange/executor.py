@@ -193,6 +193,11 @@ class Executor:
             self._progress.tell(each, mark)
         self._held = []
 
+    @property
+    def last_task(self) -> "Future[list[Mark] | None] | None":
+        """Of the step that runs, done with its last task: with None where a lane failed. None where tasks wait for the gate."""
+        return self._progress.at_gate if self.plan.gate == len(self.plan.launch) else None
+
     def open_gate(self) -> None:
         """Let the tasks behind the gate run, each lane's after its own before it, and after what the caller has queued."""
         self._progress.tell(_OPEN, self._streams.mark())
@@ -256,8 +261,8 @@ class Executor:
         fails, and what another future raises as soon as it does."""
         self.open_gate()
         wait([*self._running, *others], return_when=FIRST_EXCEPTION)
-        if failure := self.failure():
-            raise failure
+        if self._progress.failed.done():
+            raise self._lanes_failure()
         for future in others:
             if future.done():
                 future.result()

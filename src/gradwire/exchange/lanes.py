@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradwire.collectives import Grid, Group, Lane, Link, LinkError, node_name, transfer
+from gradwire.collectives import DamagedError, Grid, Group, Lane, Link, LinkError, node_name, transfer
 from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
@@ -137,9 +137,7 @@ class Lanes:
         self.failure, self.mendable = None, False
 
     def failed_here(self, what: str, cause: Exception, step: int) -> GradwireError:
-        """The error to raise when this rank could not do its part. Ends the waits of other ranks."""
-        for lane in self.data:
-            lane.link.break_off()
+        """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
         sizes = (
             " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
@@ -148,15 +146,41 @@ class Lanes:
             f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
             f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."
         )
+        return self._fail_all(error)
+
+    def _fail_all(self, error: GradwireError) -> GradwireError:
+        """Tell all ranks this error, and end their waits."""
+        self._roll_call.sign(str(error), self._patience_s)
+        self._break_off()
         return self.fail(error)
+
+    def _break_off(self) -> None:
+        for lane in [*self.data, self.control]:
+            lane.link.break_off()
+
+    @property
+    def _patience_s(self) -> float:
+        """For the rendezvous store."""
+        return min(2.0, self.group.timeout.total_seconds() / 10)
 
     def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
         group = self.group
-        silent = self._roll_call.missing(step, patience_s=min(2.0, group.timeout.total_seconds() / 10))
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
+        if isinstance(cause, DamagedError):
+            return self._fail_all(
+                CommunicationError(
+                    f"step {step}: bytes of {what} were changed on their way from rank {peer} to rank {self._own_rank}: {cause}. "
+                    "No rank uses this step's gradients. Restart all ranks from a checkpoint; if this comes again, test the "
+                    "memory and the network adapters of the two machines."
+                )
+            )
+        self._break_off()  # ranks that wait for this one need not wait for the timeout
+        silent, told = self._roll_call.missing(self._patience_s)
         others = [rank for rank in silent if rank != peer]
-        if peer in silent:
+        if told:
+            who = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items())
+        elif peer in silent:
             who = f"rank {peer} did not answer"
             if others:
                 who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
@@ -184,38 +208,56 @@ class RollCall:
     """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
 
     The store has a connection of its own, made at the start, and is only asked from a thread with a deadline: the rank
-    that hosts it may be the one that died.
+    that hosts it may be the one that died. A rank that could not do its part, or got other bytes than were sent, signs with
+    its error, which all others raise too.
     """
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._prefix = group, f"gradwire/{name}/failed"
+        self._signed = "here"
         self._store: Any = None
         with suppress(Exception):
             store: Any = distributed_c10d._get_default_store()
             self._store = store.clone()
 
-    def missing(self, step: int, patience_s: float) -> list[int]:
-        """Global ranks that did not sign within the patience; all others where the store is gone."""
+    def sign(self, words: str, patience_s: float) -> None:
+        """Tell ranks that look for who failed that it was this one, and why."""
+        self._signed = words
+        self._ask(lambda store: store.set(self._key(self._group.rank), words), patience_s)
+
+    def missing(self, patience_s: float) -> tuple[list[int], dict[int, str]]:
+        """Global ranks that did not sign within the patience, all others where the store is gone; and what ranks that failed
+        first said: when one did, nobody waits for others to sign."""
         group = self._group
-        present = {group.rank}
+        signed = {group.rank: self._signed}
+        told: dict[int, str] = {}
 
-        def call() -> None:
-            store = self._store
-            if store is None:
-                return
+        def call(store: Any) -> None:
             deadline = time.monotonic() + patience_s
-            with suppress(Exception):
-                store.set(f"{self._prefix}/{step}/{group.rank}", "here")
-                while time.monotonic() < deadline and len(present) < group.world_size:
-                    for rank in range(group.world_size):
-                        if rank not in present and store.check([f"{self._prefix}/{step}/{rank}"]):
-                            present.add(rank)
-                    time.sleep(0.05)
+            store.set(self._key(group.rank), self._signed)
+            while time.monotonic() < deadline and len(signed) < group.world_size and not told:
+                for rank in range(group.world_size):
+                    if rank not in signed and store.check([self._key(rank)]):
+                        signed[rank] = store.get(self._key(rank)).decode()
+                        if signed[rank] != "here":
+                            told[group.global_ranks[rank]] = signed[rank]
+                time.sleep(0.05)
 
-        caller = threading.Thread(target=call, name="gradwire-roll-call", daemon=True)
+        self._ask(call, patience_s)
+        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in signed], told
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
+        def ask() -> None:
+            with suppress(Exception):
+                if self._store is not None:
+                    call(self._store)
+
+        caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
         caller.start()
         caller.join(patience_s + 0.5)
-        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in present]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

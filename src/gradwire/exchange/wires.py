@@ -23,6 +23,8 @@ Mesh = dict[int, socket.socket]
 """The connections of a lane, by rank."""
 _HELLO = struct.Struct("<16sII")
 """A token of the listener, the rank, and the lane."""
+_FRAME = 2
+"""The version of what a message on a wire looks like: 2 has checksums."""
 _PATIENCE_S = 30.0
 """For connections; less than half of the group's own timeout, since the other ranks wait for the outcome."""
 _HELLO_S = 1.0
@@ -38,7 +40,7 @@ def connect_wires(control: Link, lanes: int) -> list[Wire]:
     try:
         own = _card(listener, token)
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(own).encode())]
-        if listener is None or not all(card and card["version"] == __version__ for card in cards):
+        if listener is None or not all(_is_ours(card) for card in cards):
             return []
         until = time.monotonic() + min(_PATIENCE_S, 0.4 * control.timeout.total_seconds())
         # a listener's queue holds connections that nobody has accepted yet: so all know who failed before anybody waits
@@ -82,7 +84,11 @@ def _card(listener: socket.socket | None, token: bytes) -> dict[str, str | int]:
     if listener is None:
         return {}
     host, port = listener.getsockname()[:2]
-    return {"version": __version__, "host": host, "port": port, "token": token.hex()}
+    return {"version": __version__, "frame": _FRAME, "host": host, "port": port, "token": token.hex()}
+
+
+def _is_ours(card: dict[str, str | int]) -> bool:
+    return bool(card) and (card["version"], card.get("frame")) == (__version__, _FRAME)
 
 
 def _connect(control: Link, cards: Sequence[dict[str, str]], meshes: list[Mesh], until: float) -> None:

@@ -1,0 +1,157 @@
+// CRC32C by the processor's own instruction, or by a table where there is none.
+//
+// An instruction takes 8 bytes, and the next one can begin before it ends. So three runs of kRun bytes go side by side, and are
+// joined: to put kRun zero bytes behind bytes is a linear map of their checksum, which four tables hold. AVX-512 multiplies
+// polynomials, eight at once: 256 bytes are replaced by 256 others that leave the same remainder, and are added to the next 256.
+#include "checksum.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define GW_CRC_TARGET __attribute__((target("sse4.2")))
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#define GW_CRC_TARGET __attribute__((target("+crc")))
+#endif
+
+#include <cstring>
+
+#include "api.hpp"
+
+namespace gradwire {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78u;  // the bit of x^31 is the lowest
+constexpr uint32_t kOne = 0x80000000u;
+constexpr int kRun = 2048;
+
+uint32_t times_x(uint32_t a) { return (a >> 1) ^ (a & 1 ? kPolynomial : 0); }
+
+// The product of two polynomials, modulo the checksum's.
+uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = kOne; bit; bit >>= 1, b = times_x(b))
+    if (a & bit) product ^= b;
+  return product;
+}
+
+// The remainder of x^power.
+uint32_t power_of_x(int power) {
+  uint32_t rest = kOne;
+  for (int bit = 0; bit < power; ++bit) rest = times_x(rest);
+  return rest;
+}
+
+struct Tables {
+  uint32_t byte[256];       // the checksum of each byte
+  uint32_t behind[4][256];  // of each byte of a checksum what kRun zero bytes make of it
+
+  Tables() {
+    const uint32_t run = power_of_x(8 * kRun);
+    for (uint32_t value = 0; value < 256; ++value) {
+      uint32_t rest = value;
+      for (int bit = 0; bit < 8; ++bit) rest = times_x(rest);
+      byte[value] = rest;
+      for (int at = 0; at < 4; ++at) behind[at][value] = multiply(run, value << (8 * at));
+    }
+  }
+
+  uint32_t skip_run(uint32_t crc) const {
+    return behind[0][crc & 255] ^ behind[1][crc >> 8 & 255] ^ behind[2][crc >> 16 & 255] ^ behind[3][crc >> 24];
+  }
+};
+
+const Tables& tables() {
+  static const Tables made;
+  return made;
+}
+
+using Crc = uint32_t (*)(uint32_t, const unsigned char*, size_t);
+
+uint32_t by_table(uint32_t crc, const unsigned char* bytes, size_t count) {
+  const Tables& table = tables();
+  for (; count; --count) crc = table.byte[(crc ^ *bytes++) & 255] ^ (crc >> 8);
+  return crc;
+}
+
+#ifdef GW_CRC_TARGET
+GW_CRC_TARGET inline uint32_t eight(uint32_t crc, const unsigned char* bytes) {
+  uint64_t word;
+  std::memcpy(&word, bytes, 8);
+#ifdef __x86_64__
+  return uint32_t(_mm_crc32_u64(crc, word));
+#else
+  return __builtin_aarch64_crc32cx(crc, word);
+#endif
+}
+
+GW_CRC_TARGET uint32_t by_instruction(uint32_t crc, const unsigned char* bytes, size_t count) {
+  const Tables& table = tables();
+  for (; count >= 3 * kRun; count -= 3 * kRun, bytes += 3 * kRun) {
+    uint32_t second = 0, third = 0;
+    for (size_t at = 0; at < kRun; at += 8) {
+      crc = eight(crc, bytes + at);
+      second = eight(second, bytes + kRun + at);
+      third = eight(third, bytes + 2 * kRun + at);
+    }
+    crc = table.skip_run(table.skip_run(crc) ^ second) ^ third;
+  }
+  for (; count >= 8; count -= 8, bytes += 8) crc = eight(crc, bytes);
+  return by_table(crc, bytes, count);
+}
+#endif
+
+#ifdef GRADWIRE_HAVE_AVX512
+#define GW_FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
+
+// Eight polynomials of 128 bits, times x^2048, plus the next ones. Bit k of a product stands for x^(126 - k), and of a register
+// for x^(127 - k): the factors are smaller by an x, and by x^32, since they have 32 bits of 64.
+GW_FOLD_TARGET inline __m512i fold(__m512i folded, __m512i factors, const unsigned char* next) {
+  const __m512i low = _mm512_clmulepi64_epi128(folded, factors, 0x00), high = _mm512_clmulepi64_epi128(folded, factors, 0x11);
+  return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(next), 0x96);
+}
+
+GW_FOLD_TARGET uint32_t by_folding(uint32_t crc, const unsigned char* bytes, size_t count) {
+  static const uint32_t first = power_of_x(2048 + 31), second = power_of_x(2048 - 33);
+  if (count >= 1024) {
+    const __m512i factors = _mm512_set4_epi64(second, first, second, first);
+    __m512i folded[4];
+    for (int at = 0; at < 4; ++at) folded[at] = _mm512_loadu_si512(bytes + 64 * at);
+    folded[0] = _mm512_xor_si512(folded[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
+    for (bytes += 256, count -= 256; count >= 256; bytes += 256, count -= 256)
+      for (int at = 0; at < 4; ++at) folded[at] = fold(folded[at], factors, bytes + 64 * at);
+    unsigned char rest[256];
+    std::memcpy(rest, folded, 256);
+    crc = by_instruction(0, rest, 256);
+  }
+  return by_instruction(crc, bytes, count);
+}
+#endif
+
+Crc fastest() {
+#ifdef GRADWIRE_HAVE_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) return by_folding;
+#endif
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("sse4.2")) return by_instruction;
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_CRC32) return by_instruction;
+#endif
+  return by_table;
+}
+
+}  // namespace
+
+uint32_t crc32c(uint32_t before, const void* bytes, size_t count) {
+  static const Crc chosen = fastest();
+  return ~chosen(~before, static_cast<const unsigned char*>(bytes), count);
+}
+
+}  // namespace gradwire
+
+// The checksum of these bytes. `by_table`: without the processor's instruction.
+extern "C" __attribute__((visibility("default"))) uint32_t gw_crc32c(const void* bytes, int64_t count, bool by_table) {
+  using namespace gradwire;
+  if (by_table) return ~gradwire::by_table(~0u, static_cast<const unsigned char*>(bytes), size_t(count));
+  return crc32c(0, bytes, size_t(count));
+}
