@@ -93,7 +93,7 @@ def test_a_script_ends_by_itself(tmp_path: Path, ending: str) -> None:
             _, stderr = rank.communicate(timeout=30)
             assert rank.returncode == 0, stderr
             assert "Error" not in stderr
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 20  # also on a busy machine; nobody waits for a timeout
 
 
 def test_an_exception_in_backward_ends_the_script(tmp_path: Path) -> None:

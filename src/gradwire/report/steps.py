@@ -59,6 +59,10 @@ def predicted(run: Run, folder: Path) -> Predicted:
         return Predicted(None, f"The step was not predicted: {error}")
 
 
+_LEAST_US = 1e-3
+"""A step that is shorter has no length to draw."""
+
+
 class _Span(NamedTuple):
     kind: str
     start_us: float
@@ -70,7 +74,8 @@ class _Span(NamedTuple):
 def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Element:
     """The tracks of the given timelines, at least one."""
     shown = _shown(predicted, measured)
-    length = max([t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]) or 1.0
+    lengths = [t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]
+    length = max(lengths) if max(lengths) > _LEAST_US else 1.0
     lanes, kinds = [], set()
     for row in ("compute", "codec", "intra link", "inter link"):
         for name, timeline in shown:

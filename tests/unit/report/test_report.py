@@ -184,6 +184,14 @@ def test_more_curves_than_can_be_told_apart_are_named() -> None:
         assert ("Not drawn: rival 4, rival 5." in shown.text) == (count == 6)
 
 
+@pytest.mark.parametrize("step_us", [0.0, 5e-324, 1e-9])
+def test_a_step_without_length_is_drawn(step_us: float) -> None:
+    timeline = made_up_run().timeline
+    assert timeline is not None
+    shown = Page(as_html(step_figure(None, replace(timeline, step_us=step_us, events=()))))
+    assert "milliseconds" in shown.text
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=DOCUMENTS[Run])
 def test_every_record_that_can_be_read_has_a_page(run: Run) -> None:
