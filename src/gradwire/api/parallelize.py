@@ -81,7 +81,8 @@ def parallelize(
             )
     except Exception as error:
         prepared, problem, optimizers = None, error, []
-    told = facts(prepared, problem) | {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+    told = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+    told |= facts(prepared, problem, driver.later_specs if driver else ())
     try:
         lanes.open(told, next(iter(prepared.parameters.values())).device if prepared is not None else None)
         if problem is not None:

@@ -59,6 +59,14 @@ def all_specs(accuracy: str) -> tuple[Spec, ...]:
     return {"exact": (), "safe": _SAFE, "aggressive": _SAFE + _AGGRESSIVE}[accuracy]
 
 
+def later_specs(accuracy: str, words: Sequence[str]) -> tuple[Spec, ...]:
+    """All specs that may ever run, corrections too."""
+    schedules = schedules_of(accuracy, words)
+    found = [*all_specs(accuracy), *(spec for each in schedules for spec in specs_under(each, all_specs(accuracy)))]
+    corrections = [each.correction for each in schedules if each.correction is not None]
+    return tuple(dict.fromkeys([*found, *corrections]))
+
+
 def steps_for_one(specs: Iterable[Spec]) -> float:
     """Steps needed with these specs for the progress of one step of plain DDP: those of the most lossy spec.
 

@@ -154,6 +154,7 @@ class Bits:
 
     def __init__(self, adaptive: AdaptiveBits) -> None:
         self.adaptive = adaptive
+        self.later_specs = adaptive.ways(WIDTHS)
         self.decisions: list[Assigned] = []
         self._errors: Errors | None = None
 

@@ -26,6 +26,7 @@ from gradwire.auto.accuracy import (
     all_specs,
     check_schedules,
     first_policy,
+    later_specs,
     schedules_of,
     specs_of,
     specs_under,
@@ -67,6 +68,7 @@ class Auto:
         word("accuracy", accuracy, ACCURACIES, error=PlanError)
         self.accuracy = accuracy
         self.schedules = check_schedules(schedules)
+        self.later_specs = later_specs(accuracy, self.schedules)
         self.decisions: list[AutoDecision] = []
         self._watcher = Watcher()
         self._infos: list[TensorInfo] | None = None

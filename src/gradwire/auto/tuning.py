@@ -76,6 +76,8 @@ class TunedSize:
 class Tuning:
     """The driver of one handle."""
 
+    later_specs = ()
+
     def __init__(self, tuned: Tuned) -> None:
         """Raises PlanError if the search needs a library that is missing."""
         if tuned.search == "bayes":

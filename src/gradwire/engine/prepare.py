@@ -8,11 +8,13 @@ from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
 from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.shared import shared_parameters
 from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.golden import KERNELS, golden_digests
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.planner.policy import Policy
 
@@ -85,11 +87,11 @@ def what_changed(model: torch.nn.Module, owned: Collection[int], buffers: ModelB
     return "a buffer" if buffers.changed(model) else None
 
 
-def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any]:
-    """What ranks compare, most telling first."""
+def facts(prepared: Prepared | None, problem: Exception | None, others: Sequence[Spec] = ()) -> dict[str, Any]:
+    """What ranks compare, most telling first. `others`: specs that may follow those of the plan."""
     if prepared is None:
         return {"error": f"{type(problem).__name__}: {problem}"}
-    plan, policy = prepared.plan, prepared.policy
+    plan, policy, parameters = prepared.plan, prepared.policy, list(prepared.parameters.values())
     return {
         "gradwire version": __version__,
         "torch version": torch.__version__,
@@ -97,6 +99,7 @@ def facts(prepared: Prepared | None, problem: Exception | None) -> dict[str, Any
         "model's memory formats": [[name, list(p.stride())] for name, p in prepared.parameters.items()],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}" if policy is None else policy.to_json(None),
         "plan that this build makes of it": plan.digest()[:16],
+        KERNELS: golden_digests(plan, [p.dtype for p in parameters], parameters[0].device, others),
     }
 
 

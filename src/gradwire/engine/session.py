@@ -12,6 +12,7 @@ import torch
 
 from gradwire.collectives import Link, LinkError
 from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.leaving import announce_change
@@ -69,6 +70,11 @@ class Driver(Protocol):
 
 class FirstDriver(Driver, Protocol):
     """One that says what to begin with, too."""
+
+    @property
+    def later_specs(self) -> Sequence[Spec]:
+        """Specs that may run when something is decided, beside those of the first policy."""
+        ...
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """What runs on so many ranks until something is decided."""

@@ -8,14 +8,15 @@ import torch
 
 from gradwire.collectives import Link, transfer
 from gradwire.errors import DisagreementError
+from gradwire.exchange.golden import KERNELS
 
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
-    """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON; collective.
+    """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON, most telling first; collective.
 
     A rank that could not prepare puts why under "error", so that nobody waits for it.
     """
-    everybody = gather_bytes(link, json.dumps(facts, sort_keys=True).encode())
+    everybody = gather_bytes(link, json.dumps(facts).encode())
     others = [json.loads(each) for each in everybody]
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
@@ -35,9 +36,12 @@ def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
             first, other = f"{len(first)} tensors", f"{len(other)} tensors"
         else:
             first, other = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    cure = "Start every rank with the same script, arguments and environment."
+    if key == KERNELS:
+        cure = "Install the same build of gradwire, with its C++ library, and the same torch on every rank."
     return (
         f"ranks disagree on the {key}: rank {first_rank} has {first}, rank {rank} has {other}. Gradients would be added "
-        "to the wrong ones or decoded wrongly. Start every rank with the same script, arguments and environment."
+        f"to the wrong ones or decoded wrongly. {cure}"
     )
 
 

@@ -10,6 +10,7 @@ from gradwire._version import __version__
 from gradwire.core.checks import show
 from gradwire.core.plan import Plan
 from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.golden import KERNELS, golden_digests
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
         ],
         "memory formats of the tensors": [[name, list(t.stride())] for name, t in rows],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}",
+        KERNELS: golden_digests(plan, [tensor.dtype for _, tensor in rows], rows[0][1].device),
     }
 
 

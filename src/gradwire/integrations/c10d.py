@@ -29,6 +29,7 @@ from gradwire.core.specs import QSGD, Identity
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.agreement import agree
+from gradwire.exchange.golden import KERNELS, golden_digests
 from gradwire.exchange.plans import info_of
 from gradwire.planner.policy import Policy
 
@@ -151,7 +152,9 @@ class QuantisingGroup(dist.ProcessGroup):
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
             policy = Policy(default=QSGD(bits=_settings.bits), rules=rules, exempt_vectors=bool(_settings.parameters))
             plan = policy.plan([info_of(*each) for each in parts.items()], self.size())
-            facts = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
+            facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
+            dtypes = [part.dtype for part in parts.values()]
+            facts[KERNELS] = golden_digests(plan, dtypes, torch.device("cpu"))
             if self._lanes is None:
                 self._lanes = Lanes(self)
                 self._lanes.open(facts, torch.device("cpu"))

@@ -1,0 +1,82 @@
+"""What this rank's kernels make of a golden gradient under each spec. Ranks compare it before they exchange anything.
+
+Versions alone do not tell: one rank may lack the C++ library, or run another build of it. Most kernels of the reference give the
+same bytes; where one does not, ranks would add up what does not belong together, or decode it differently.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradwire.compressors import Context, compressor_for
+from gradwire.core.plan import Plan
+from gradwire.core.specs import Spec, innermost
+from gradwire.kernels import Segment, Segments, is_float, tensor_key
+
+KERNELS = "bytes that kernels make of the same gradient"
+"""The fact that ranks compare."""
+_SHAPES = ((96, 64), (300,))
+_LAST_STEP = 2**62
+
+
+def golden_digests(
+    plan: Plan, dtypes: Iterable[torch.dtype], device: torch.device, others: Sequence[Spec] = ()
+) -> list[list[str]]:
+    """Of each spec of the plan, and of other specs that may follow it, for each dtype: which, and a digest."""
+    specs = {spec for bucket in plan.buckets for spec in bucket.specs} | {*others}
+    if plan.schedule.correction is not None:
+        specs.add(plan.schedule.correction)
+    changed = {each for spec in specs for each in (spec.at_step(0), spec.at_step(_LAST_STEP)) if each.encodes}
+    encoded = [dtype for dtype in dict.fromkeys(dtypes) if is_float(dtype)]
+    return sorted(
+        [f"{spec!r} of {str(dtype).removeprefix('torch.')} on {device.type}", _digest(spec, dtype, device)]
+        for spec in changed
+        for dtype in encoded
+    )
+
+
+def _digest(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
+    """Of payloads, decoded values and states of two steps. A compressor that draws numbers of its own is not compared."""
+    try:
+        first, again = (_two_steps(spec, dtype, device) for _ in range(2))
+    except Exception as error:  # the ranks are to hear of it together, and by name
+        return f"{type(error).__name__}: {error}"
+    return first if first == again else "not the same twice"
+
+
+@torch.no_grad()
+def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
+    values = _gradient().to(device, dtype)
+    rows, at = [], 0
+    for number, shape in enumerate(_SHAPES):
+        numel = torch.Size(shape).numel()
+        rows.append(Segment(at, numel, tensor_key(f"golden{number}"), 0, spec.element_bits))
+        at += numel
+    segments = Segments(tuple(rows), device, tuple(f"golden{n}" for n in range(len(rows))), _SHAPES)
+    compressor, flat, sha = compressor_for(spec), values.clone(), hashlib.sha256()
+    state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in compressor.state]
+    program = compressor.program(flat, state, segments) if spec.rounds else None  # type: ignore[attr-defined]
+    for step in range(2):
+        context = Context(torch.tensor([getattr(innermost(spec), "seed", 0), step, 0, 0], device=device))
+        flat.copy_(values)
+        if program is not None:
+            for number in range(spec.rounds):
+                program.fill(number, context)
+            program.finish(context)
+            made = [*program.payloads, flat, *state]
+        else:
+            payload = torch.zeros(compressor.payload_bytes(segments, dtype), dtype=torch.uint8, device=device)
+            decoded = torch.zeros(at, dtype=torch.float32, device=device)
+            compressor.encode(flat, state, segments, context, payload)
+            compressor.decode(payload, segments, dtype, False, decoded, context)
+            made = [payload, decoded, *state]
+        for tensor in made:
+            sha.update(bytes(tensor.cpu().view(torch.uint8).numpy()))
+    return sha.hexdigest()[:16]
+
+
+def _gradient() -> torch.Tensor:
+    """The same float32 numbers on every machine, of many magnitudes."""
+    mixed = torch.arange(sum(torch.Size(shape).numel() for shape in _SHAPES)) * 2654435761 % 2**32
+    return (((mixed >> 8).double() * 2.0**-24 - 0.5) * torch.exp2(-(mixed % 11).double())).float()
