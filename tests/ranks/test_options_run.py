@@ -159,6 +159,9 @@ class Recorder:
     def for_sum(self) -> "Recorder":
         return self
 
+    def summing(self, terms: int, ranks: int) -> "Recorder":
+        return self
+
     def payload_bytes(self, *arguments: Any) -> int:
         size: int = self.codec.payload_bytes(*arguments)
         return size
@@ -436,17 +439,20 @@ def test_a_resumed_run_repeats_a_hierarchical_one(worlds: Worlds, tasks: str, re
         assert in_two == at_once
 
 
-def train(scheme: str) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
+def train(
+    scheme: str, spec: gw.Spec = gw.Identity(), schedule: Any = "backward"
+) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
     with on_grid(ranks_per_node=2):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(30, 41), torch.nn.Tanh(), torch.nn.Linear(41, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), scheme=scheme))
+        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, schedule, scheme))
         inputs = torch.randn(6, 8, 30, generator=torch.Generator().manual_seed(dist.get_rank()))
         for batch in inputs:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
+        handle.flush()
         stats = handle.stats()
         handle.detach()
         return [p.detach().clone() for p in model.parameters()], (
@@ -465,6 +471,55 @@ def test_a_model_learns_the_same_by_a_hierarchical_option(worlds: Worlds) -> Non
         # half a gradient in and out inside the node; a quarter of it each way between nodes
         nbytes = 4 * sum(weight.numel() for weight in weights)
         assert bytes_nested[1:] == pytest.approx((nbytes, nbytes / 2), rel=0.02)
+
+
+@pytest.mark.parametrize("scheme", ["CGX between nodes", "HiTopKComm"])
+def test_uncompressed_corrections_travel_by_a_hierarchical_option(worlds: Worlds, scheme: str) -> None:
+    """With a correction in every step nothing is compressed."""
+    delayed, lossy = gw.Delayed(k=1), gw.QSGD(bits=2)
+    flat, nested, usual = (
+        worlds.run(4, train, *how)
+        for how in (("allreduce", gw.Identity(), delayed), (scheme, lossy, delayed), (scheme, lossy))
+    )
+    for (weights, _), (others, _), (rough, _) in zip(flat, nested, usual, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, others, strict=True))
+        assert not all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(weights, rough, strict=True))
+
+
+def what_is_sent(spec: gw.Spec, scheme: str, ranks_per_node: int) -> list[float]:
+    """The mean of gradients that are the same on all ranks."""
+    model = Given([6])
+    with on_grid(ranks_per_node):
+        handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme))
+        model([torch.tensor([0.49, 0.51, -0.51, 0.0, 0.9, 0.2])]).backward()
+        handle.detach()
+    assert model.p0.grad is not None
+    return [round(value, 5) for value in model.p0.grad.tolist()]
+
+
+SENT = [
+    (gw.TwoBit(threshold=0.5), [0.0, 0.5, -0.5, 0.0, 0.5, 0.0]),
+    (gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)), [0.0, 0.51, -0.51, 0.0, 0.9, 0.0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scheme", "ranks_per_node"),
+    [
+        (1, "allgather", 1),
+        (2, "allgather", 1),
+        (3, "alltoall", 1),
+        (4, "alltoall", 2),
+        (4, "HiTopKComm", 2),
+        (4, "CGX between nodes", 2),
+        (4, "comp:cpu alltoall:intra decomp:cpu comp:cpu alltoall:inter allgather:inter allgather:intra decomp:cpu", 2),
+    ],
+)
+@pytest.mark.parametrize(("spec", "sent"), SENT, ids=str)
+def test_a_threshold_acts_on_gradients_as_scripts_see_them(
+    worlds: Worlds, spec: gw.Spec, sent: list[float], world_size: int, scheme: str, ranks_per_node: int
+) -> None:
+    assert worlds.run(world_size, what_is_sent, spec, scheme, ranks_per_node) == [sent] * world_size
 
 
 def uneven_nodes() -> str:

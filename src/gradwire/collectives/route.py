@@ -6,7 +6,7 @@ payload too. Parts are decoded as they arrive; payloads that go on undecoded tra
 sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the gradient's dtype.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ class _Packing:
     # ---- encode
 
     def _encode(self, encode: Encode) -> list[Work]:
-        codec = self._codec(encode.number, encode.device)
+        codec = self._codec(encode.number, encode.device, encode.ranks)
         if encode.start < encode.end:
             self.voices[encode.number] = encode.voice
         copy = encode.voice != self.grid.rank
@@ -136,8 +136,10 @@ class _Packing:
             for each, payload in self.payloads.items()
         ]
 
-    def _codec(self, encode: int, device: str) -> Codec:
-        return self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
+    def _codec(self, encode: int, device: str, ranks: Collection[int]) -> Codec:
+        """`ranks`: those whose gradients are in the sum."""
+        codec = self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
+        return codec.summing(len(ranks), self.grid.world_size)
 
     def _segments(self, item: Parcel | ParcelRun) -> Any:
         return self.piece.runs.between(item.start, item.end)
@@ -211,7 +213,7 @@ class _Packing:
         into = self._view(total, parcel.start - start, parcel.end - start)
         if parcel in self.kept:
             return Add(into, self.kept[parcel]) if add else Copy(into, self.kept[parcel])
-        codec, context = self._codec(parcel.encode, device), self.piece.contexts[parcel.encode]
+        codec, context = self._codec(parcel.encode, device, parcel.ranks), self.piece.contexts[parcel.encode]
         dtype = self._dtype_of(parcel)
         return Decode(codec, self.payloads[parcel], self._segments(parcel), dtype, add, into, context)
 

@@ -41,9 +41,6 @@ class Compressor(ABC):
     encodes_own_part = False
     """Whether the sum over ranks has decoded values only. Then the owner encodes and decodes its own part too."""
 
-    ranks = 1
-    """The number of ranks, by which src was divided already. Set by the engine."""
-
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
@@ -54,6 +51,11 @@ class Compressor(ABC):
 
     def for_sum(self) -> "Compressor":
         """The compressor that encodes the sum over ranks, in schemes that encode twice."""
+        return self
+
+    def summing(self, terms: int, ranks: int) -> "Compressor":
+        """The compressor for sums of the gradients of so many ranks (`terms`), each divided by the number of all. It is another one
+        where the method compares with a fixed magnitude, which is meant for gradients as scripts see them."""
         return self
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:

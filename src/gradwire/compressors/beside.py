@@ -38,6 +38,10 @@ class BesideCompressor(Compressor):
     def for_sum(self) -> "BesideCompressor":
         return self._for_sum
 
+    def summing(self, terms: int, ranks: int) -> Compressor:
+        inner = self.inner.summing(terms, ranks)
+        return self if inner is self.inner else BesideCompressor(inner)
+
     @property
     def runs_in_c(self) -> bool:
         return self.inner.runs_in_c and type(self).__module__.startswith("gradwire.")

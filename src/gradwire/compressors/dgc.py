@@ -22,20 +22,26 @@ class DGCCompressor(KernelCompressor):
 
     encodes_own_part = True  # momentum is in the decoded values, not in the gradient
 
-    def __init__(self, spec: DGC, again: Compressor) -> None:
+    def __init__(self, spec: DGC, again: Compressor, ranks: int = 1) -> None:
+        """`ranks`: what gradients were divided by."""
         super().__init__(
             spec, ("dgc_encode", spec.ratio, spec.momentum), ("topk_decode", spec.ratio, False), typed=True
         )
-        self.clip, self.again = spec.clip, again
+        self.clip, self.again, self._of = spec.clip, again, spec
+        self._ranks = ranks
 
     def for_sum(self) -> Compressor:
         """Top-k with its residual: a sum of momenta must not gather momentum again."""
         return self.again
 
+    def summing(self, terms: int, ranks: int) -> Compressor:
+        """Option trees encode a rank's own gradient first, so `terms` is 1."""
+        return DGCCompressor(self._of, self.again, ranks)
+
     @property
     def bound(self) -> float:
         """The largest norm of a tensor's gradient after the division by the ranks: `clip` over ranks and their root."""
-        return self.clip / (math.sqrt(self.ranks) * self.ranks)
+        return self.clip / (math.sqrt(self._ranks) * self._ranks)
 
     def encode_with(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
-from gradwire.core.specs import ErrorFeedback
+from gradwire.core.specs import Spec
 from gradwire.kernels import Segments
 from gradwire.kernels.cpu import Call
 
@@ -19,9 +19,18 @@ from gradwire.kernels.cpu import Call
 class ErrorFeedbackCompressor(Compressor):
     """Declares a residual; the inner compressor encodes and decodes."""
 
-    def __init__(self, spec: ErrorFeedback, inner: Compressor) -> None:
+    def __init__(self, spec: Spec, inner: Compressor) -> None:
         super().__init__(spec)
         self.inner = inner
+
+    def for_sum(self) -> Compressor:
+        return self._around(self.inner.for_sum())
+
+    def summing(self, terms: int, ranks: int) -> Compressor:
+        return self._around(self.inner.summing(terms, ranks))
+
+    def _around(self, inner: Compressor) -> Compressor:
+        return self if inner is self.inner else ErrorFeedbackCompressor(self.spec, inner)
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Any:
         """The program of an inner compressor with sums on the wire."""

@@ -3,13 +3,22 @@
 Law: contractive, with delta 0. Smaller elements are sent as zero. With error feedback the residual keeps them until they grow.
 """
 
-from gradwire.compressors.base import KernelCompressor
+from gradwire.compressors.base import Compressor, KernelCompressor
 from gradwire.core.specs import Threshold
 
 
 class ThresholdCompressor(KernelCompressor):
     """Top-k of `capacity`. Elements below the threshold are sent as zeros."""
 
-    def __init__(self, spec: Threshold) -> None:
+    def __init__(self, spec: Threshold, part: float = 1.0) -> None:
+        """`part`: what gradients were multiplied by, and the threshold is."""
         settings = spec.capacity, False
-        super().__init__(spec, ("topk_encode", *settings, spec.threshold), ("topk_decode", *settings), typed=True)
+        encoder = ("topk_encode", *settings, spec.threshold * part)
+        super().__init__(spec, encoder, ("topk_decode", *settings), typed=True)
+        self._of = spec
+
+    def for_sum(self) -> Compressor:
+        return ThresholdCompressor(self._of)
+
+    def summing(self, terms: int, ranks: int) -> Compressor:
+        return ThresholdCompressor(self._of, terms / ranks)

@@ -1,7 +1,6 @@
 """CPU offload: a codec that works on copies in the host's memory, for comp:cpu and decomp:cpu of a bucket on a GPU."""
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 
@@ -36,13 +35,16 @@ class HostCodec:
 
     runs_in_c = False
 
-    @cached_property
-    def _for_sum(self) -> "HostCodec":
-        return self if self.codec.for_sum() is self.codec else HostCodec(self.codec.for_sum(), self._staging)
-
     def for_sum(self) -> "HostCodec":
         """As of the codec."""
-        return self._for_sum
+        return self._of(self.codec.for_sum())
+
+    def summing(self, terms: int, ranks: int) -> "HostCodec":
+        """As of the codec."""
+        return self._of(self.codec.summing(terms, ranks))
+
+    def _of(self, codec: Compressor) -> "HostCodec":
+        return self if codec is self.codec else HostCodec(codec, self._staging)
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
         """As of the codec."""

@@ -173,8 +173,7 @@ def _build(
             )
     numels = [member.numel() for member in members]
     numel = sum(numels)
-    codec = compressor_for(bucket.main_spec.at_step(step))
-    codec.ranks = group.world_size
+    codec = compressor_for(bucket.main_spec.at_step(step)).summing(1, group.world_size)
     if codec.spec.encodes and not all(spec.encodes for spec in bucket.specs):
         codec = BesideCompressor(codec)
     make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)

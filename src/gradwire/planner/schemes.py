@@ -211,7 +211,7 @@ def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bu
     if not spec.encodes and named is not None:
         option = named.uncompressed
     elif not spec.encodes:
-        option = tuple(task for task in bucket.option if not task.startswith(("comp:", "decomp:")))
+        option = uncompressed(bucket.option)
     elif usual.rounds or spec.rounds:
         option = tasks_of(spec.schemes[0], first.device, spec)
     else:

@@ -100,8 +100,8 @@ class Tensors:
         spec = bucket.spec_of(name).at_step(step)
         if spec.rounds:
             return None
-        codec, flat = compressor_for(spec), gradient.reshape(-1)
-        codec.ranks = self._group.world_size
+        ranks = self._group.world_size
+        codec, flat = compressor_for(spec).summing(1, ranks), gradient.reshape(-1) / ranks
         row = Segment(0, flat.numel(), tensor_key(name), 0, spec.element_bits)
         segments = Segments((row,), flat.device, (name,), (tuple(gradient.shape),))
         context = Context(torch.tensor([0, step, 0, self._group.rank], dtype=torch.int64, device=flat.device))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from gradwire.cli import app
 from gradwire.core import QSGD, Identity, PowerSGD, RandomK, TensorInfo
 from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS
+from gradwire.core.schedules import Delayed
 from gradwire.errors import PlanError
 from gradwire.planner import Uniform
 from gradwire.planner.grammar import (
@@ -27,7 +28,7 @@ from gradwire.planner.grammar import (
     roots,
 )
 from gradwire.planner.options import option_of, select, tree
-from gradwire.planner.schemes import RESTRICTED, SYSTEMS, beside_tree, names_of
+from gradwire.planner.schemes import RESTRICTED, SYSTEMS, beside_tree, check_known, correction_plan, names_of
 
 TREE = tree()
 PAGE = Path(__file__).parents[3] / "docs" / "options.md"
@@ -297,6 +298,16 @@ def test_restricted_searches_hold_the_systems_they_describe():
     assert systems("inter-alltoall") == {"CGX between nodes", "BytePS-Compress"}
     assert systems("alltoall+alltoall") == set()
     assert "BytePS-Compress" in systems("cpu") and "HiTopKComm" not in systems("cpu")
+
+
+def test_every_option_has_uncompressed_corrections_that_the_tree_has_too():
+    tensor = TensorInfo("weight", (64, 64), "float32")
+    for option in TREE:
+        if option.compresses:
+            plan = Uniform(QSGD(), "delayed", " ".join(option.tasks)).plan([tensor])
+            (bucket,) = correction_plan(plan, Delayed(), [tensor]).buckets
+            assert not any(task.startswith(("comp", "decomp")) for task in bucket.option)
+            check_known(bucket.option)
 
 
 @pytest.mark.parametrize("device", DEVICES)

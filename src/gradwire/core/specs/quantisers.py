@@ -123,8 +123,8 @@ class TwoBit(BlockSpec, frozen=True):
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float = 0.0
-    """t, for mean gradients. MXNet's 0.5 is for gradients summed over a batch: divide by the batch size. 0: each block sends
-    its own t."""
+    """t, for a rank's own gradient as the script sees it. MXNet's 0.5 is for gradients summed over a batch: divide by the batch
+    size. 0: each block sends its own t."""
     multiple: float = 1.0
     """t of a block over the mean magnitude of its gradient plus residual. Larger: fewer elements are sent; for normal elements 1
     is nearly best. No effect if `threshold` is given."""

@@ -118,7 +118,7 @@ class Threshold(_Selected, frozen=True):
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float
-    """The smallest magnitude that is sent, for mean gradients."""
+    """The smallest magnitude that is sent, of a rank's own gradient as the script sees it."""
     capacity: float = 0.02
     """The part of each tensor that fits into a payload."""
 
