@@ -27,6 +27,7 @@ PARTS = {
     "tuning": "Bayesian optimisation of the bucket size on live jobs, beside random search and the best of a grid",
     "first": "auto from its first step: when it has decided, and whether it was behind DDP by then",
     "drift": "steps until auto has answered a link that becomes ten times slower in mid-run, and the way back",
+    "growth": "the time beyond the floor against tensors, elements and ranks: writes docs/growth.md",
     "page": "writes docs/compressors.md from the results",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
 }

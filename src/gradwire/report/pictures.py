@@ -53,8 +53,10 @@ def check_picture(path: Path, panels: int = 1) -> None:
         raise GradwireError(f"--picture {path} needs matplotlib, which is not installed. Run: pip install matplotlib")
 
 
-def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> None:
-    """Draw curves over a logarithmic x axis and a y axis from 0. Raises FormatError for too many panels."""
+def draw_lines(
+    path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str, logarithmic: bool = False
+) -> None:
+    """Draw curves over a logarithmic x axis and a y axis from 0, or a logarithmic one. Raises FormatError for too many panels."""
     looks = looks_of(panels)
     with canvas(path, title, panels, x_label, y_label) as grid:
         for axes, panel in zip(grid, panels, strict=True):
@@ -66,7 +68,10 @@ def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_
             ticks = list(panel.x)[:: 1 + (len(panel.x) - 1) // 7]
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
-            axes.set_ylim(bottom=0)
+            if logarithmic:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
 
 
 def draw_sweep(rows: Sequence[SweepRow], model: str, path: Path) -> None:

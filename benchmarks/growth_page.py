@@ -1,0 +1,64 @@
+"""docs/growth.md: tables from the results of `python -m benchmarks growth`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.markdown import table
+
+HEAD = """# How the cost of a step grows
+
+The time of a step beyond the floor, which is the same script without communication. A rank has one thread. All ranks share
+{cores} cores of one machine and talk over loopback, with 4 bits and the schedule `backward`. Made on {date} ({cpu})
+in {seconds} s by the command below; do not edit.
+
+```
+{command}
+```
+
+![How the cost of a step grows](pictures/growth.png)
+
+- **beyond** is the median of the differences between a turn of steps with gradwire and the turn of the floor before it,
+  and where 80 % of the differences lie.
+- **CPU** is the CPU time of a rank beyond the floor's, all threads together.
+- **slope** is the power of the first column with which a column grows: the slope of the line through the points'
+  logarithms, by least squares. 1 is proportional.
+"""
+PARTS = {
+    "tensors": ("Tensors", "2 ranks. Every tensor has 16 x 16 elements, so bytes grow with the tensors."),
+    "elements": ("Elements", "2 ranks, 24 tensors of equal size."),
+    "ranks": (
+        "Ranks",
+        "24 tensors of equal size, together {elements:,} elements. Each rank sends a message to each other rank for every piece\n"
+        "and phase. All ranks share {cores} cores, so the step takes as much longer as there are more ranks for a core.",
+    ),
+}
+COLUMNS = ("floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages")
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The whole page, from results/growth.json."""
+    text = HEAD.format(**result, **result["made"])
+    for curve, points in result["curves"].items():
+        title, words = PARTS[curve]
+        slopes = result["slopes"][curve]
+        rows = [[f"{point[curve]:,}", *_cells(point)] for point in points]
+        told = [_power(slopes[cost]) for cost in ("beyond_ms", "cpu_ms", "sent_mb", "messages")]
+        rows.append(["slope", "", "", *told])
+        words = words.format(cores=result["cores"], elements=points[0]["elements"])
+        text += f"\n## {title}\n\n{words}\n\n" + "\n".join(table([curve, *COLUMNS], rows, left=0)) + "\n"
+    faster = "\n".join(f"- {words}." for words in result["faster"])
+    text += "\n## Does anything grow faster than what is sent?\n\n"
+    return text + (
+        f"Yes:\n\n{faster}\n" if faster else "No: CPU time grows at most as the bytes or the messages of a rank.\n"
+    )
+
+
+def _cells(point: Mapping[str, Any]) -> list[str]:
+    low, high = point["spread_ms"]
+    beyond = f"{point['beyond_ms']:.2f} ({low:.2f} to {high:.2f})"
+    first = [f"{point['floor_ms']:.2f}", f"{point['step_ms']:.2f}", beyond, f"{point['cpu_ms']:.2f}"]
+    return [*first, f"{point['sent_mb']:.2f}", f"{point['messages']:,}"]
+
+
+def _power(slope: float | None) -> str:
+    return "-" if slope is None else f"{round(slope, 2) + 0.0:.2f}"  # no -0.00

@@ -1,0 +1,50 @@
+"""The page of growth is what its benchmark makes of results, and its slopes are those of power laws."""
+
+import pytest
+
+from benchmarks.growth import COSTS, CURVES, NOISE, draw, slope, slopes_of, too_fast
+from benchmarks.growth_page import page
+
+
+def points(power):
+    """Of every curve, points whose CPU time grows with a power, and what is sent in proportion."""
+    usual = {"tensors": 24, "elements": 6_000_000, "ranks": 2, "turns": 3, "floor_ms": 10.0, "step_ms": 12.5}
+    return {
+        curve: [
+            usual
+            | {curve: x, "beyond_ms": 2.5, "spread_ms": [2.0, 3.0], "cpu_ms": 0.5 * x**power, "sent_mb": 0.25 * x}
+            | {"messages": 18}
+            for x in (2, 8, 32)
+        ]
+        for curve in CURVES
+    }
+
+
+def test_a_slope_is_the_power_of_a_power_law():
+    x = [1.0, 3.0, 10.0, 200.0]
+    for power in (-1.0, 0.0, 0.5, 2.0):
+        assert slope(x, [7.0 * each**power for each in x]) == pytest.approx(power)
+    assert slope(x, [-1.0, 6.0, 20.0, 400.0]) == pytest.approx(1.0), "a point below the floor counts"
+    assert slope(x, [0.0, 0.0, 0.0, 1.0]) is None
+
+
+@pytest.mark.parametrize(("power", "fast"), [(0.7, False), (1.0, False), (1.0 + 2 * NOISE, True)])
+def test_what_grows_faster_than_what_is_sent_is_told(power, fast):
+    found = points(power)
+    slopes = {curve: slopes_of(curve, each) for curve, each in found.items()}
+    assert set(slopes["ranks"]) == set(COSTS)
+    faster = [words for each in slopes.values() for words in too_fast(each)]
+    assert len(faster) == (3 if fast else 0)
+    made = {"date": "2026-01-01", "cpu": "a CPU", "command": "a command"}
+    told = page({"made": made, "cores": 2, "seconds": 9, "curves": found, "slopes": slopes, "faster": faster})
+    assert told.count(f"| slope |  |  | 0.00 | {power:.2f} | 1.00 | 0.00 |") == 3
+    assert "| 32 | 10.00 | 12.50 | 2.50 (2.00 to 3.00) |" in told
+    assert ("\nYes:" in told, "\nNo:" in told) == (fast, not fast)
+
+
+def test_the_picture_has_a_panel_for_each_curve(tmp_path):
+    for count in (1, 3):
+        some = dict(list(points(1.0).items())[:count])
+        draw(tmp_path / "pictures" / f"{count}.png", some)
+    one, three = ((tmp_path / "pictures" / f"{count}.png").stat().st_size for count in (1, 3))
+    assert 1000 < one < three < 100_000
