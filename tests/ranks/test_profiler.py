@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +103,7 @@ def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:
     assert first[4] and second[4], "a profiled run learns the same, bit for bit"
     assert (first[1].intra, first[1].allreduce) == (second[1].intra, second[1].allreduce), "ranks agree on links"
     assert first[3] == ["allreduce", "intra"]
+    assert first[1].allreduce is not None and first[1].allreduce.cpu_us_per_byte > 0
     profile, cluster, costs, *_ = first
     assert profile == Profile.load(tmp_path / "out" / "profile.json")
     assert cluster == Cluster.load(tmp_path / "out" / "cluster.json")
@@ -259,6 +261,12 @@ def test_what_codecs_leave_of_an_exchanges_cpu_time_is_shared_by_its_launches() 
     codec_us = 2 * (10.0 + 5.0 + 10.0 + 5.0)
     assert launch_time_us(plan, tensors, cluster, costs, 4 * 30.0 + codec_us) == pytest.approx(30.0)
     assert launch_time_us(plan, tensors, cluster, costs, 1.0) == 0
+    known = msgspec.structs.replace(cluster, allreduce=Link(1.0, 1.0, cpu_us=20.0))
+    more = TensorProfile(name="v", shape=(1024,), dtype="float32", backward_us=1.0)
+    plain = gw.Uniform(gw.Identity()).plan([TensorInfo("v", (1024,), "float32")])
+    both = msgspec.structs.replace(plan, buckets=plan.buckets + plain.buckets, launch=(*plan.launch, (1, "allreduce")))
+    assert launch_time_us(both, [*tensors, more], known, costs, 4 * 30.0 + codec_us + 20.0) == pytest.approx(30.0)
+    assert launch_time_us(plain, [more], known, costs, 25.0) == 0, "no other exchange has a time"
 
 
 # ---- links and codecs, made up
@@ -273,8 +281,11 @@ def test_links_are_found_from_times_that_follow_them(nodes: int, local: int) -> 
     for name, ranks, beta in (("intra", local, 8e-5), ("inter", nodes, 8e-4)):
         if ranks > 1:
             times[name] = [(ranks * m, (ranks - 1) * (true[name].alpha_us + m * beta)) for m in sizes]
-    found = measured_links(times, grid)
+    found = measured_links(times | {"cpu": [(m, 150.0 + m * 5e-4) for m in sizes]}, grid)
     assert found.problems == [] and sorted(found.fits) == sorted(times)
+    assert found.cluster.allreduce is not None
+    cpu = found.cluster.allreduce.cpu_us, found.cluster.allreduce.cpu_us_per_byte
+    assert cpu == pytest.approx((150.0, 5e-4))
     for name in times:
         link = getattr(found.cluster, name)
         assert (link.alpha_us, link.gbps) == pytest.approx((true[name].alpha_us, true[name].gbps))

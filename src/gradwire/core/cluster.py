@@ -13,13 +13,21 @@ from gradwire.errors import FormatError
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
 
+    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte")
+
     alpha_us: float
     """Microseconds before the first byte arrives."""
     gbps: float
     """Gigabits per second of one node's share; above 0."""
+    cpu_us: float = 0.0
+    """Processor time of a rank for one all-reduce, beside that for its bytes. Counts for `Cluster.allreduce` alone."""
+    cpu_us_per_byte: float = 0.0
+    """Processor time of a rank for each byte that it holds before an all-reduce."""
 
     def __post_init__(self) -> None:
         number("alpha_us", self.alpha_us, "a latency in microseconds")
+        number("cpu_us", self.cpu_us, "a time in microseconds")
+        number("cpu_us_per_byte", self.cpu_us_per_byte, "a time in microseconds")
         number("gbps", self.gbps, "a rate in gigabits per second", positive=True)
 
 
@@ -45,7 +53,7 @@ class Cluster(Document, frozen=True, kw_only=True):
     slower than other exchanges on the link. None: as fast."""
     launch_us: float | None = None
     """Processor time in microseconds that a rank with lanes spends on each exchange beside its codecs: wake-ups of threads,
-    calls of the backend, copies. None counts as 0."""
+    calls of the backend, copies. None counts as 0. All-reduces of gradients have `allreduce.cpu_us` instead, if measured."""
     made: Made | None = None
 
     def __post_init__(self) -> None:

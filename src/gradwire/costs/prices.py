@@ -107,7 +107,8 @@ class Prices:
 
     tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. Shards are taken to be equal: the
     engine's rounding to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp
-    is one call of its codec. launch_us: as in `Cluster`, a task before each exchange; 0 for none.
+    is one call of its codec. launch_us: as in `Cluster`, a task before each exchange. An all-reduce of gradients has that of its
+    link instead, where the link has one. None: no exchange takes time of the processor.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -124,7 +125,7 @@ class Prices:
         costs: Costs,
         routing: str = "ring",
         decode_calls: str = "each",
-        launch_us: float = 0.0,
+        launch_us: float | None = None,
     ) -> None:
         self.launch_us = launch_us
         self.cluster, self.routing, self.decode_calls = cluster, routing, decode_calls
@@ -151,12 +152,17 @@ class Prices:
         return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size, self.launch_us), pieces)
 
     def tasks(
-        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes, launch_us: float = 0.0
+        self,
+        option: tuple[str, ...],
+        rounds: int,
+        shares: Mapping[Spec, float],
+        size: Bytes,
+        launch_us: float | None = None,
     ) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 
-        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece. launch_us: of a
-        task before each exchange.
+        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece. launch_us: as in
+        `Prices`.
         """
         tasks = []
         for step in steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing):
@@ -165,10 +171,17 @@ class Prices:
                 cuts = rounds if rounds and step.task.startswith("comp") else 1
                 tasks.append(Price(step.task, self._codec_us(step, shares, size.coded) / cuts, step.gathers))
             else:
-                if launch_us:
-                    tasks.append(Price("launch:cpu", launch_us, step.gathers))
+                if us := self._launch_us(step, size, launch_us):
+                    tasks.append(Price("launch:cpu", us, step.gathers))
                 tasks.append(self._exchange(step, size[step.payload]))
         return tuple(tasks)
+
+    def _launch_us(self, step: Step, size: Bytes, launch_us: float | None) -> float:
+        """Processor time of an exchange beside codecs."""
+        link = self.cluster.allreduce
+        if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
+            return launch_us or 0.0
+        return link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""

@@ -5,18 +5,20 @@ rate. All ranks get the times of the slowest rank, so all stop at the same size.
 """
 
 import statistics
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from gradwire.collectives import Grid, Link, transfer
 from gradwire.core.cluster import Cluster
 from gradwire.core.cluster import Link as ClusterLink
 from gradwire.core.made import Made
-from gradwire.costs.fit import Fit, fit_link
+from gradwire.costs.fit import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
 
@@ -35,7 +37,7 @@ _TAG = 1_000_000
 """Higher than the tags of steps."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds)."""
+"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds). For cpu: processor time of an all-reduce."""
 
 
 class MeasuredLinks(NamedTuple):
@@ -52,12 +54,14 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
     times: Times = {}
     if grid.ranks_per_node > 1:
         exchanges = _Exchanges(link, grid.group("intra"), device)
-        times["intra"] = _sweep(link, exchanges, grid.ranks_per_node, device, seconds)
+        times["intra"], _ = _sweep(link, exchanges, grid.ranks_per_node, device, seconds)
     if grid.nodes > 1:
         # one rank of each node: all ranks of a node share the rate of one flow
         group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
-        times["inter"] = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
-    times["allreduce"] = _sweep(link, _AllReduces(link, device), 1, device, seconds)
+        times["inter"], _ = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
+    times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, device), 1, device, seconds)
+    if device.type == "cpu":
+        times["cpu"] = cpu_times
     return times
 
 
@@ -70,6 +74,8 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     fits: dict[str, Fit] = {}
     problems: list[str] = []
     for name, points in times.items():
+        if name == "cpu":
+            continue
         ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size}[name]
         word = "allreduce" if name == "allreduce" else "alltoall"
         try:
@@ -88,6 +94,9 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
+    if "cpu" in times:
+        cpu = fit_line(times["cpu"])
+        links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
     cluster = Cluster(
         nodes=grid.nodes,
         ranks_per_node=grid.ranks_per_node,
@@ -143,33 +152,44 @@ class _AllReduces:
 _Traffic = _Exchanges | _AllReduces
 
 
-def _sweep(link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float) -> list[tuple[float, float]]:
-    """(bytes held, microseconds of a message) by ascending size, until the next size would take too long."""
+def _sweep(
+    link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(bytes held, microseconds of a message) by ascending size, until the next size would take too long; and the same with
+    processor time."""
     points: list[tuple[float, float]] = []
-    spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device))
+    cpu_points: list[tuple[float, float]] = []
+    spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device)[0])
     for nbytes in SIZES:
         messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
-        measured = _run(link, traffic, nbytes, messages, device)
+        measured, cpu_us = _run(link, traffic, nbytes, messages, device)
         points += [(float(held * nbytes), us) for us in measured]
+        cpu_points += [(float(held * nbytes), us) for us in cpu_us]
         spent_us += (1 + BATCHES * messages) * statistics.median(measured)
         expected_us = 4 * min(measured)
         if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= ENOUGH_BYTES else PATIENCE):
             break
-    return points
+    return points, cpu_points
 
 
-def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> list[float]:
-    """Microseconds of a message in each batch, on the slowest rank. The first message is not timed."""
+def _run(
+    link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Microseconds of a message in each batch, and those of the processor, on the slowest rank; without the first message."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks
     traffic.perform()
-    moments = [clock.mark()]
+    moments, cpu_ns = [clock.mark()], [time.process_time_ns()]
     for _ in range(BATCHES):
         for _ in range(messages):
             traffic.perform()
         moments.append(clock.mark())
-    return _slowest(link, [clock.us(*both) / messages for both in pairwise(moments)], device)
+        cpu_ns.append(time.process_time_ns())
+    own = [clock.us(*both) / messages for both in pairwise(moments)]
+    own += [max(1, end - start) / 1e3 / messages for start, end in pairwise(cpu_ns)]
+    most = _slowest(link, own, device)
+    return most[:BATCHES], most[BATCHES:]
 
 
 def _slowest(link: Link, times: list[float], device: torch.device) -> list[float]:

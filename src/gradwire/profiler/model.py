@@ -90,15 +90,17 @@ def model_times(
 def launch_time_us(
     plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float
 ) -> float:
-    """CPU time of one exchange: that of a step's exchanges without codecs, divided by their number."""
-    prices = Prices(tensors, cluster, costs, "direct")
-    priced = [prices.of(bucket) for bucket in plan.buckets]
-    exchanges = sum(each.pieces * len(bucket.link_tasks) for each, bucket in zip(priced, plan.buckets, strict=True))
-    codec_us = sum(
-        each.pieces * sum(price.us for price in each.tasks if price.task.partition(":")[0] in CODEC_TASKS)
-        for each in priced
-    )
-    return max(0.0, exchange_cpu_us - codec_us) / max(1, exchanges)
+    """CPU time of one exchange: that of a step's exchanges without codecs, divided by their number. All-reduces whose link has
+    a time of its own are left out."""
+    prices = Prices(tensors, cluster, costs, "direct", launch_us=0.0)
+    exchanges, other_us = 0, 0.0
+    for bucket in plan.buckets:
+        priced = prices.of(bucket)
+        words = [price.task.partition(":")[0] for price in priced.tasks]
+        exchanges += priced.pieces * (len(bucket.link_tasks) - words.count("launch"))
+        known = [price.us for word, price in zip(words, priced.tasks, strict=True) if word in (*CODEC_TASKS, "launch")]
+        other_us += priced.pieces * sum(known)
+    return max(0.0, exchange_cpu_us - other_us) / exchanges if exchanges else 0.0
 
 
 def _places(

@@ -93,7 +93,7 @@ class Simulator:
 
     def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
         self.profile, self.rules = profile, rules or Rules()
-        launch_us = (cluster.launch_us or 0.0) if self.rules.lanes else 0.0
+        launch_us = (cluster.launch_us or 0.0) if self.rules.lanes else None
         self.prices = Prices(
             profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us
         )

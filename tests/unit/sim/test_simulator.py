@@ -69,6 +69,19 @@ class TestByHand:
         assert (timeline.exposed_codec_us, timeline.exposed_comm_us) == (10, 40)
         assert simulate(plan, model, links, Costs(codecs=())).step_us == 150, "GPUs have none"
 
+    def test_an_all_reduce_of_gradients_takes_the_processor_time_of_its_link(self):
+        model, own = profile((40, 10.0), (40, 100.0)), Link(10.0, 0.008, cpu_us=3.0, cpu_us_per_byte=0.1)
+        links = msgspec.structs.replace(cluster(), allreduce=own, launch_us=5.0)
+        plan = plan_of(model, [PLAIN, PLAIN])
+        timeline = simulate(plan, model, links, Costs(codecs=()), rules_of("cpu"))
+        assert times(timeline, "launch") == [(10, 17), (117, 124)]
+        assert times(timeline, "backward") == [(0, 10), (17, 117)], "backward waits"
+        coded = plan_of(model, [GATHERED, GATHERED], Cast())
+        prices = Simulator(model, links, codec(3.0, 2.0), Rules(lanes=2)).prices
+        launches = [price.us for price in prices.of(coded.buckets[0]).tasks if price.task.startswith("launch")]
+        assert launches == [5], "compressed buckets have launch_us"
+        assert not times(simulate(plan, model, links, Costs(codecs=())), "launch"), "GPUs have none"
+
     def test_two_buckets_that_backward_hides(self):
         """The first exchange is over before the second gradient is ready: a bubble, and nothing before it need be smaller."""
         model = profile((40, 10.0), (20, 100.0))
