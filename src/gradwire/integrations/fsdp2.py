@@ -1,7 +1,7 @@
-"""gradwire in FSDP2: compressed reduce-scatters of `fully_shard`, and compressed exchanges between the replicas of HSDP.
+"""gradwire in FSDP2: compressed collectives of `fully_shard`, and compressed exchanges between the replicas of HSDP.
 
-FSDP2 reduces the gradients of a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules,
-no policy can tell parameters apart, and blocks of a quantiser cross them. Parameters are gathered as before, uncompressed.
+FSDP2 reduces and gathers a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules, no
+policy can tell parameters apart, and blocks of a quantiser cross them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,28 +9,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
 
 from gradwire._version import __version__
-from gradwire.core.specs import Spec
+from gradwire.core.specs import FP8, QSGD, Cast, Identity, Int8, Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.plans import info_of
+from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.planner.policy import Policy
 
 __all__ = ["ModuleExchanges", "compress", "replicate"]
 
-_WHOLE = 2**62
-_LAST_STEP = 2**61
+_ALL, _LAST_STEP = 2**62, 2**61
+_GRADIENTS, _PARAMETERS = "gradients", "parameters"
+_ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
-def compress(model: torch.nn.Module, spec: Spec) -> "ModuleExchanges":
+def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "ModuleExchanges":
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on every rank, before the
-    first backward.
+    first forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
     with `set_requires_gradient_sync(False)` sends nothing, as before. Returns what holds the residuals.
+    parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
+    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
 
     Raises PlanError for a model without such modules, and for a spec that cannot travel so or changes from step to step. Backward
     raises DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
@@ -42,13 +49,15 @@ def compress(model: torch.nn.Module, spec: Spec) -> "ModuleExchanges":
         fully_shard(model)
         gradwire.integrations.fsdp2.compress(model, gw.QSGD(bits=4))
     """
-    exchanges = ModuleExchanges(model, spec, "alltoall")
+    exchanges = ModuleExchanges(model, spec, "alltoall", parameters)
     for name, module in exchanges.modules.items():
-        module.set_custom_reduce_scatter(_ReduceScatter(exchanges, name))
+        module.set_custom_reduce_scatter(_ModuleReduceScatter(exchanges, name))
+        if parameters is not None:
+            module.set_custom_all_gather(_ModuleAllGather(exchanges, name))
     return exchanges
 
 
-def replicate(model: torch.nn.Module, group: dist.ProcessGroup, spec: Spec) -> "ModuleExchanges":
+def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchanges":
     """HSDP with compressed exchanges between replicas: `fully_shard` with a 1-D mesh inside a node, and `group` of the ranks that
     hold the same shards on all nodes. All of them get the parameters of the group's first rank.
 
@@ -70,58 +79,62 @@ def replicate(model: torch.nn.Module, group: dist.ProcessGroup, spec: Spec) -> "
 
 
 class ModuleExchanges:
-    """The exchanges of one model's modules, and what their compressors remember. They share lanes and run one after another."""
+    """The exchanges of one model's modules, and what their compressors remember. They share lanes and run one after another.
 
-    def __init__(self, model: torch.nn.Module, spec: Spec, scheme: str | None) -> None:
+    A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`.
+    """
+
+    def __init__(self, model: Module, spec: Spec, scheme: str | None, parameters: Spec | None = None) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
         """Those that `fully_shard` was called on, by name."""
         if not self.modules:
             raise PlanError("fully_shard was called on no module of the model. Call it first, for DDP see gw.ddp_hook.")
         if not isinstance(spec, Spec) or spec.at_step(0) != spec.at_step(_LAST_STEP):
             raise PlanError(f"spec is {spec!r}. In FSDP2 it is one spec for all steps, such as gw.QSGD(bits=4).")
-        self._policy = Policy(
-            default=spec, exempt_vectors=False, scheme=scheme, bucket_bytes=_WHOLE, edge_bytes=_WHOLE, chunk_bytes=0
-        )
-        self._policy.plan([TensorInfo("model", (1,), "float32")])  # raises for a spec that the scheme cannot carry
+        if parameters is not None and not isinstance(parameters, _ROUNDINGS):
+            raise PlanError(f"parameters is {parameters!r}: weights are rounded. Use gw.Cast() or gw.QSGD(bits=8).")
+        self._policies = {_GRADIENTS: _policy(spec, scheme)}
+        if parameters is not None:  # rounded to nearest: the weights of forward and backward are the same
+            self._policies[_PARAMETERS] = _policy(parameters.under_feedback(), scheme)
         self._lanes: Lanes | None = None
         self._exchanges: dict[str, Exchange] = {}
-        self._saved: dict[str, dict[str, torch.Tensor]] = {}
+        self._saved: dict[str, dict[str, Tensor]] = {}
 
-    def exchange_of(self, module: str, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Exchange:
-        """The exchange of a module; made when its first gradients come, which is at the same point on all ranks of the group."""
-        if module not in self._exchanges:
-            plan = self._policy.plan([info_of(*each) for each in tensors.items()], group.size())
+    def exchange_of(
+        self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS
+    ) -> Exchange:
+        """The exchange of a module; made when its first tensors come, which is at the same point on all ranks of the group."""
+        key = f"{what} of {module}"
+        if key not in self._exchanges:
+            plan = self._policies[what].plan([info_of(*each) for each in tensors.items()], group.size())
             if self._lanes is None:
                 self._lanes = Lanes(group)
-                facts = {
-                    "gradwire version": __version__,
-                    "spec": repr(self._policy.default),
-                    "modules": [*self.modules],
-                }
+                specs = {name: repr(policy.default) for name, policy in self._policies.items()}
+                facts = {"gradwire version": __version__, "specs": repr(specs), "modules": [*self.modules]}
                 self._lanes.open(facts, next(iter(tensors.values())).device)
-            made = self._exchanges[module] = Exchange.on(self._lanes, tensors, plan, 0)
-            if (saved := self._saved.pop(module, None)) is not None:
+            made = self._exchanges[key] = Exchange.on(self._lanes, tensors, plan, 0)
+            if (saved := self._saved.pop(key, None)) is not None:
                 made.load_state_dict(saved)
-        return self._exchanges[module]
+        return self._exchanges[key]
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's steps and residuals, keys `{module}/rank{r}/...`; copies. Between steps, and empty before the first. Save
-        those of all ranks."""
+    def state_dict(self) -> dict[str, bytes]:
+        """This rank's steps and residuals, `torch.save`d: key `rank{r}`. Between steps. Save those of all ranks."""
         own = {name: exchange.state_dict() for name, exchange in self._exchanges.items()}
-        return {
-            f"{name}/{key}": value for name, state in {**self._saved, **own}.items() for key, value in state.items()
-        }
+        return {f"rank{dist.get_rank()}": to_bytes({**self._saved, **own})}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `state_dict` returned on this rank, with the same ranks. Before the first backward. Raises PlanError after
-        it, and ValueError for a module that the model does not have; backward raises ValueError for what else does not fit."""
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Take up what `state_dict` returned on this rank, with the same ranks. Before the first forward. Raises PlanError after
+        it, and ValueError for another rank's or model's; backward raises ValueError for what else does not fit."""
         if self._exchanges:
-            raise PlanError("load_state_dict() was called after a backward. Call it before the first one.")
-        for key, value in state.items():
-            module, _, rest = key.partition("/")
-            if module not in self.modules:
-                raise ValueError(f"the state has {key!r}, and fully_shard was called on {', '.join(self.modules)}.")
-            self._saved.setdefault(module, {})[rest] = value
+            raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
+        own = f"rank{dist.get_rank()}"
+        if own not in state:
+            raise ValueError(f"the state has no {own}, only {', '.join(state) or 'nothing'}: other ranks saved it.")
+        saved = from_bytes(state[own])
+        known = {f"{what} of {module}" for what in self._policies for module in self.modules}
+        if unknown := sorted(saved.keys() - known):
+            raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(known))}.")
+        self._saved = saved
 
     def close(self) -> None:
         """End the threads. No backward may follow."""
@@ -129,46 +142,59 @@ class ModuleExchanges:
             self._lanes.stop()
 
 
-class _ReduceScatter:
-    """What FSDP2 calls for the gradients of one module."""
+class _ModuleComm:
+    """What FSDP2 calls for one module. The shards of all ranks are tensors of one bucket, which is cut between them."""
+
+    what = _GRADIENTS
 
     def __init__(self, exchanges: ModuleExchanges, module: str) -> None:
         self._exchanges, self._module = exchanges, module
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
+        return torch.empty(*size, **options)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """The shards of all ranks are tensors of one bucket of their own, so the bucket is cut between them."""
-        if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
-            raise PlanError(f"FSDP asks for {op}: gradwire gives means and sums. Leave set_gradient_divide_factor out.")
-        shards = {f"{self._module}/{at}": each for at, each in enumerate(input_tensor.chunk(group.size()))}
-        exchange = self._exchanges.exchange_of(self._module, shards, group)
-        exchange.begin("reduce")
-        for name, shard in shards.items():
+    def run(self, flat: Tensor, group: ProcessGroup, phase: str) -> tuple[Tensor, ...]:
+        """One phase, in place. Returns the shards."""
+        shards = flat.chunk(group.size())
+        named = {f"{self._module}/{at}": each for at, each in enumerate(shards)}
+        exchange = self._exchanges.exchange_of(self._module, named, group, self.what)
+        exchange.begin(phase)
+        for name, shard in named.items():
             exchange.ready(name, shard)
         exchange.wait()
-        output_tensor.copy_(shards[f"{self._module}/{group.rank()}"])
+        return shards
+
+
+class _ModuleReduceScatter(_ModuleComm):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, **_: Any) -> None:
+        if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
+            raise PlanError(f"FSDP asks for {op}: gradwire gives means and sums. Leave set_gradient_divide_factor out.")
+        output_tensor.copy_(self.run(input_tensor, group, "reduce")[group.rank()])
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
 
 
-def _between_replicas(
-    exchanges: ModuleExchanges, module: str, group: dist.ProcessGroup
-) -> Callable[[torch.Tensor], None]:
-    def average(shard: torch.Tensor) -> None:
+class _ModuleAllGather(_ModuleComm):
+    what = _PARAMETERS
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: Any) -> None:
+        """`input_tensor` is this rank's part of `output_tensor`."""
+        self.run(output_tensor, group, "gather")
+
+
+def _policy(spec: Spec, scheme: str | None) -> Policy:
+    made = Policy(default=spec, exempt_vectors=False, scheme=scheme, bucket_bytes=_ALL, edge_bytes=_ALL, chunk_bytes=0)
+    made.plan([TensorInfo("model", (1,), "float32")])  # raises for a spec that the scheme cannot carry
+    return made
+
+
+def _between_replicas(exchanges: ModuleExchanges, module: str, group: ProcessGroup) -> Callable[[Tensor], None]:
+    def average(shard: Tensor) -> None:
         exchanges.exchange_of(module, {module: shard}, group).average_({module: shard})
 
     return average
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor

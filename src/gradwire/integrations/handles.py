@@ -3,8 +3,10 @@
 import io
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from gradwire.api.handle import Handle
 from gradwire.core.files import make_folder, write_whole
 from gradwire.engine.seams.hooks import Patch
 
-__all__ = ["NoSync", "facts", "gather_states", "load_handle", "save_handle"]
+__all__ = ["NoSync", "facts", "from_bytes", "gather_states", "load_handle", "save_handle", "to_bytes"]
 
 
 class NoSync(Patch):
@@ -42,7 +44,7 @@ def facts(handle: Handle) -> dict[str, float]:
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Every rank calls it, between steps."""
-    write_whole(make_folder(folder) / _name(handle), _bytes_of(handle))
+    write_whole(make_folder(folder) / _name(handle), to_bytes(handle.state_dict()))
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
@@ -71,7 +73,7 @@ def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
     Collective, between steps."""
     group, device = handle.session.group, handle.session.device
-    own = torch.frombuffer(bytearray(_bytes_of(handle)), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(to_bytes(handle.state_dict())), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in group.global_ranks]
     dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group.process_group)
     longest = max(int(size) for size in sizes)
@@ -80,15 +82,21 @@ def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     dist.gather(padded, rows, dst=group.global_ranks[0], group=group.process_group)
     states: dict[str, torch.Tensor] = {}
     for row, size in zip(rows or (), sizes, strict=False):
-        file = io.BytesIO(row[: int(size)].cpu().numpy().tobytes())
-        states |= torch.load(file, map_location="cpu", weights_only=True)
+        states |= from_bytes(row[: int(size)].cpu().numpy().tobytes())
     return states
 
 
-def _bytes_of(handle: Handle) -> bytes:
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """A state as bytes: they have one size and type whatever it holds."""
     file = io.BytesIO()
-    torch.save(handle.state_dict(), file)
+    torch.save(state, file)
     return file.getvalue()
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """What `to_bytes` was given, on the CPU."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return state
 
 
 def _name(handle: Handle) -> str:
