@@ -11,6 +11,7 @@ import pytest
 from silent import silent
 
 from gradwire.bench.loopback import Loopback
+from gradwire.bench.names import GivenModel
 from gradwire.bench.results import BenchRun, Cell, MethodRecord, WorkerOrder, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.errors import TestbedError
@@ -172,3 +173,25 @@ def test_ranks_end_when_their_launcher_is_told_to():
 def test_loopback_refuses_a_limit():
     with pytest.raises(TestbedError, match="100mbit"):
         Loopback(2).set_inter("100mbit")
+
+
+def test_ranks_train_a_model_of_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(
+        "from torch import nn\n\n\ndef make(width):\n    return nn.Linear(6, width)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = GivenModel(model="own_model:make", config="width=50", input="4x6")
+    request = BenchRequest(
+        jobs=[given.model],
+        model=given,
+        links=["unlimited"],
+        methods=["ddp", "gradwire:qsgd4"],
+        steps=2,
+        alone_steps=2,
+        record=tmp_path / "runs",
+    )
+    run = run_bench(request, PROBLEM, silent())
+    assert not run.failures
+    assert [(cell.job, cell.method) for cell in run.cells] == [(given.model, "ddp"), (given.model, "gradwire:qsgd4")]
+    assert run.alone[0].parameters == 350
+    assert (tmp_path / "runs" / "own_model-make-unlimited" / "gradwire-qsgd4" / "run.json").exists()

@@ -1,5 +1,7 @@
-"""The names of jobs, methods, policies and specs on the command line, checked before torch is imported."""
+"""The names of jobs, models, methods, policies and specs on the command line, checked before torch is imported."""
 
+import ast
+import contextlib
 import os
 import re
 from typing import Any
@@ -38,6 +40,7 @@ _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
     re.DOTALL,
 )
+_WORDS = {"true": True, "false": False, "null": None}
 _QUANTISER = re.compile(r"qsgd(?P<bits>[0-9]{1,3})(?P<feedback>-ef)?")
 
 
@@ -46,6 +49,72 @@ def check_job(name: str) -> str:
     if name not in JOB_NAMES:
         raise FormatError(f"there is no job {name!r}. The jobs are {', '.join(JOB_NAMES)}.")
     return name
+
+
+class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Any model, as the options of the command line name it.
+
+    >>> given = GivenModel(model="transformers:GPT2LMHeadModel", config="n_layer=2,activation_function=relu", input="8x64")
+    >>> given.keywords(), given.shape()
+    ({'n_layer': 2, 'activation_function': 'relu'}, (8, 64))
+    """
+
+    model: str
+    """MODULE:NAME of a class or function that returns a `torch.nn.Module`; timm:NAME of one of timm's models."""
+    config: str = ""
+    """Keywords for NAME; for a model of transformers, for the class of its config."""
+    input: str
+    """The shape of a rank's batch."""
+
+    @classmethod
+    def of(cls, model: str | None, config: str | None, shape: str | None) -> "GivenModel | None":
+        """The model of --model, --config and --input. Raises `FormatError` for a text that cannot be meant."""
+        if model is None:
+            if config is not None or shape is not None:
+                raise FormatError(f"--config {config} and --input {shape} describe a model. Name the model by --model.")
+            return None
+        if shape is None:
+            raise FormatError(
+                f"--model {model} needs the shape of a rank's batch: add --input, such as 8x3x64x64 for images or 8x128 for "
+                "tokens."
+            )
+        given = cls(model=model, config=config or "", input=shape)
+        module, colon, name = model.partition(":")
+        if not (colon and module and name):
+            raise FormatError(f"--model {model!r} is not MODULE:NAME. Write it such as torchvision.models:resnet18.")
+        given.keywords(), given.shape()
+        return given
+
+    def keywords(self) -> dict[str, Any]:
+        """Values are Python literals, or true, false and null; other values are texts."""
+        problem = f"--config {show(self.config)} is no list of keywords. Write it such as n_layer=4,activation='gelu'."
+        source = f"f({self.config})"
+        try:
+            call = ast.parse(source, mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            raise FormatError(problem) from error
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+            raise FormatError(problem)
+        found: dict[str, Any] = {}
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in found:
+                raise FormatError(
+                    f"--config {show(self.config)} has {keyword.arg or '**'} where it may not. Give each keyword once."
+                )
+            text = ast.get_source_segment(source, keyword.value) or ""
+            found[keyword.arg] = _WORDS.get(text, text)
+            with contextlib.suppress(ValueError):
+                found[keyword.arg] = ast.literal_eval(keyword.value)
+        return found
+
+    def shape(self) -> tuple[int, ...]:
+        extents = self.input.split("x")
+        if not all(extent.isascii() and extent.isdigit() and int(extent) for extent in extents):
+            raise FormatError(
+                f"--input {self.input!r} is no shape. Write numbers above 0 with x between them: 8x3x64x64 for 8 images, 8x128 "
+                "for 8 rows of 128 tokens."
+            )
+        return tuple(map(int, extents))
 
 
 def check_method(name: str) -> str:

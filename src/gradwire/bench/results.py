@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
+from gradwire.bench.names import GivenModel
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.record.run import Interval
@@ -50,6 +51,8 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     what: ClassVar[str] = "order to the bench's worker"
 
     job: str
+    model: GivenModel | None = None
+    """The model of the job; null: `job` is one of the bench's own."""
     methods: tuple[str, ...]
     seed: int
     steps: int

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradwire.bench.loopback import Loopback
-from gradwire.bench.names import UNLIMITED, check_job, check_method
+from gradwire.bench.names import UNLIMITED, GivenModel, check_job, check_method
 from gradwire.bench.progress import View
-from gradwire.bench.recorded import complete_runs
+from gradwire.bench.recorded import complete_runs, method_folder
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core.files import make_folder
@@ -42,6 +42,8 @@ class BenchRequest:
     links: Sequence[str]
     """Rates such as "500mbit", or "unlimited"."""
     methods: Sequence[str]
+    model: GivenModel | None = None
+    """The model of the one job; None: all jobs are the bench's own."""
     nodes: int = 2
     ranks_per_node: int = 1
     steps: int = 30
@@ -60,7 +62,7 @@ class BenchRequest:
     group_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for job in self.jobs:
+        for job in self.jobs if self.model is None else ():
             check_job(job)
         for method in self.methods:
             check_method(method)
@@ -191,7 +193,7 @@ class _Runner:
     def measure_group(self, network: Network, job: str, link: str) -> None:
         """All methods on one job over one link."""
         request, title, gbps = self.request, f"{job}, {link}", gbps_of(link)
-        record = None if request.record is None else request.record / f"{job}-{link}"
+        record = None if request.record is None else method_folder(request.record, f"{job}-{link}")
         found = self._run(network, title, job, request.methods, request.steps, request.warmup_steps, record)
         if isinstance(found, str):
             cells = [Cell(job=job, link=link, gbps=gbps, method=method, failure=found) for method in request.methods]
@@ -248,6 +250,7 @@ class _Runner:
             result = Path(folder, "record.json")
             order = WorkerOrder(
                 job=job,
+                model=self.request.model,
                 methods=tuple(methods),
                 seed=self.request.seed,
                 steps=steps,

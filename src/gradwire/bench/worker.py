@@ -28,6 +28,7 @@ import torch
 
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.methods import Method, build
+from gradwire.bench.models import ModelJob
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.recorded import method_folder
 from gradwire.bench.results import Decided, MethodRecord, StepEvent, WorkerOrder, WorkerRecord, print_event
@@ -257,7 +258,7 @@ def main(order_path: str) -> None:
     order = WorkerOrder.load(order_path)
     die_with(order.runner)
     torch.set_num_threads(1)
-    job = make_job(order.job, order.seed)
+    job = make_job(order.job, order.seed) if order.model is None else ModelJob(order.model, order.seed)
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
     contest = Contest(order, job, ranks)
     contest.run()

@@ -17,6 +17,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 Specs = Annotated[list[str] | None, typer.Option(help="A compressor, such as QSGD(bits=4); may be repeated.")]
 ClusterFile = Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")]
 CostsFile = Annotated[Path | None, typer.Option(help="Costs file: codec times. Needed only with compression.")]
+GivenName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Any model, as MODULE:NAME of a class or function, such as torchvision.models:resnet18."
+    ),
+]
+GivenConfig = Annotated[
+    str | None, typer.Option("--config", help="With --model: keywords for NAME, or for its config, such as n_layer=4.")
+]
+GivenInput = Annotated[
+    str | None, typer.Option("--input", help="With --model: shape of a rank's batch, 8x3x64x64, or 8x128 for tokens.")
+]
 DecodeCalls = Annotated[
     str | None, typer.Option(help="Decode several payloads in one call: all, else each. Default: each.")
 ]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.cli.app import Json, Specs, app
+from gradwire.cli.app import GivenConfig, GivenInput, GivenName, Json, Specs, app
 from gradwire.errors import FormatError, GradwireError
 
 
@@ -61,6 +61,9 @@ def bench(
     jobs: Annotated[
         str, typer.Option(help="Comma-separated: transformer, mlp, resnet, embeddings.")
     ] = "transformer,mlp,resnet",
+    model: GivenName = None,
+    config: GivenConfig = None,
+    shape: GivenInput = None,
     links: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +111,7 @@ def bench(
     from rich.console import Console
 
     _check_extra("sklearn")
-    from gradwire.bench.names import split_names
+    from gradwire.bench.names import GivenModel, split_names
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import FULL_WIDTH, tables
@@ -120,10 +123,15 @@ def bench(
         raise FormatError(
             f"--json {json}: the folder {json.parent} does not exist. Create the folder; nothing was measured."
         )
-    kind = "matrix" if matrix else "predict" if predict else what
+    kind = (
+        "matrix" if matrix else "predict" if predict else "model" if model is not None and what == "methods" else what
+    )
     _refuse_others(context, kind)
+    given = GivenModel.of(model, config, shape)
     campaigns: Any = (
-        None if kind == "methods" else from_repository("campaigns.commands", f"`gradwire bench {_flag(kind)}`")
+        None
+        if kind in ("methods", "model")
+        else from_repository("campaigns.commands", f"`gradwire bench {_flag(kind)}`")
     )
     if matrix:
         campaigns.bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out, again)
@@ -134,7 +142,8 @@ def bench(
         return
     chosen = campaigns.METHODS[what]() if what != "methods" else split_names(methods)
     request = BenchRequest(
-        jobs=split_names(jobs),
+        jobs=split_names(jobs) if given is None else [given.model],
+        model=given,
         links=split_names(links or f"100mbit,500mbit,1000mbit{'' if predict else ',unlimited'}"),
         methods=campaigns.predictable(chosen) if predict else chosen,
         nodes=2 if nodes is None else nodes,
@@ -149,7 +158,12 @@ def bench(
     if predict:
         campaigns.bench_predictions(request, spec or ["QSGD(bits=4)", "ErrorFeedback(TopK(0.01))"], json)
         return
-    run = run_bench(request, emulation_problem(), ProgressView(Console(stderr=True)), json)
+    problem = emulation_problem()
+    if given is not None:
+        from gradwire.bench.models import ModelJob
+
+        ModelJob(given)  # an error is told here once, before ranks start
+    run = run_bench(request, problem, ProgressView(Console(stderr=True)), json)
     console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
     for shown in tables(run, console.width) if campaigns is None else chain(*campaigns.TABLES[what](run)):
         console.print(shown)
@@ -170,6 +184,7 @@ _USED = {
     "phases": {*_COMMON, "what"},
     "predict": {*_COMMON - {"record"}, "methods", "predict", "spec"},
     "methods": {*_COMMON, "what", "methods"},
+    "model": {*_COMMON - {"jobs"}, "what", "methods", "model", "config", "shape"},
 }
 """The options of `bench` that each kind of measurement uses."""
 
@@ -183,14 +198,18 @@ def _check_extra(*names: str) -> None:
 def _refuse_others(context: typer.Context, kind: str) -> None:
     """Raises FormatError for a given option that this kind of measurement does not use."""
     for name in sorted(context.params.keys() - _USED[kind]):
-        source, option = context.get_parameter_source(name), f"--{name.replace('_', '-')}"
+        source, option = context.get_parameter_source(name), _option(name)
         if source is not None and source.name == "COMMANDLINE":
-            used = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(_USED[kind]))
+            used = ", ".join(sorted(map(_option, _USED[kind])))
             raise FormatError(f"{option} has no effect with {_flag(kind)}, which uses {used}. Leave out {option}.")
 
 
+def _option(name: str) -> str:
+    return "--input" if name == "shape" else f"--{name.replace('_', '-')}"
+
+
 def _flag(kind: str) -> str:
-    return f"--{kind}" if kind in ("matrix", "predict") else f"--what {kind}"
+    return f"--{kind}" if kind in ("matrix", "predict", "model") else f"--what {kind}"
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, Json, Specs, app
+from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, GivenConfig, GivenInput, GivenName, Json, Specs, app
 from gradwire.errors import FormatError
 
 if TYPE_CHECKING:
@@ -202,8 +202,13 @@ def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | N
 
 @app.command()
 def plan(
-    profile: Annotated[Path, typer.Argument(help="Profile file: the model's times, tensor by tensor.")],
     cluster: ClusterFile,
+    profile: Annotated[
+        Path | None, typer.Argument(help="Profile file: the model's times, tensor by tensor. Not with --model.")
+    ] = None,
+    model: GivenName = None,
+    config: GivenConfig = None,
+    shape: GivenInput = None,
     costs: CostsFile = None,
     spec: Specs = None,
     method: Annotated[
@@ -237,20 +242,23 @@ def plan(
 ) -> None:
     """Plan the exchange of each gradient: buckets, compression, collectives and launch order. Needs no GPU and no network.
 
+    --model measures a model here, on the processor, instead of reading a profile; without --costs the codecs too.
     --spec names the compressors that the plan may use. With --inter or --nodes: the scaling factors of several methods on
     many clusters.
     """
     import json as codec
 
-    from gradwire.bench.names import parse_spec, split_names
+    from gradwire.bench.names import GivenModel, parse_spec, split_names
     from gradwire.core import Cluster, Costs, Profile
     from gradwire.planner.drafts import Limits, PlanningJob
     from gradwire.planner.methods import explanation, make
     from gradwire.planner.sweep import SWEPT, check_some_may, methods_here, sweep_methods
     from gradwire.sim.rules import changed_rules
 
-    times = Profile.load(profile)
-    codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
+    if (given := GivenModel.of(model, config, shape)) is not None and profile is not None:
+        raise FormatError(f"{profile} and --model {model} are given, and one job is planned. Leave out one of them.")
+    if given is None and profile is None:
+        raise FormatError("there is no job to plan. Name a profile file, or a model by --model and --input.")
     if memory_mb is not None and not 0 <= memory_mb < 1e12:
         raise FormatError(f"--memory-mb is {memory_mb}: it must be a number of megabytes from 0 to below 1e12.")
     limits = Limits(
@@ -261,7 +269,15 @@ def plan(
         restrict=restrict,
     )
     specs = [parse_spec(each) for each in spec or ()]
-    rules, links = changed_rules(times, decode_calls=decode_calls), Cluster.load(cluster)
+    links = Cluster.load(cluster)
+    codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
+    if given is not None:
+        from gradwire.bench.models import measure_model
+
+        times, codecs = measure_model(given, specs, None if costs is None else codecs)
+    elif profile is not None:
+        times = Profile.load(profile)
+    rules = changed_rules(times, decode_calls=decode_calls)
     if points := points_of(links, inter, nodes, picture):
         refuse_with_sweep(out=out, method=None if method == "joint" else method)
         chosen = methods_here() if methods is None else split_names(methods)

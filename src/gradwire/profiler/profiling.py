@@ -58,8 +58,7 @@ class Profiling:
 
     def __init__(self, session: Session, folder: str | os.PathLike[str], steps: int, specs: Sequence[Spec]) -> None:
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
-        schedule, model = session.plan.schedule, session.model
-        assert model is not None
+        schedule = session.plan.schedule
         if not session.schedule.traits.sends_in_backward or schedule.gathers_in_forward:
             raise PlanError(
                 f"this handle runs the schedule {schedule!r}, in which steps overlap. Profile with the "
@@ -68,7 +67,6 @@ class Profiling:
         if session.group.world_size < 2:
             raise PlanError("this rank is alone: there is no link to measure. Profile with 2 ranks or more.")
         self._session, self._schedule, self._group = session, session.schedule, session.group
-        self._model, self._parameters = model, session.parameters
         self._folder, self._steps, self._specs = Path(folder), steps, specs
 
     def __enter__(self) -> Self:
@@ -116,21 +114,10 @@ class Profiling:
         plan = self._session.plan
         of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
         self.costs = measure_codecs([*of_plan, *self._specs], device)
-        infos = [info_of(name, parameter) for name, parameter in self._parameters.items()]
-        found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
+        self.profile, exchange_cpu_us = profile_from(recorder, self._session, quiet, loaded)
         if device.type == "cpu":
-            launch_us = launch_time_us(plan, found.tensors, self.cluster, self.costs, found.exchange_cpu_us)
+            launch_us = launch_time_us(plan, self.profile.tensors, self.cluster, self.costs, exchange_cpu_us)
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us)
-        self.profile = Profile(
-            model=type(self._model).__name__,
-            batch=recorder.batch,
-            device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-            steps=self._steps,
-            optimizer_us=found.optimizer_us,
-            loaded_backward_us=found.loaded_backward_us,
-            made=Made.now(),
-            tensors=tuple(found.tensors),
-        )
 
     def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
         """(ranks, steps, columns)."""
@@ -145,6 +132,26 @@ class Profiling:
             return self._session.lanes.control.submit(gather).result()
         except LinkError as error:
             raise self._session.reducer.broken("the times that ranks recorded", error) from error
+
+
+def profile_from(
+    recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor
+) -> tuple[Profile, float]:
+    """The profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows of the recorder, slowest over ranks."""
+    infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
+    found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
+    device = recorder.clock.device
+    profile = Profile(
+        model=type(session.model).__name__,
+        batch=recorder.batch,
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        steps=len(quiet),
+        optimizer_us=found.optimizer_us,
+        loaded_backward_us=found.loaded_backward_us,
+        made=Made.now(),
+        tensors=tuple(found.tensors),
+    )
+    return profile, found.exchange_cpu_us
 
 
 def described(found: Profiling) -> str:

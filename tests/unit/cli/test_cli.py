@@ -16,6 +16,9 @@ gradwire
 gradwire bench
   --what = methods
   --jobs = transformer,mlp,resnet
+  --model
+  --config
+  --input
   --links
   --matrix
   --out = benchmarks/results/matrix
@@ -68,8 +71,11 @@ gradwire options
   --count
   --json
 gradwire plan
-  PROFILE
   --cluster
+  PROFILE
+  --model
+  --config
+  --input
   --costs
   --spec
   --method = joint
