@@ -316,6 +316,12 @@ def test_a_link_whose_times_tell_no_rate_spoils_no_other() -> None:
     assert cluster.allreduce is not None and cluster.allreduce.gbps < 1
 
 
+def test_one_size_tells_no_processor_time_and_stops_nothing() -> None:
+    one = {"allreduce": [(1e3, 90.0)] * 3, "inter": [(2e3, 90.0)] * 3, "cpu": [(1e3, 40.0)] * 3}
+    cluster = measured_links(one, Grid.even(2, 1, 0), unknown_gbps=100.0).cluster
+    assert cluster.allreduce == Link(90.0, 100.0)
+
+
 sizes = st.lists(st.integers(1, 10**8), min_size=2, max_size=6, unique=True).map(sorted)
 
 
