@@ -439,8 +439,11 @@ def test_a_resumed_run_repeats_a_hierarchical_one(worlds: Worlds, tasks: str, re
         assert in_two == at_once
 
 
+PLAIN = gw.Identity()
+
+
 def train(
-    scheme: str, spec: gw.Spec = gw.Identity(), schedule: Any = "backward"
+    scheme: str, spec: gw.Spec = PLAIN, schedule: Any = "backward"
 ) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
     with on_grid(ranks_per_node=2):
         torch.manual_seed(0)

@@ -54,7 +54,7 @@ class Compressor(ABC):
         return self
 
     def summing(self, terms: int, ranks: int) -> "Compressor":
-        """The compressor for sums of the gradients of so many ranks (`terms`), each divided by the number of all. It is another one
+        """The compressor for sums of the gradients of `terms` ranks, each divided by the number of all `ranks`. It is another one
         where the method compares with a fixed magnitude, which is meant for gradients as scripts see them."""
         return self
 
