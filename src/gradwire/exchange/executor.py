@@ -274,9 +274,12 @@ class Executor:
     def _run(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         try:
             return self._run_tasks(lane, tasks, progress, link)
-        except BaseException:
+        except (TaskFailed, Abandoned):
             progress.fail()
             raise
+        except Exception as error:  # between two tasks
+            progress.fail()
+            raise TaskFailed(self._at[lane] or PhaseTask(0, 0, 0), error) from error
 
     def _run_tasks(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         times = self.lanes.times

@@ -136,9 +136,9 @@ class Lanes:
         """Forget the failure."""
         self.failure, self.mendable = None, False
 
-    def failed_here(self, what: str, cause: Exception, step: int) -> GradwireError:
+    def failed_here(self, what: str, cause: BaseException, step: int) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
-        kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
+        kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
         sizes = (
             " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
         )
@@ -150,7 +150,8 @@ class Lanes:
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
-        self._roll_call.sign(str(error), self._patience_s)
+        with suppress(Exception):  # no thread, no memory: the others then hear that this rank is gone
+            self._roll_call.sign(str(error), self._patience_s)
         self._break_off()
         return self.fail(error)
 
