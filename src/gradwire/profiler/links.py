@@ -7,6 +7,7 @@ rate. All ranks get the times of the slowest rank, so all stop at the same size.
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -95,8 +96,9 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
     if "cpu" in times:
-        cpu = fit_line(times["cpu"])
-        links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
+        with suppress(FormatError):  # a short measurement has one size
+            cpu = fit_line(times["cpu"])
+            links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
     cluster = Cluster(
         nodes=grid.nodes,
         ranks_per_node=grid.ranks_per_node,
