@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("busy")
 
 _CACHE = tempfile.TemporaryDirectory(prefix="gradwire-tests-")
 os.environ.setdefault("GRADWIRE_CACHE_DIR", _CACHE.name)
+os.environ.setdefault("GRADWIRE_FLIGHT_DIR", _CACHE.name)
 
 torch.set_num_threads(1)  # tests run in two processes, and operations are small
 

@@ -115,6 +115,34 @@ def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
         assert victim in blamed if victim == 0 else blamed == [victim], words
 
 
+def killed_with_a_worker(plan: gw.Policy) -> float:
+    """Rank 1 is killed, and a process that it forked lives on, as a DataLoader's worker does. The seconds until rank 0 hears."""
+    model = Given([300, 2000, 5])
+    gw.parallelize(model, plan=plan)
+    model(model.random_gradients(0)).backward()
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(gw.CommunicationError, match="rank 1 did not answer"):
+        model(model.random_gradients(1)).backward()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("plan", [COMPRESSED, PLAIN], ids=["wires", "gloo"])
+def test_a_worker_that_outlives_its_rank_does_not_hide_its_death(plan: gw.Policy) -> None:
+    world = World(2, 10.0)
+    try:
+        world.start(killed_with_a_worker, plan)
+        survivor, _ = world.collect(40, needed={0})
+    finally:
+        world.close()
+    assert survivor.kind == "returned", survivor.value
+    assert survivor.value < 5  # usually 1, the roll call's patience; at the timeout 8.5
+
+
 # ---- uneven scripts
 
 

@@ -203,6 +203,13 @@ class Bits:
             self._errors.remove()
             self._errors = None
 
+    def _assigned(self, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> str:
+        try:
+            return msgspec.json.encode(assign(self.adaptive, infos, rows)).decode()
+        except PlanError as error:  # gradients were not finite
+            say(f"the bits of all tensors stay unchanged: {error}")
+            return ""
+
     def _choose(self, live: Live, errors: Errors) -> None:
         self._stop()
         adapting = self._adapting(live)
@@ -220,15 +227,10 @@ class Bits:
         if not told_of:
             return
         infos, rows = [info for info, _ in told_of], [row for _, row in told_of]
-        chosen = None
-        if live.group.rank == 0:
-            try:
-                chosen = assign(self.adaptive, infos, rows)
-            except PlanError as error:  # gradients were not finite
-                say(f"the bits of all tensors stay unchanged: {error}")
-        told = live.from_first(msgspec.json.encode(chosen).decode())
-        if (found := msgspec.json.decode(told, type=Assignment | None)) is None:
+        told = live.made_by_first(partial(self._assigned, infos, rows), "the bits of all tensors stay unchanged")
+        if not told:
             return
+        found = msgspec.json.decode(told, type=Assignment)
         specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
         bits = {name: spec.bits for name, spec in specs.items()}
         if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:

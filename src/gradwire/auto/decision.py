@@ -113,10 +113,9 @@ def say(line: str) -> None:
     _LOGGER.info(line)
 
 
-def say_failed(goes_on: bool) -> None:
-    """Log that planning failed, with the exception at hand. `goes_on`: a plan chosen before goes on."""
-    what = "the plan chosen before goes on" if goes_on else "plain all-reduce runs on all ranks"
-    _LOGGER.warning("plan='auto' could not make a plan, so %s. Pass plan= to choose one.", what, exc_info=True)
+def say_failed(instead: str) -> None:
+    """Log that rank 0 could not plan, with the exception at hand, and what runs instead."""
+    _LOGGER.warning("rank 0 could not plan, so %s. Pass plan= to choose one.", instead, exc_info=True)
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:

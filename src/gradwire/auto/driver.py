@@ -31,7 +31,7 @@ from gradwire.auto.accuracy import (
     specs_of,
     specs_under,
 )
-from gradwire.auto.decision import AutoDecision, Tried, say, say_failed
+from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, compute_us_of, profile_of, scaled
 from gradwire.auto.planning import Offer, foreseen, offers
@@ -210,13 +210,9 @@ class Auto:
         began = self.clock()
         self._pace.forget()
         self._refused = self._find_refused(live)
-        text = ""
-        if live.group.rank == 0:
-            try:
-                text = msgspec.json.encode(self._made(live, seconds_for(step_us))).decode()
-            except Exception:  # whatever it is, the other ranks wait for an answer
-                say_failed(self._current is not None)
-        self._offers, self._elsewhere = _read(live.from_first(text))
+        instead = "plain all-reduce runs on all ranks" if self._current is None else "the plan chosen before goes on"
+        make = lambda: msgspec.json.encode(self._made(live, seconds_for(step_us))).decode()  # noqa: E731
+        self._offers, self._elsewhere = _read(live.made_by_first(make, instead))
         self._spent_us += 1e6 * (self.clock() - began)
         (spent_us,) = live.exchange([self._spent_us])()[0]
         if not self._offers:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from gradwire.auto.decision import say_failed
 from gradwire.collectives import Link, LinkError
 from gradwire.core.plan import Plan
 from gradwire.core.schedules import Schedule
@@ -103,6 +104,17 @@ class Live:
 
         return wait
 
+    def made_by_first(self, make: Callable[[], str], instead: str) -> str:
+        """A text that rank 0 makes, on all ranks; '' where making it failed, whatever it was: the others wait for an answer.
+        `instead`: what runs then, for the log."""
+        text = ""
+        if self.group.rank == 0:
+            try:
+                text = make()
+            except Exception:
+                say_failed(instead)
+        return self.from_first(text)
+
     def from_first(self, text: str) -> str:
         """The text of rank 0, on all ranks."""
         return self.from_all(text if self.group.rank == 0 else "")[0]
@@ -120,7 +132,7 @@ class Live:
         try:
             return result()
         except LinkError as error:
-            raise self.steps.broken(what, error) from error
+            raise self.session.lanes.broken(what, error, self.steps.step) from error
 
 
 class Stepped:

@@ -8,6 +8,7 @@ the next forward of the pipelined schedule counts. A pause between two steps, as
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 
 from gradwire.auto.decision import say, unlike
@@ -132,8 +133,7 @@ class Tuning:
     def _begin(self, live: Live) -> None:
         self._infos, self.searching, self._tried = live.infos, True, []
         began = self.clock()
-        if live.group.rank == 0:
-            self._search = SizeSearch(self.tuned, lambda nbytes: self._buckets(live, nbytes))
+        self._search = None
         self._try_next(live, began)
 
     def _buckets(self, live: Live, nbytes: int) -> tuple[tuple[str, ...], ...]:
@@ -155,14 +155,11 @@ class Tuning:
         step_us, search_us, total_us = (max(column) for column in zip(*live.exchange(own)(), strict=True))
         buckets = len(live.plan.buckets)
         self._tried.append(TriedSize(self._nbytes, buckets, step_us, search_us, search_us + total_us))
-        if self._search is not None:
-            self._search.took(1e6 / step_us)
         self._try_next(live, began)
 
     def _try_next(self, live: Live, began: float) -> None:
         """Change to the next size, or to the best size after the search."""
-        proposed = self._search.propose() if self._search is not None else None
-        told = int(live.from_first(str(proposed or 0)))
+        told = int(live.made_by_first(partial(self._proposed, live), "the best size so far stays") or 0)
         if told == 0:
             self._decide(live)
             return
@@ -171,8 +168,18 @@ class Tuning:
         self._mark = self.clock()
         self._search_us = 1e6 * (self._mark - began)
 
+    def _proposed(self, live: Live) -> str:
+        """The next size, on rank 0; 0 after the search."""
+        if self._search is None:
+            self._search = SizeSearch(self.tuned, lambda nbytes: self._buckets(live, nbytes))
+        if self._tried:
+            self._search.took(1e6 / self._tried[-1].step_us)
+        return str(self._search.propose() or 0)
+
     def _decide(self, live: Live) -> None:
         self.searching, self._search = False, None
+        if not self._tried:  # rank 0 could not begin
+            return
         sizes = dict.fromkeys(one.nbytes for one in self._tried)
         means = {nbytes: fmean(one.step_us for one in self._tried if one.nbytes == nbytes) for nbytes in sizes}
         nbytes = min(means, key=means.__getitem__)

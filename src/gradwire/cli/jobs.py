@@ -256,12 +256,26 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0, max=86400.0)
     ] = 60.0,
+    flight: Annotated[
+        bool, typer.Option("--flight", help="Read flight records, which ranks whose step failed wrote.")
+    ] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="The flight records, of all ranks.")] = None,
     json: Json = False,
 ) -> None:
     """Examine this machine, and with several ranks the links between them. The exit code is 1 if there are problems.
 
+    With --flight FILES... say which rank was behind when a step failed, and in what.
+
     To measure the links, start the ranks with torchrun or `gradwire emulate`: torchrun ... -m gradwire doctor
     """
+    if flight or files:
+        from gradwire.doctor.flight import behind
+        from gradwire.exchange.flight import FlightRecord
+
+        if not (flight and files):
+            raise FormatError("the doctor reads files only as `gradwire doctor --flight FILES...`, of all ranks.")
+        typer.echo("\n".join(behind([FlightRecord.load(path) for path in files])))
+        raise typer.Exit(0)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the doctor reports errors of torch's sockets itself
     from rich.console import Console
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -293,6 +294,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}
+        _all.add(self)
 
     @contextmanager
     def opened_here(self, expected: int) -> Iterator[None]:
@@ -320,6 +322,29 @@ class Connections:
                 with suppress(OSError), _borrowed(number) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
         self._inodes = {}
+
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: close its copies. The numbers stay in use, since the backend's copy would close them
+        again."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number, inode in self._inodes.items():
+            with suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+        self._inodes = {}
+
+
+_all: "weakref.WeakSet[Connections]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
+    for each in _all:
+        each.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _connected() -> dict[int, int]:

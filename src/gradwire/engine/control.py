@@ -81,7 +81,14 @@ class ControlExchange:
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
         self.stepped = True  # a step that was left out is told once
-        return self._lanes.control.submit(partial(exchange_reports, own, len(self._names), after=after))
+        doing = self._lanes.flight.doing("control exchange")
+
+        def exchange(link: Link) -> list[RankReport]:
+            reports = exchange_reports(own, len(self._names), link, after)
+            doing.done()
+            return reports
+
+        return self._lanes.control.submit(exchange)
 
     def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""

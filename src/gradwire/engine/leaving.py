@@ -1,17 +1,44 @@
 """What all ranks do when one of them cannot make its step: its end, in order, `reset` after it, and a change of the model."""
 
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from gradwire.engine.control import BackwardState, exchange_reports
 from gradwire.engine.schedules.base import Launches
+from gradwire.engine.seams.stepping import is_of_script
 from gradwire.errors import GradwireError, StepStateError
 
 if TYPE_CHECKING:
     from gradwire.engine.reducer import Reducer
+
+T = TypeVar("T")
+
+
+def told_to_all(act: Callable[..., T]) -> Callable[..., T]:
+    """For methods of reducers and schedules that are gradwire's own part of a step. Where it fails (memory is short), nobody
+    knows how much was done, and `leave` could wait for ever: so the step fails on all ranks, with the reason. What the script's
+    optimizer raises is the script's."""
+
+    @wraps(act)
+    def told(owner: Any, *arguments: Any) -> T:
+        try:
+            return act(owner, *arguments)
+        except GradwireError:
+            raise
+        except BaseException as error:
+            if is_of_script(error):
+                raise
+            reducer: Reducer = getattr(owner, "_reducer", owner)
+            failed = reducer.lanes.failed_here("the step", error, reducer.step)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
+
+    return told
 
 
 def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
@@ -61,6 +88,7 @@ def leave(reducer: "Reducer", words: str) -> GradwireError:
     return reducer.lanes.fail(StepStateError(words), mendable)
 
 
+@told_to_all
 @torch.no_grad()
 def announce_change(reducer: "Reducer") -> None:
     """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
@@ -80,6 +108,7 @@ def announce_change(reducer: "Reducer") -> None:
     reducer.idle()
 
 
+@told_to_all
 def reset(reducer: "Reducer") -> None:
     """Begin anew after a void step. Collective."""
     schedule = reducer.schedule

@@ -27,14 +27,14 @@ from torch.autograd import Variable
 
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport, used_anywhere
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
-from gradwire.engine.leaving import came_twice, not_sent, was_left
+from gradwire.engine.leaving import came_twice, not_sent, told_to_all, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
 from gradwire.engine.seams import reentrant
 from gradwire.engine.seams.arrivals import NO_BACKWARD, Arrivals
 from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.step_state import StepState
-from gradwire.errors import GradwireError, StepStateError
+from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange, Lanes
 from gradwire.exchange.layout import Slot
 
@@ -148,10 +148,6 @@ class Reducer:
         """The number of the step whose forward begins next."""
         return self.step + (self._state is StepState.CLOSING)
 
-    def broken(self, what: str, cause: Exception) -> GradwireError:
-        """The error to raise when an exchange beside the gradients' failed; from then on every step raises it."""
-        return self.lanes.broken(what, cause, self.step)
-
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
@@ -167,9 +163,11 @@ class Reducer:
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
 
+    @told_to_all
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.schedule.before_gradient(index, parameter)
 
+    @told_to_all
     def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
         self._used.add(index)
@@ -191,6 +189,7 @@ class Reducer:
                 raise came_twice(self, index)
         self.arrivals.note(index)
 
+    @told_to_all
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
         """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
         last, the run is taken when the next gradient of this backward comes, or at its end."""
@@ -198,6 +197,7 @@ class Reducer:
         if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
             self._fill_complete(None if accumulated is None else (index, accumulated))
 
+    @told_to_all
     def _outermost(self) -> None:
         if self.synchronise and not self.in_hand:
             self._begin_in_backward()
@@ -334,6 +334,7 @@ class Reducer:
         self.begin_by_schedule()
         self._end(BackwardState.OUT)
 
+    @told_to_all
     @torch.no_grad()
     def _end(self, state: BackwardState) -> None:
         kept: dict[int, torch.Tensor | None] = {}

@@ -298,7 +298,7 @@ class Session(Observer):
         try:
             self.lanes.run(lane, job)
         except LinkError as error:
-            raise self.reducer.broken(what, error) from error
+            raise self.lanes.broken(what, error, self.reducer.step) from error
         except Exception as error:
             raise self.lanes.failed_here(what, error, self.reducer.step) from error
 

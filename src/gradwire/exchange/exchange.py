@@ -297,7 +297,7 @@ class Exchange:
 
     def begin_step(self, step: int, phases: str = BOTH) -> None:
         """Start the lanes for the step of this number."""
-        self.lanes.check()
+        self.lanes.begin(step)
         self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
         self.random[:, :, 1] = step

@@ -195,8 +195,10 @@ class Executor:
 
     @property
     def last_task(self) -> "Future[list[Mark] | None] | None":
-        """Of the step that runs, done with its last task: with None where a lane failed. None where tasks wait for the gate."""
-        return self._progress.at_gate if self.plan.gate == len(self.plan.launch) else None
+        """Of the step that runs, done with its last task: with None where a lane failed. None where tasks wait for the gate,
+        and where no step runs."""
+        beside = self.plan.gate < len(self.plan.launch)
+        return None if beside or not self._running else self._progress.at_gate
 
     def open_gate(self) -> None:
         """Let the tasks behind the gate run, each lane's after its own before it, and after what the caller has queued."""
@@ -228,6 +230,10 @@ class Executor:
         bucket = self.plan.buckets[task.bucket]
         names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
         return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+
+    def _words(self, task: PhaseTask) -> tuple[object, ...]:
+        """The task for the flight recorder, short."""
+        return "bucket", task.bucket, "chunk", task.chunk, self.plan.buckets[task.bucket].link_tasks[task.phase]
 
     def await_bucket(self, bucket: int) -> None:
         """Wait until all tasks of the bucket are done. Raises TaskFailed if a lane failed before that."""
@@ -274,9 +280,12 @@ class Executor:
     def _run(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         try:
             return self._run_tasks(lane, tasks, progress, link)
-        except BaseException:
+        except (TaskFailed, Abandoned):
             progress.fail()
             raise
+        except Exception as error:  # between two tasks
+            progress.fail()
+            raise TaskFailed(self._at[lane] or PhaseTask(0, 0, 0), error) from error
 
     def _run_tasks(self, lane: int, tasks: Sequence[PhaseTask], progress: _Progress, link: Link) -> tuple[Meter, Mark]:
         times = self.lanes.times
@@ -295,9 +304,11 @@ class Executor:
                     marks[what] = mark
             self._at[lane] = task
             began = time.perf_counter()
+            doing = self.lanes.flight.doing(*self._words(task))
             with _telling(task), meter.task():
                 ready = marks[_OPEN if behind else task.bucket]
                 self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, ready)
+            doing.done()
             if times is not None:
                 option = self.plan.buckets[task.bucket].option
                 times.append(TaskTimes(task, option, began, time.perf_counter(), meter.take_spans()))

@@ -17,6 +17,7 @@ from gradwire.collectives import DamagedError, Grid, Group, Lane, Link, LinkErro
 from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
+from gradwire.exchange.flight import Flight
 from gradwire.exchange.wires import connect_wires
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Lanes:
             ) from error
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
+        self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
+        """What the lanes did."""
         self.control = self._lane("control", torch.device("cpu"))
         """For what ranks tell each other."""
         self.data: list[Lane] = []
@@ -119,6 +122,11 @@ class Lanes:
 
     # ---- failures
 
+    def begin(self, step: int) -> None:
+        """A step begins. Raises the failure, if there is one."""
+        self.check()
+        self.flight.begin(step)
+
     def check(self) -> None:
         """Raises the failure, if there is one."""
         if self.failure is not None:
@@ -126,6 +134,10 @@ class Lanes:
 
     def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
         """From now on everything raises this error. Returns it."""
+        if not mendable:
+            with suppress(Exception):
+                words = f"{error} What lanes did is in {self.flight.write(str(error))}."
+                error = type(error)(words)
         # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
         self.failure, self.mendable = type(error)(*error.args), mendable
         if self.running is not None and (running := self.running()) is not None:
@@ -136,9 +148,9 @@ class Lanes:
         """Forget the failure."""
         self.failure, self.mendable = None, False
 
-    def failed_here(self, what: str, cause: Exception, step: int) -> GradwireError:
+    def failed_here(self, what: str, cause: BaseException, step: int) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
-        kind = type(cause) if isinstance(cause, GradwireError) else StepStateError
+        kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
         sizes = (
             " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
         )
@@ -150,7 +162,8 @@ class Lanes:
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
-        self._roll_call.sign(str(error), self._patience_s)
+        with suppress(Exception):  # no thread, no memory: the others then hear that this rank is gone
+            self._roll_call.sign(str(error), self._patience_s)
         self._break_off()
         return self.fail(error)
 

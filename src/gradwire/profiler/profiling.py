@@ -107,7 +107,9 @@ class Profiling:
         try:
             times = lane.submit(lambda link: measure_links(link, grid, device)).result()
         except LinkError as error:
-            raise self._session.reducer.broken("the exchanges that measure links", error) from error
+            raise self._session.lanes.broken(
+                "the exchanges that measure links", error, self._session.reducer.step
+            ) from error
         self.cluster, self.fits, problems = measured_links(times, grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=3)
@@ -131,7 +133,9 @@ class Profiling:
         try:
             return self._session.lanes.control.submit(gather).result()
         except LinkError as error:
-            raise self._session.reducer.broken("the times that ranks recorded", error) from error
+            raise self._session.lanes.broken(
+                "the times that ranks recorded", error, self._session.reducer.step
+            ) from error
 
 
 def profile_from(

@@ -13,6 +13,7 @@ import torch
 
 import gradwire as gw
 from gradwire.auto.driver import Auto
+from gradwire.auto.live import Live
 from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import MOST_STEPS, Candidate
 from gradwire.core import Cluster, Identity, Link, TensorInfo
@@ -104,6 +105,8 @@ class MadeUpLive:
 
     def from_first(self, text: str) -> str:
         return self.from_all(text)[0]
+
+    made_by_first = Live.made_by_first
 
 
 class NoMoments:

@@ -45,6 +45,8 @@ gradwire demo
   --json
 gradwire doctor
   --timeout = 60.0
+  --flight
+  FILES
   --json
 gradwire emulate
   COMMAND

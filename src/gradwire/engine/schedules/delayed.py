@@ -36,6 +36,7 @@ from gradwire.core.schedules import Delayed
 from gradwire.engine.buffers import BufferCopy, ModelBuffers
 from gradwire.engine.control import BackwardState, RankReport, used_anywhere
 from gradwire.engine.drift import checksums
+from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.corrections import Corrections
@@ -131,6 +132,7 @@ class DelayedSchedule:
 
     # ---- what a script sees
 
+    @told_to_all
     def settle(self) -> None:
         """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
         once: then they hold those of the last one that did not."""
@@ -143,6 +145,7 @@ class DelayedSchedule:
         if not self._computing:
             self.settle()
 
+    @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # activations are computed again inside a backward
@@ -159,6 +162,7 @@ class DelayedSchedule:
 
     # ---- a step
 
+    @told_to_all
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
         """What the script's `optimizer.step()` does."""

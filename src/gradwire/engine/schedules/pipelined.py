@@ -26,6 +26,7 @@ from gradwire.collectives import Link, TwoPhase, transfer
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import AnyGradient
+from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
@@ -130,6 +131,7 @@ class PipelinedSchedule:
 
     # ---- stepping
 
+    @told_to_all
     def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
         with self._gathers.lock:
             if not self._gathers.under_way:
@@ -206,11 +208,13 @@ class PipelinedSchedule:
 
     # ---- waiting
 
+    @told_to_all
     def settle(self) -> None:
         with self._gathers.lock:
             if self._gathers.flush():
                 self._later_steps = []
 
+    @told_to_all
     def _settle_bucket(self, bucket: int) -> None:
         """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it, also when the model is gone."""
         self._gathers.settle_bucket(bucket)

@@ -23,7 +23,7 @@ import torch
 
 from gradwire.core.schedules import Pipelined
 from gradwire.engine.control import RankReport
-from gradwire.engine.leaving import leave
+from gradwire.engine.leaving import leave, told_to_all
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -144,6 +144,7 @@ class ShardedSchedule:
             )
         self._shards.forget_state(optimizer)
 
+    @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
         if not torch.is_grad_enabled():
             self.settle()
@@ -196,6 +197,7 @@ class ShardedSchedule:
     def _is_stand_in(self, index: int, parameter: torch.nn.Parameter) -> bool:
         return parameter.grad is not None and parameter.grad is self._reducer.gradients[index].stand_in
 
+    @told_to_all
     def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
         with self._gathers.lock:
             self._reducer.lanes.check()
@@ -271,6 +273,7 @@ class ShardedSchedule:
             if parameter is not None:
                 use_later(parameter, partial(self._settle_bucket, slot.bucket))
 
+    @told_to_all
     def _settle_bucket(self, bucket: int) -> None:  # tensors that wait keep the schedule alive by this method
         self._gathers.settle_bucket(bucket)
 
@@ -360,6 +363,7 @@ class ShardedSchedule:
             "parallelize again."
         )
 
+    @told_to_all
     def settle(self) -> None:
         self._gathers.flush()
 

@@ -40,7 +40,11 @@ class Stepping:
         def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
             def whole() -> Any:
                 stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
-                return stand_in(*arguments, **named)
+                try:
+                    return stand_in(*arguments, **named)
+                except BaseException as error:
+                    error._gradwire_of_script = True  # type: ignore[attr-defined]
+                    raise
 
             stepping = reference()
             act = stepping._act() if stepping is not None and stepping._act is not None else None
@@ -73,6 +77,11 @@ class Stepping:
             else:
                 optimizer.step = before  # type: ignore[method-assign]
         self._before = []
+
+
+def is_of_script(error: BaseException) -> bool:
+    """Whether the script's own step raised it."""
+    return hasattr(error, "_gradwire_of_script")
 
 
 def is_replaced(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,46 @@
+"""Which rank was behind when a step failed, and in what, from the flight records of ranks. Pure."""
+
+from collections.abc import Sequence
+
+from gradwire.exchange.flight import FlightRecord
+
+
+def behind(records: Sequence[FlightRecord]) -> list[str]:
+    """Lines to print: the rank that was behind first, then where each rank was."""
+    by_rank = {record.rank: record for record in records}
+    ranks = sorted({rank for record in records for rank in record.ranks})
+    silent = [rank for rank in ranks if rank not in by_rank]
+    lines = []
+    if silent:
+        names = ", ".join(map(str, silent))
+        lines.append(
+            f"rank {names} wrote no record: killed, stopped, or its file is not among these. Look at its log first."
+        )
+    else:
+        last = min(ranks, key=lambda rank: _progress(by_rank[rank]))
+        same = len({_progress(record) for record in records}) == 1
+        lines.append("no rank was behind the others." if same else f"rank {last} was behind: {_place(by_rank[last])}.")
+    lines += [
+        f"rank {rank}: {_place(by_rank[rank])}. Its error: {by_rank[rank].error}" for rank in ranks if rank in by_rank
+    ]
+    return lines
+
+
+def _progress(record: FlightRecord) -> tuple[int, int]:
+    """The step, and the tasks that ended in it."""
+    if not record.steps:
+        return -1, 0
+    last = record.steps[-1]
+    return last.step, sum(task.ended_s > 0 for task in last.tasks)
+
+
+def _place(record: FlightRecord) -> str:
+    if not record.steps:
+        return "no step had begun"
+    last = record.steps[-1]
+    open_tasks = [f"{task.what} for {record.written_s - task.began_s:.1f} s" for task in last.tasks if not task.ended_s]
+    ended = sum(task.ended_s > 0 for task in last.tasks)
+    where = (
+        " and ".join(open_tasks) if open_tasks else "in no task: its script computed, or it had not begun the next step"
+    )
+    return f"step {last.step}, {ended} tasks done, {where}"

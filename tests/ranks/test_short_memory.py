@@ -1,0 +1,121 @@
+"""MemoryError at any line of gradwire's own part of a step: an error on all ranks, or a step that all ranks forget; no hang."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, World, digest
+
+import gradwire as gw
+
+OURS = ("gradwire.engine", "gradwire.exchange", "gradwire.collectives", "gradwire.api")
+MOST_S = 8.0
+"""For a step and its error; the group's timeout is 30 s."""
+
+
+@contextmanager
+def short_memory(line: int) -> Iterator[list[str]]:
+    """Raises MemoryError when this thread comes to the line of this number in gradwire. What it yields names all lines until
+    then."""
+    seen: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith(OURS):
+            return None
+        if event == "line":
+            seen.append(f"{frame.f_globals['__name__']}:{frame.f_lineno}")
+            if len(seen) == line:
+                sys.settrace(None)
+                raise MemoryError("as ordered")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(None)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "backward": {},
+    "flat buffers": {"scheme": "ring"},
+    "pipelined": {"schedule": gw.Pipelined()},
+    "delayed": {"schedule": gw.Delayed(k=3)},
+}
+
+
+def steps(plan: str, line: int) -> tuple[bool, str, float, str, int]:
+    """Some steps; rank 1 is short of memory in the third. Whether the handle failed, the weights, the longest step, where it was
+    short, and how many lines a step has."""
+    torch.manual_seed(0)
+    model = Given([600, 5, 300])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), bucket_bytes=2000, **PLANS[plan]))
+    failed, longest, where, lines, ordered = False, 0.0, "", 0, False
+    while (done := handle.session.reducer.next_step) < 5 and not failed:
+        began, seen = time.monotonic(), []
+        now = done == 2 and dist.get_rank() == 1 and not ordered
+        try:
+            gradients = model.random_gradients(dist.get_rank(), done)
+            with short_memory(line if now else -1) as seen:
+                optimizer.zero_grad()
+                model(gradients).backward()
+                optimizer.step()
+            lines = max(lines, len(seen))
+        except (MemoryError, gw.GradwireError):
+            ordered, where = True, where or (seen[-1] if now else "")
+            try:
+                handle.reset()
+            except gw.GradwireError:
+                failed = True
+        longest = max(longest, time.monotonic() - began)
+    weights = ""
+    try:
+        handle.session.settle()
+        weights = digest(model.parameters()) if not failed else ""
+    except gw.GradwireError:
+        failed = True
+    handle.detach()
+    return failed, weights, longest, where, lines
+
+
+def run_lines(plan: str, lines: list[int]) -> list[tuple[bool, str, float, str, int]]:
+    ends = []
+    for line in lines:
+        ends.append(steps(plan, line))
+        dist.barrier()
+    return ends
+
+
+def check(plan: str, every: int) -> None:
+    world = World(2, 30.0)
+    try:
+        *_, count = world.run(run_lines, plan, [10**9])[1][0]
+        lines = list(range(1, count + 1, every))
+        assert count > 100
+        for at in range(0, len(lines), 20):
+            first, second = world.run(run_lines, plan, lines[at : at + 20], deadline_s=200)
+            for line, (failed, weights, waited, _, _), (others_failed, others, long, where, _) in zip(
+                lines[at:], first, second, strict=False
+            ):
+                assert (failed, weights) == (others_failed, others), (line, where)
+                assert max(waited, long) < MOST_S, (line, where)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_some_lines(plan: str) -> None:
+    check(plan, 37)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_line(plan: str) -> None:
+    check(plan, 1)
