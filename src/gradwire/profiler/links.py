@@ -7,6 +7,7 @@ rate. All ranks get the times of the slowest rank, so all stop at the same size.
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
-    if "cpu" in times:
+    with suppress(FormatError, KeyError):  # of a single size, or not measured
         cpu = fit_line(times["cpu"])
         links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
     cluster = Cluster(
