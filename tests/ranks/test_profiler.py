@@ -309,6 +309,7 @@ def test_a_link_whose_times_tell_no_rate_spoils_no_other() -> None:
         "intra": [(2 * size, 9.0) for size in sizes],
         "inter": [(2 * size, 200.0 + 8e-2 * size) for size in sizes],
         "allreduce": [(size, 900.0 + 0.5 * size) for size in sizes],
+        "cpu": [(1e3, 9.0)] * 3,
     }
     cluster = measured_links(times, grid, unknown_gbps=100.0).cluster
     assert (cluster.intra.alpha_us, cluster.intra.gbps) == (9.0, 100.0)
