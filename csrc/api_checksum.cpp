@@ -8,7 +8,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define GW_CRC_TARGET __attribute__((target("sse4.2")))
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(__clang__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #define GW_CRC_TARGET __attribute__((target("+crc")))
@@ -134,7 +134,7 @@ Crc fastest() {
 #endif
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("sse4.2")) return by_instruction;
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(__clang__)
   if (getauxval(AT_HWCAP) & HWCAP_CRC32) return by_instruction;
 #endif
   return by_table;
