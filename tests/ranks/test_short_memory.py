@@ -68,10 +68,13 @@ def steps(plan: str, line: int) -> tuple[bool, str, float, str, int]:
                 model(gradients).backward()
                 optimizer.step()
             lines = max(lines, len(seen))
-        except (MemoryError, gw.GradwireError):
+        except (MemoryError, gw.GradwireError) as error:
             ordered, where = True, where or (seen[-1] if now else "")
             try:
-                handle.reset()
+                if isinstance(error, MemoryError) and "stepping" in where:
+                    optimizer.step()  # the step had not begun, and a script may call it again
+                else:
+                    handle.reset()
             except gw.GradwireError:
                 failed = True
         longest = max(longest, time.monotonic() - began)
