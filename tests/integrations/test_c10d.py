@@ -54,6 +54,7 @@ def reduced() -> dict[str, Any]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, dist.get_rank(), group=group)
     told["objects"] = objects
+    told["specs"] = {str(bucket.main_spec) for each in group._exchanges.values() for bucket in each.plan.buckets}
     end(group)
     return told
 
@@ -65,6 +66,7 @@ def test_only_large_sums_of_floats_are_quantised(worlds: Worlds, ranks: int) -> 
             assert all(0.01 < error < 0.3 for error in told[name]) and told[f"{name} alike"]
         for name in ("small", "integers", "float64"):
             assert told[name] == [0.0, 0.0]
+        assert told["specs"] == {"QSGD(bits=4, block=128, blocks='bucket')"}
         assert told["max"] == [ranks - 1.0] and told["objects"] == list(range(ranks))
 
 

@@ -22,6 +22,8 @@ SPECS = [
     gw.Identity(),
     *(spec for spec in example_specs() if spec.id not in ("identity", "truncate")),
     gw.Truncate(4.0, True),
+    gw.QSGD(blocks="bucket"),
+    gw.ErrorFeedback(gw.QSGD(bits=2, blocks="bucket")),
 ]
 STEPS = 3
 
@@ -123,6 +125,35 @@ def test_vectors_in_the_payloads_of_others_are_exact(worlds: Worlds, spec: gw.Sp
     told = worlds.run(ranks, vectors_in_payloads, spec, scheme)
     assert all(carried and len(exact) == 20 and all(exact) for carried, exact, _ in told)
     assert len({bits for _, _, bits in told}) == 1
+
+
+def blocks_of_a_bucket() -> dict[str, list[str]]:
+    """By `blocks`, digests of the mean of many tensors in one bucket, and of one tensor with the same elements."""
+    generator, found = seeded(3, dist.get_rank()), {}
+    values = torch.randn(sum(SIZES), generator=generator)
+    for blocks in ("bucket", "tensor"):
+        found[blocks] = []
+        for sizes in (SIZES, [sum(SIZES)]):
+            parts = {f"t{at}": part.clone() for at, part in enumerate(values.split(sizes))}
+            policy = gw.Policy(
+                default=gw.QSGD(bits=3, block=32, blocks=blocks), scheme="allgather", exempt_vectors=False
+            )
+            exchange = gw.Exchange(parts, plan=policy)
+            exchange.average_(parts)
+            assert len(exchange.plan.buckets) == 1
+            found[blocks].append(digest([torch.cat([parts[name] for name in sorted(parts)])]))
+            exchange.close()
+    return found
+
+
+SIZES = [1, 7, 123, 300, 33]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_blocks_of_a_bucket_ignore_where_tensors_end_in_an_exchange(worlds: Worlds, ranks: int) -> None:
+    told = worlds.run(ranks, blocks_of_a_bucket)
+    assert len(set(told[0]["bucket"])) == 1 and len(set(told[0]["tensor"])) == 2
+    assert all(each == told[0] for each in told)
 
 
 def owed_residual() -> tuple[bool, bool]:

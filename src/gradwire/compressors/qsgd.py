@@ -3,11 +3,19 @@
 Law: unbiased with stochastic rounding; with nearest each value is off by at most half a level, which makes max and l2
 scales contractive (minmax only from 4 bits on: zero is not one of its levels). Exponential levels (NUQSGD, Ramezani-Kebrya
 et al. 2021) halve from the scale on and are as near as the value is small. A block with a NaN or an Inf decodes to NaN
-throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had.
+throughout, so a loss scaler sees it; with error feedback such a block keeps the residual it had. With blocks="bucket" the
+kernels see the tensors of a bucket as one.
 """
 
-from gradwire.compressors.base import KernelCompressor
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Context, KernelCompressor
 from gradwire.core.specs import QSGD, Int8
+from gradwire.kernels import Segments
 
 
 class QSGDCompressor(KernelCompressor):
@@ -19,6 +27,17 @@ class QSGDCompressor(KernelCompressor):
         levels = "exponential" if spec.levels == "exponential" else "qsgd"
         decoded = (spec.block,) if spec.levels == "exponential" else settings
         super().__init__(spec, (f"{levels}_encode", *settings, rounding), (f"{levels}_decode", *decoded), random=True)
+        self._joins = spec.blocks == "bucket"
+
+    def encode_with(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> tuple[Any, ...]:
+        return super().encode_with(src, state, segments.joined if self._joins else segments, context, payload)
+
+    def decode_with(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor
+    ) -> tuple[Any, ...]:
+        return super().decode_with(payload, segments.joined if self._joins else segments, dtype, add, dst)
 
 
 class Int8Compressor(KernelCompressor):

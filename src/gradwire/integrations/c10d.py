@@ -150,7 +150,10 @@ class QuantisingGroup(dist.ProcessGroup):
         key = tuple((name, part.dtype) for name, part in parts.items())
         if key not in self._exchanges:
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
-            policy = Policy(default=QSGD(bits=_settings.bits), rules=rules, exempt_vectors=bool(_settings.parameters))
+            blocks = "tensor" if _settings.parameters else "bucket"
+            policy = Policy(
+                default=QSGD(bits=_settings.bits, blocks=blocks), rules=rules, exempt_vectors=bool(_settings.parameters)
+            )
             plan = policy.plan([info_of(*each) for each in parts.items()], self.size())
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             dtypes = [part.dtype for part in parts.values()]

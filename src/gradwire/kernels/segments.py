@@ -51,6 +51,17 @@ class Segments:
         """Sizes of payloads of these segments, by spec and dtype."""
         return {}
 
+    @cached_property
+    def joined(self) -> "Segments":
+        """The same elements, with neighbours of equal bits as one row. Its random numbers continue those of the first tensor."""
+        rows: list[Segment] = []
+        for row in self.rows:
+            if rows and rows[-1].offset + rows[-1].numel == row.offset and rows[-1].bits == row.bits:
+                rows[-1] = rows[-1]._replace(numel=rows[-1].numel + row.numel)
+            else:
+                rows.append(row)
+        return Segments(tuple(rows), self.device)
+
     @property
     def numel(self) -> int:
         return sum(row.numel for row in self.rows)

@@ -62,6 +62,9 @@ SPECS: list[Spec] = [
     QSGD(bits=5, block=256, rounding="nearest"),
     QSGD(scale="minmax", rounding="nearest"),
     QSGD(bits=8, scale="l2", rounding="nearest"),
+    QSGD(blocks="bucket"),
+    QSGD(bits=3, rounding="nearest", blocks="bucket"),
+    ErrorFeedback(QSGD(bits=2, blocks="bucket")),
     ErrorFeedback(QSGD()),
     ErrorFeedback(QSGD(bits=2, rounding="nearest")),
     ErrorFeedback(QSGD(bits=3, scale="minmax", rounding="nearest")),
@@ -424,6 +427,8 @@ def formula(spec: Spec, numels: tuple[int, ...], dtype: torch.dtype) -> int:
         return sum(numels) * dtype.itemsize
     if isinstance(inner, Cast):
         return sum(numels) * 2
+    if inner.blocks == "bucket":
+        numels = (sum(numels),)
     scales = sum(-(-n // inner.block) for n in numels) * (4 if inner.scale == "minmax" else 2)
     codes = sum(-(-m // 8) * inner.bits for n in numels for m in [*[inner.block] * (n // inner.block), n % inner.block])
     return -(-scales // 16) * 16 + codes
@@ -439,13 +444,33 @@ def test_exactly_the_payload_is_written(spec: Spec, dtype: torch.dtype) -> None:
             size = codec.payload.numel()
             assert size == codec.compressor.payload_bytes(codec.segments, dtype) == formula(spec, numels, dtype)
             if isinstance(spec, QSGD):
-                assert size == sum(qsgd_bytes([(n, spec.bits) for n in numels], spec.block, spec.scale))
+                laid = numels if spec.blocks == "tensor" else (sum(numels),)
+                assert size == sum(qsgd_bytes([(n, spec.bits) for n in laid], spec.block, spec.scale))
             around = torch.full((size + 128,), fill, dtype=torch.uint8)
             codec.payload = around[64 : 64 + size]
             codec.encode(x)
             assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {fill}
             seen.append(codec.payload)
         assert torch.equal(*seen), "some bytes of the payload are not written"
+
+
+def test_blocks_of_a_bucket_ignore_where_tensors_end() -> None:
+    """The payload is that of one tensor with all elements. Blocks of tensors are others."""
+    numels, spec = (1, 7, 123, 300, 4097), QSGD(bits=3, block=32, blocks="bucket")
+    x = gradient(sum(numels))
+    bucket, whole = Codec(spec, numels), Codec(QSGD(bits=3, block=32), (sum(numels),))
+    assert torch.equal(bucket.encode(x), whole.encode(x))
+    assert torch.equal(bucket.decode(), whole.decode())
+    assert not torch.equal(bucket.decode(), Codec(QSGD(bits=3, block=32), numels)(x))
+
+
+def test_blocks_of_a_bucket_go_on_where_the_bits_are_the_same() -> None:
+    spec, keys = QSGD(block=32, blocks="bucket"), (tensor_key("a"), tensor_key("b"), tensor_key("c"))
+    rows = [(0, 20, keys[0], 0, 4), (20, 30, keys[1], 0, 4), (50, 9, keys[2], 0, 2)]
+    segments = Segments.of([Segment(*row) for row in rows])
+    assert [row[:3] for row in segments.joined.rows] == [(0, 50, keys[0]), (50, 9, keys[2])]
+    compressor = compressor_for(spec)
+    assert compressor.payload_bytes(segments, torch.float32) == sum(qsgd_bytes([(50, 4), (9, 2)], 32, "max"))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)

@@ -1,6 +1,8 @@
 """Specs of quantisers with several bits an element."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import ClassVar
 
 import msgspec
@@ -38,6 +40,9 @@ class QSGD(BlockSpec, frozen=True):
     levels: str = "uniform"
     """uniform: equal steps from zero to the scale; exponential: each level is half of the next (NUQSGD), with less error if
     most elements of a block are much smaller than the largest."""
+    blocks: str = "tensor"
+    """tensor: every tensor of a bucket begins a new block; bucket: a block may hold the end of one tensor and the begin of the
+    next (QNCCL). bucket: fewer bytes for many tiny tensors, more error in those beside a tensor of larger values."""
 
     def __post_init__(self) -> None:
         whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
@@ -45,6 +50,7 @@ class QSGD(BlockSpec, frozen=True):
         word("scale", self.scale, ("max", "minmax", "l2"), error=SpecError)
         word("rounding", self.rounding, ("auto", "stochastic", "nearest"), error=SpecError)
         check_seed(self.seed)
+        word("blocks", self.blocks, ("tensor", "bucket"), error=SpecError)
         word("levels", self.levels, ("uniform", "exponential"), error=SpecError)
         if self.levels == "exponential" and self.scale == "minmax":
             raise SpecError(
@@ -63,11 +69,18 @@ class QSGD(BlockSpec, frozen=True):
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
 
     @property
+    def touches_segments_only(self) -> bool:  # type: ignore[override]
+        return self.blocks == "tensor"
+
+    @property
     def element_bits(self) -> int:
         return self.bits
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return sum(qsgd_bytes([(run.numel, run.bits) for run in runs], self.block, self.scale))
+        coded = [(run.numel, run.bits) for run in runs]
+        if self.blocks == "bucket":
+            coded = [(sum(numel for numel, _ in alike), bits) for bits, alike in groupby(coded, itemgetter(1))]
+        return sum(qsgd_bytes(coded, self.block, self.scale))
 
 
 @register_spec
