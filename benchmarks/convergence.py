@@ -1,4 +1,6 @@
-"""How near the delayed schedule comes to plain synchronous SGD: held-out loss and accuracy, transformer and CNN, paired by seed.
+"""How near what `accuracy="safe"` may choose comes to plain synchronous SGD: specs under `backward`, and the delayed schedule.
+
+Held-out loss and accuracy, transformer and CNN, paired by seed.
 
     python -m benchmarks convergence [--jobs transformer resnet] [--seeds 0 1 2 3 4] [--steps 300] [--only k=5]
 
@@ -42,6 +44,8 @@ ARMS = {
     "k=5, 8-bit corrections": delayed(True, k=5, correction=EIGHT_BITS),
     "BIT-SGD (no local update)": delayed(k=None, local_update=False, warmup_steps=0),
     "never corrects (k=None)": delayed(k=None),
+    "backward, 4 bits": Arm(gw.Uniform(gw.QSGD(bits=4)), expected=True),
+    "backward, 2 bits with error feedback": Arm(gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)))),
     **{name: arm for name, arm in PLAIN.items() if name != REFERENCE},
     "OD-SGD (k=1)": delayed(k=1),
     "k=5, residual flushed": delayed(k=5, flush=True),

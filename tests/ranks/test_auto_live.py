@@ -81,7 +81,7 @@ def decide_apart() -> tuple[str, str, str, float | None, list[str]]:
 
     torch.manual_seed(0)
     job, plans = Clocked(Shuffled(SIZES), times), []
-    for number in range(50):
+    for number in range(40):
         job.step(number)
         plans.append(job.handle.plan.digest())
     decision = job.handle.decision

@@ -1,8 +1,9 @@
 """Find the plan that is fastest to a loss, by the times of real steps. Pure: no communication.
 
 The best plan by prediction runs first. How far its time is from its prediction tells how far predictions can be trusted: plans
-that are predicted to be slower by more than that do not run. Where others run, turns are interleaved, A B C A B C, so that a
-slower machine affects all plans alike, and they go on while the best two are alike and the budget lasts.
+that are predicted to be slower by more than that do not run, nor those that cost accuracy and are not predicted to be faster.
+Where others run, turns are interleaved, A B C A B C, so that a slower machine affects all plans alike, and there is a second
+round if the best two are alike and the budget lasts. A first turn ends at once if its steps are clearly slower than the best.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -25,15 +26,18 @@ ALIKE = 0.02
 """Candidates whose times differ by at most this part count as equally fast."""
 HYSTERESIS = 0.04
 """The current plan is chosen unless another plan is faster by more than this part."""
-PLAIN_FACTOR = 1.3
-"""Plain all-reduce does not run if it is predicted to take more than so many times as long as the best plan."""
+PLAIN_FACTOR = 1.05
+"""Plain all-reduce does not run if it is predicted to take more than so many times as long as the best plan was predicted to,
+and longer than that plan takes."""
 _TURN_STEPS = 3
 """Steps of a turn. The first one does not count: memory is new."""
 _LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
 """Bounds of the part by which predictions are taken to be wrong."""
+_SLOW_FIRST, _SLOW = 1.25, 1.15
+"""The first turn of a candidate ends if its first step, or a later one, takes so many times as long as a step of the best one."""
 _HOPELESS = 4.0
-"""A turn ends if a step takes so many times as long as the best."""
-_MOST_ROUNDS = 2
+"""The same for each step of a candidate whose steps differ in length, times the steps of its cycle."""
+_MOST_ROUNDS = 1
 """The most rounds after the first turns; none where a plan runs since an earlier decision."""
 _CLEAR = 1.05
 """No further round is needed if the second best takes so many times as long as the best."""
@@ -99,8 +103,9 @@ class Trial:
         self.total_us += us
         self.steps += 1
         cycle = self.candidates[turn.candidate].cycle
-        hopeless = self._best_us > 0 and us > _HOPELESS * cycle * self._best_us
-        if len(self._in_turn) < turn.steps and not hopeless:
+        slow = _HOPELESS * cycle if cycle > 1 else _SLOW if len(self._in_turn) > 1 else _SLOW_FIRST
+        best_us = 0.0 if self.times[turn.candidate] else self._best_us
+        if len(self._in_turn) < turn.steps and not 0 < slow * best_us < us:
             return
         self.times[turn.candidate] += _means(self._in_turn[1:] or self._in_turn, cycle)
         self._in_turn = []
@@ -138,10 +143,19 @@ class Trial:
     @property
     def error(self) -> float:
         """The part by which predictions are taken to be wrong: that of the first candidate that ran."""
-        for candidate, times in zip(self.candidates, self.times, strict=True):
-            if times and candidate.predicted_us > 0:
-                return min(_MOST_ERROR, max(_LEAST_ERROR, abs(min(times) / candidate.predicted_us - 1)))
-        return _MOST_ERROR
+        return _MOST_ERROR if self._first is None else min(_MOST_ERROR, max(_LEAST_ERROR, abs(self._took_of_first - 1)))
+
+    @property
+    def _took_of_first(self) -> float:
+        """The time of the first candidate that ran, over its prediction; 1 before that."""
+        if self._first is None:
+            return 1.0
+        predicted_us = self.candidates[self._first].predicted_us
+        return min(self.times[self._first]) / predicted_us if predicted_us > 0 else 1 + _MOST_ERROR
+
+    @property
+    def _first(self) -> int | None:
+        return next((index for index, times in enumerate(self.times) if times), None)
 
     @property
     def _plain(self) -> int | None:
@@ -164,7 +178,10 @@ class Trial:
 
     def _fits(self, turn: TrialTurn) -> bool:
         """Whether the turn is over before the budget is spent."""
-        us = self.median_us(turn.candidate) or self.candidates[turn.candidate].predicted_us
+        us = (
+            self.median_us(turn.candidate)
+            or max(1.0, self._took_of_first) * self.candidates[turn.candidate].predicted_us
+        )
         budget_us = max(LEAST_BUDGET_US, BUDGET_PLAIN_STEPS * self.plain_us)
         return self.steps + turn.steps <= MOST_STEPS and self.total_us + turn.steps * us <= budget_us
 
@@ -190,11 +207,15 @@ class Trial:
 
     def _worth(self, index: int) -> bool:
         """Whether predictions and their error leave open that this candidate is the best."""
-        candidate, first = self.candidates[index], next(i for i, times in enumerate(self.times) if times)
+        assert self._first is not None
+        candidate, first = self.candidates[index], self.candidates[self._first]
         if candidate.plain:
-            best_us = max(self.candidates[first].to_loss_us, self._to_loss_us(first))
-            return candidate.to_loss_us <= PLAIN_FACTOR * best_us
-        return candidate.to_loss_us <= (1 + self.error) * self.candidates[first].to_loss_us
+            return candidate.to_loss_us <= max(PLAIN_FACTOR * first.to_loss_us, self._to_loss_us(self._first))
+        # predictions of plans of one schedule are wrong alike
+        lossier = candidate.loss > first.loss and candidate.cycle == first.cycle
+        if lossier and candidate.to_loss_us > (1 - ALIKE) * first.to_loss_us:
+            return False
+        return candidate.to_loss_us <= (1 + self.error) * first.to_loss_us
 
     def _choose(self) -> None:
         medians = {index: self._to_loss_us(index) for index, times in enumerate(self.times) if times}

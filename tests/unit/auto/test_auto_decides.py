@@ -80,7 +80,7 @@ def test_what_needs_more_steps_for_a_loss_has_to_be_faster_by_as_much(lossy_us: 
 
 
 def test_a_wrong_prediction_of_the_first_lets_others_run() -> None:
-    trial = tried({"A": 300.0, "B": 150.0, "plain": 100.0}, predicted_us={"A": 100.0, "B": 145.0, "plain": 380.0})
+    trial = tried({"A": 300.0, "B": 150.0, "plain": 100.0}, predicted_us={"A": 100.0, "B": 145.0, "plain": 290.0})
     assert ran(trial) == ["A", "B", "plain"] and chosen(trial) == "plain"
 
 
@@ -97,6 +97,29 @@ def test_plain_runs_only_where_it_is_predicted_to_come_close(predicted_us: float
     trial = tried({"A": 100.0, "plain": 90.0}, predicted_us={"A": 100.0, "plain": predicted_us})
     assert ("plain" in ran(trial)) is runs and chosen(trial) == ("plain" if runs else "A")
     assert trial.plain_us == (90.0 if runs else predicted_us)
+
+
+@pytest.mark.parametrize(("measured_us", "runs"), [(131.0, True), (129.0, False)])
+def test_plain_runs_where_the_best_plan_takes_longer_than_plain_is_predicted_to(measured_us: float, runs: bool) -> None:
+    trial = tried({"A": measured_us, "plain": 110.0}, predicted_us={"A": 100.0, "plain": 130.0})
+    assert ("plain" in ran(trial)) is runs and chosen(trial) == ("plain" if runs else "A")
+
+
+@pytest.mark.parametrize(("predicted_us", "runs"), [(97.0, True), (99.0, False)])
+def test_what_costs_accuracy_runs_only_if_it_is_predicted_to_be_faster(predicted_us: float, runs: bool) -> None:
+    trial = Trial([Candidate("A", 100.0, loss=1), Candidate("B", predicted_us, loss=2)])
+    while (turn := trial.turn) is not None:
+        trial.took((100.0, 90.0)[turn.candidate])
+    assert chosen(trial) == ("B" if runs else "A")
+
+
+@pytest.mark.parametrize(("steps_us", "ran"), [((126.0,), 1), ((120.0, 116.0), 2), ((120.0, 114.0, 100.0), 3)])
+def test_a_turn_ends_with_the_first_step_that_is_clearly_slow(steps_us: tuple[float, ...], ran: int) -> None:
+    trial = Trial([Candidate("A", 100.0), Candidate("B", 101.0)])
+    for us in (100.0, 100.0, 100.0, *steps_us):
+        assert trial.turn is not None and trial.turn.candidate == (trial.steps >= 3)
+        trial.took(us)
+    assert trial.steps == 3 + ran and (trial.turn is None or trial.turn.candidate == 0)
 
 
 def test_turns_are_interleaved_while_the_best_two_are_alike() -> None:
