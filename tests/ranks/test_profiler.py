@@ -208,16 +208,17 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: None)
-    lanes = SimpleNamespace(data=[lane], hold=False, times=None)
-    executor = Executor(
-        SimpleNamespace(launch=(), gate=0), [SimpleNamespace(index=i, chunks=[]) for i in range(2)], lanes
-    )
-    for hold, counts in ((True, (0, 2)), (False, (1, 2))):
+    lanes = SimpleNamespace(data=[lane, lane], hold=False, times=None)
+    plan = SimpleNamespace(launch=((0, "allreduce"), (1, "allreduce")), gate=2)
+    buckets = [SimpleNamespace(index=i, chunks=[SimpleNamespace(exchanges=1)]) for i in range(2)]
+    executor = Executor(plan, buckets, lanes)
+    for hold, counts in ((True, ([0, 0], [1, 1])), (False, ([1, 0], [1, 1]))):
         lanes.hold = hold
         executor.start()
         for bucket, count in enumerate(counts):
             executor.ready(bucket)
-            assert executor._progress.arrivals[0].qsize() == count
+            told = [arrivals.qsize() for arrivals in executor._progress.arrivals]
+            assert told == count, "a lane hears of the buckets that it has tasks of"
 
 
 # ---- times of models, made up

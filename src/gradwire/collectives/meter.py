@@ -37,10 +37,3 @@ class Meter:
         """The spans since the last call."""
         taken, self.spans = self.spans or [], None if self.spans is None else []
         return taken
-
-    @contextmanager
-    def task(self) -> Iterator[None]:
-        """Count the task inside."""
-        start = time.perf_counter()
-        yield
-        self.task_seconds += time.perf_counter() - start

@@ -79,12 +79,20 @@ def _check_memory(model: torch.nn.Module) -> None:
 
 def what_changed(model: torch.nn.Module, owned: Collection[int], buffers: ModelBuffers) -> str | None:
     """The first trainable parameter whose id is not in `owned`, or "a buffer"."""
-    for name, parameter in shared_parameters(model):
-        if parameter.requires_grad and id(parameter) not in owned:
-            if not isinstance(parameter, torch.nn.Parameter):
-                return None  # torch.func.functional_call: others stand in for this one forward
-            return repr(name)
+    # in every forward: names are made where they are needed
+    if not all(
+        id(each) in owned for module in model.modules() for each in module._parameters.values() if _trains(each)
+    ):
+        for name, parameter in shared_parameters(model):
+            if _trains(parameter) and id(parameter) not in owned:
+                if not isinstance(parameter, torch.nn.Parameter):
+                    return None  # torch.func.functional_call: others stand in for this one forward
+                return repr(name)
     return "a buffer" if buffers.changed(model) else None
+
+
+def _trains(parameter: torch.nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad
 
 
 def facts(prepared: Prepared | None, problem: Exception | None, others: Sequence[Spec] = ()) -> dict[str, Any]:

@@ -20,9 +20,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -86,15 +85,18 @@ class _Progress:
         """Of the tasks before the gate, as `done` is of a bucket's."""
         self.failed: Future[None] = Future()
         """Never done unless a lane fails."""
+        self.has_failed = False
+        """Whether it is done. A future's `done()` takes a lock."""
         self._left, self._left_before_gate = list(tasks), before_gate
         self._marks: list[list[Mark]] = [[] for _ in tasks]
         self._marks_before_gate: list[Mark] = []
         self._lock = threading.Lock()
 
-    def tell(self, what: int, mark: Mark = None) -> None:
-        """Something happened that lanes may wait for."""
-        for arrivals in self.arrivals:
-            arrivals.put((what, mark))
+    def tell(self, what: int, mark: Mark = None, lanes: Collection[int] | None = None) -> None:
+        """Something happened that these lanes may wait for; None: all. It wakes them."""
+        for lane, arrivals in enumerate(self.arrivals):
+            if lanes is None or lane in lanes:
+                arrivals.put((what, mark))
 
     def task_done(self, bucket: int, behind: bool, mark: Mark) -> None:
         with self._lock:
@@ -111,6 +113,7 @@ class _Progress:
     def fail(self) -> None:
         """A lane failed or was let go."""
         with self._lock:
+            self.has_failed = True
             waited_for: list[Future[Any]] = [*self.done, self.at_gate, self.failed]
             for future in waited_for:
                 if not future.done():
@@ -136,6 +139,11 @@ class Executor:
         count = len(lanes.data)
         order = launch_tasks(plan.launch, [len(b.chunks) for b in buckets], count == 1, plan.gate)
         self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(order, count)]
+        self._lanes_of = [
+            {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index}
+            for bucket in buckets
+        ]
+        """By bucket, the lanes that have tasks of it."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
@@ -190,7 +198,7 @@ class Executor:
             return
         mark = self._streams.mark()
         for each in self._held:
-            self._progress.tell(each, mark)
+            self._progress.tell(each, mark, self._lanes_of[each])
         self._held = []
 
     @property
@@ -215,7 +223,7 @@ class Executor:
 
     def failure(self) -> TaskFailed | None:
         """The error of a lane that has failed in this step."""
-        if not self._progress.failed.done():
+        if not self._progress.has_failed:
             return None
         errors = [future.exception() for future in self._running if future.done()]
         return next((error for error in errors if isinstance(error, TaskFailed)), None)
@@ -292,8 +300,10 @@ class Executor:
         meter = Meter(spans=None if times is None else [])
         marks: dict[int, Mark] = {}
         for (bucket, chunk), phases in _phases_by_piece(tasks).items():
-            with _telling(PhaseTask(bucket, chunk, phases[0])):
+            try:
                 self.buckets[bucket].chunks[chunk].post(link, self._tags[bucket, chunk], phases)
+            except Exception as error:
+                raise TaskFailed(PhaseTask(bucket, chunk, phases[0]), error) from error
         for task in tasks:
             behind = self._is_behind(task)
             for needed in (task.bucket, _OPEN) if behind else (task.bucket,):
@@ -303,28 +313,23 @@ class Executor:
                         raise Abandoned
                     marks[what] = mark
             self._at[lane] = task
-            began = time.perf_counter()
+            began, ready = time.perf_counter(), marks[_OPEN if behind else task.bucket]
             doing = self.lanes.flight.doing(*self._words(task))
-            with _telling(task), meter.task():
-                ready = marks[_OPEN if behind else task.bucket]
+            try:
                 self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, ready)
+            except Exception as error:
+                raise TaskFailed(task, error) from error
             doing.done()
+            ended = time.perf_counter()
+            meter.task_seconds += ended - began
             if times is not None:
                 option = self.plan.buckets[task.bucket].option
-                times.append(TaskTimes(task, option, began, time.perf_counter(), meter.take_spans()))
+                times.append(TaskTimes(task, option, began, ended, meter.take_spans()))
             with link.streams.decoding():
                 progress.task_done(task.bucket, behind, link.streams.mark())
         self._at[lane] = None
         with link.streams.decoding():
             return meter, link.streams.mark()
-
-
-@contextmanager
-def _telling(task: PhaseTask) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise TaskFailed(task, error) from error
 
 
 def _phases_by_piece(tasks: Sequence[PhaseTask]) -> dict[tuple[int, int], list[int]]:

@@ -40,11 +40,16 @@ class Slot:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is of the place's kind, its elements in the same order."""
+        if (tensor.dtype, tensor.shape, tensor.stride()) == self._kind:
+            return True
         if tensor.dtype is not self.view.dtype or tensor.shape != self.view.shape:
             return False
-        own, place = tensor.stride(), self.view.stride()
         shape = self.view.shape
-        return own == place or _order(_place_strides(tensor), shape) == _order(place, shape)
+        return _order(_place_strides(tensor), shape) == _order(self.view.stride(), shape)
+
+    @cached_property
+    def _kind(self) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+        return self.view.dtype, self.view.shape, self.view.stride()
 
     @property
     def apart(self) -> bool:
