@@ -62,6 +62,8 @@ class Gathers:
 
     def flush(self) -> bool:
         """Wait for all buckets. Returns whether any was under way."""
+        if not self._running_out.is_set():
+            return False
         with self.lock:
             failed = self._reducer.lanes.failure is not None
             if not self.under_way and (failed or not self._running_out.is_set()):

@@ -45,8 +45,12 @@ class _LaterStep:
     optimizer: torch.optim.Optimizer
     whole: Callable[[], Any]
     groups: Groups
-    parameters: dict[int, list[torch.nn.Parameter]]
+    parameters: "dict[int, list[_Due]]"
     """Those still to be stepped, by bucket."""
+
+
+_Due = tuple[torch.nn.Parameter, torch.Tensor]
+"""A parameter and the gradient under way with which it is stepped."""
 
 
 class PipelinedSchedule:
@@ -125,9 +129,11 @@ class PipelinedSchedule:
         self._gathers.exposed_s, self._scale, self._all_used = closed.exposed_s, None, not self._not_used
         self._gathers.begin()
         self._reducer.running.lent.tell_autograd()
+        settle = [partial(self._settle_bucket, bucket) for bucket in range(len(self._reducer.exchange.buckets))]
         for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
-            if parameter is not None and gradient.handed is not None and parameter.grad is gradient.handed:
-                use_later(gradient.handed, partial(self._settle_bucket, gradient.slot.bucket))
+            handed = gradient.handed
+            if parameter is not None and handed is not None and parameter.grad is handed:
+                use_later(handed, settle[gradient.slot.bucket])
 
     # ---- stepping
 
@@ -148,24 +154,28 @@ class PipelinedSchedule:
                 step_only(optimizer, whole, groups, others)
             self._later_steps.append(_LaterStep(optimizer, whole, groups, ours))
             for bucket, parameters in ours.items():
-                for parameter in parameters:
-                    use_later(parameter, partial(self._settle_bucket, bucket))
+                settle = partial(self._settle_bucket, bucket)
+                for parameter, _ in parameters:
+                    use_later(parameter, settle)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedulers look at it
         return None
 
-    def _shared_out(self, groups: Groups) -> tuple[dict[int, list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
+    def _shared_out(self, groups: Groups) -> tuple[dict[int, list[_Due]], list[torch.nn.Parameter]]:
         """The parameters whose gradient is under way, by bucket, and the others."""
         waiting = {
-            id(gradient.handed): gradient.slot.bucket
+            id(handed): gradient.slot.bucket
             for gradient in self._reducer.gradients
-            if gradient.handed is not None and gradient.slot.bucket in self._gathers.under_way
+            if gradient.slot.bucket in self._gathers.under_way and (handed := gradient.handed) is not None
         }
-        ours: dict[int, list[torch.nn.Parameter]] = defaultdict(list)
+        ours: dict[int, list[_Due]] = defaultdict(list)
         others: list[torch.nn.Parameter] = []
         with looking():
             for parameter in (parameter for group in groups for parameter in group["params"]):
-                bucket = waiting.get(id(parameter.grad)) if parameter.grad is not None else None
-                (others if bucket is None else ours[bucket]).append(parameter)
+                grad = parameter.grad
+                if grad is not None and (bucket := waiting.get(id(grad))) is not None:
+                    ours[bucket].append((parameter, grad))
+                else:
+                    others.append(parameter)
         return ours, others
 
     def _say_why_whole(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -224,21 +234,20 @@ class PipelinedSchedule:
         if self._scale is not None:
             self._reducer.exchange.buckets[bucket].flat.mul_(self._scale)
         for gradient in self._of_bucket[bucket]:
-            if gradient.handed is not None:
-                make_current(gradient.handed)
+            if (handed := gradient.handed) is not None:
+                make_current(handed)
         for missing in self._not_used.pop(bucket, []):
             self._reducer.settle_missing(missing)
         for step in self._later_steps:
-            if parameters := step.parameters.pop(bucket, None):
-                self._step_now(step, parameters)
+            if due := step.parameters.pop(bucket, None):
+                self._step_now(step, due)
 
-    def _step_now(self, step: _LaterStep, parameters: list[torch.nn.Parameter]) -> None:
-        of_parameter = dict(zip(map(id, self._reducer.living()), self._reducer.gradients, strict=True))
-        kept = []
-        for parameter in parameters:
+    def _step_now(self, step: _LaterStep, due: list[_Due]) -> None:
+        parameters, kept = [parameter for parameter, _ in due], []
+        for parameter, mean in due:
             make_current(parameter)
             kept.append(parameter.grad)
-            parameter.grad = of_parameter[id(parameter)].handed
+            parameter.grad = mean
         with outermost(parameters[0].device):
             step_only(step.optimizer, step.whole, step.groups, parameters)
         for parameter, grad in zip(parameters, kept, strict=True):
