@@ -184,7 +184,7 @@ class Lanes:
             return self._fail_all(
                 CommunicationError(
                     f"step {step}: bytes of {what} were changed on their way from rank {peer} to rank {self._own_rank}: {cause}. "
-                    "No rank uses this step's gradients. Restart all ranks from a checkpoint; if this comes again, test the "
+                    "No rank may use this step's gradients. Restart all ranks from a checkpoint; if this comes again, test the "
                     "memory and the network adapters of the two machines."
                 )
             )
