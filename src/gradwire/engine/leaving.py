@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def told_to_all(act: Callable[..., T]) -> Callable[..., T]:
+def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[..., T]:
     """For methods of reducers and schedules that are gradwire's own part of a step. Where it fails (memory is short), nobody
-    knows how much was done, and `leave` could wait for ever: so the step fails on all ranks, with the reason. What the script's
-    optimizer raises is the script's."""
+    knows how much was done, and `leave` could wait for ever: so the step fails on all ranks, with the reason. `script_steps`:
+    the script calls it by `optimizer.step()`, and what its optimizer raises is its own affair."""
 
     @wraps(act)
     def told(owner: Any, *arguments: Any) -> T:
@@ -30,7 +30,7 @@ def told_to_all(act: Callable[..., T]) -> Callable[..., T]:
         except GradwireError:
             raise
         except BaseException as error:
-            if is_of_script(error):
+            if script_steps and is_of_script(error):
                 raise
             reducer: Reducer = getattr(owner, "_reducer", owner)
             failed = reducer.lanes.failed_here("the step", error, reducer.step)

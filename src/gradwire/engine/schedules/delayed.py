@@ -162,7 +162,7 @@ class DelayedSchedule:
 
     # ---- a step
 
-    @told_to_all
+    @partial(told_to_all, script_steps=True)
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
         """What the script's `optimizer.step()` does."""

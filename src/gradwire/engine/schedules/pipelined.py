@@ -137,7 +137,7 @@ class PipelinedSchedule:
 
     # ---- stepping
 
-    @told_to_all
+    @partial(told_to_all, script_steps=True)
     def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
         with self._gathers.lock:
             if not self._gathers.under_way:

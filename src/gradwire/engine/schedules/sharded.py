@@ -197,7 +197,7 @@ class ShardedSchedule:
     def _is_stand_in(self, index: int, parameter: torch.nn.Parameter) -> bool:
         return parameter.grad is not None and parameter.grad is self._reducer.gradients[index].stand_in
 
-    @told_to_all
+    @partial(told_to_all, script_steps=True)
     def _step_asked_for(self, optimizer: torch.optim.Optimizer, whole: Callable[[], Any]) -> Any:
         with self._gathers.lock:
             self._reducer.lanes.check()
