@@ -63,6 +63,8 @@ class Lanes:
         self.data: list[Lane] = []
         """For gradients."""
         self.failure: GradwireError | None = None
+        self._ended: GradwireError | None = None
+        """Why another thread ended what is under way."""
         self.mendable = False
         """Whether `mend` can end the failure: nothing is under way on any rank."""
         self.running: weakref.ref[Executor] | None = None
@@ -71,6 +73,11 @@ class Lanes:
         """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
         self.times: list[TaskTimes] | None = None
         """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other lanes."""
+        return self._name
 
     @property
     def _own_rank(self) -> int:
@@ -167,6 +174,13 @@ class Lanes:
         self._break_off()
         return self.fail(error)
 
+    def end(self, error: GradwireError) -> None:
+        """End the waits of the thread that uses the lanes with this error, from another thread, and tell all ranks."""
+        self._ended = error
+        with suppress(Exception):
+            self._roll_call.sign(str(error), self._patience_s)
+        self._break_off()
+
     def _break_off(self) -> None:
         for lane in [*self.data, self.control]:
             lane.link.break_off()
@@ -178,6 +192,8 @@ class Lanes:
 
     def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
+        if self._ended is not None:
+            return self.fail(type(self._ended)(*self._ended.args))
         group = self.group
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
         if isinstance(cause, DamagedError):
