@@ -213,6 +213,23 @@ def test_gradients_that_are_not_finite_decide_nothing(worlds: Worlds) -> None:
     assert worlds.run(2, not_finite) == [(0, 1)] * 2
 
 
+def many_decisions() -> tuple[int, int, bool]:
+    """How many decisions are kept, how many there were, and whether the last one is in force."""
+    model = Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=2))
+    for number in range(221):
+        model.zero_grad()
+        model(model.random_gradients(dist.get_rank(), number)).backward()
+    stats = handle.stats()
+    told = len(stats.decisions), stats.decided, handle.decision.step == handle.session.reducer.step - 1
+    handle.detach()
+    return told
+
+
+def test_the_last_decisions_are_kept_and_all_are_counted(worlds: Worlds) -> None:
+    assert worlds.run(2, many_decisions) == [(100, 110, True)] * 2
+
+
 def test_a_plan_with_bits_is_the_same_plan_otherwise() -> None:
     adaptive = gw.AdaptiveBits()
     infos = [

@@ -18,6 +18,7 @@ from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.auto.watch import Pace
+from gradwire.core.latest import Latest
 from gradwire.engine.session import Session
 
 ALL = ("backward", "pipelined", "delayed")
@@ -36,7 +37,7 @@ def worlds() -> Iterator[Worlds]:
 class InTurn:
     """A driver that changes to the next plan every three steps."""
 
-    decisions, searching = (), False
+    decisions, searching = Latest[str](), False
 
     def __init__(self, policies: list[gw.Policy]) -> None:
         self.policies, self.seen = policies, 0

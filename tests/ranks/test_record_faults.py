@@ -2,17 +2,22 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from worlds import Worlds
 
 import gradwire as gw
 from gradwire.api.handle import Handle
+from gradwire.core import TensorInfo
 from gradwire.errors import WriteError
 from gradwire.record.run import Run
+from gradwire.record.tensors import MOST_ELEMENTS, MOST_POINTS, Tensors
 
 PLAN = gw.Uniform(gw.QSGD(bits=4))
 
@@ -169,3 +174,77 @@ def inside_a_profile(folder: str) -> int:
 
 def test_a_record_inside_a_profile_has_all_steps(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(2, inside_a_profile, str(tmp_path)) == [12, 12]
+
+
+def by_parts_after_one_call(folder: str) -> int:
+    """Tasks that are kept of 20 steps for which the model itself was not called."""
+    loop = Loop()
+    with loop.handle.record(folder):
+        loop.step()
+        loop.model(torch.randn(8, 40))
+        loop.step()
+        for _ in range(20):
+            loop.model[2](loop.model[1](loop.model[0](torch.randn(8, 40)))).sum().backward()
+        kept = len(loop.handle.session.lanes.times or ())
+    loop.handle.detach()
+    return kept
+
+
+def test_steps_that_are_not_recorded_leave_nothing_behind(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, by_parts_after_one_call, str(tmp_path)) == [0, 0]
+
+
+def folder_that_goes(folder: str, meanwhile: bool) -> tuple[list[str], int]:
+    """The folder is removed while the script trains. What the script is told, and the steps that can be saved elsewhere."""
+    loop, path = Loop(), Path(folder, "run")
+    recording = loop.handle.record(path)
+    with pytest.warns() as told, recording:
+        for number in range(4):
+            loop.step()
+            if number == 0:
+                path.rmdir()
+            if meanwhile:
+                recording._saved = float("-inf")  # a minute has passed
+    recording.run().save(Path(folder, "elsewhere"))
+    loop.handle.detach()
+    return [str(each.message) for each in told], len(Run.read(Path(folder, "elsewhere")).steps)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_folder_that_is_gone_is_one_warning_and_no_error(worlds: Worlds, tmp_path: Path, meanwhile: bool) -> None:
+    ((told, steps),) = worlds.run(1, folder_that_goes, str(tmp_path), meanwhile)
+    (words,) = [each for each in told if "the record of this run was not written" in each]
+    assert str(tmp_path / "run") in words and "Make it." in words and "recording.run().save(PATH)" in words
+    assert steps == 4
+
+
+ONE_OF_TWO: Any = SimpleNamespace(world_size=2, rank=0)
+
+
+def in_use(bits: int, numel: int) -> Any:
+    """An exchange of one tensor, as far as records look at it."""
+    plan = gw.Uniform(gw.QSGD(bits=bits)).plan([TensorInfo("weight", (numel, 1), "float32")])
+    slot = SimpleNamespace(name="weight", view=torch.zeros(1).expand(numel))
+    return SimpleNamespace(buckets=[SimpleNamespace(bucket=plan.buckets[0], flat=torch.zeros(1), slots=[slot])])
+
+
+def test_measuring_a_large_tensor_takes_little_memory() -> None:
+    tensors, numel = Tensors(ONE_OF_TWO), 7 * MOST_ELEMENTS + 3
+    tensors.use(in_use(4, numel), 0)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        for step in range(4):
+            tensors.ask()
+            tensors.gradient("weight", gradient)
+            tensors.measure(step)
+    assert max(event.cpu_memory_usage for event in measured.events()) <= 8 * MOST_ELEMENTS
+    (record,) = tensors.records()
+    assert len({error for _, error in record.error}) == 4, "other parts each time"
+
+
+def test_changes_of_bits_are_thinned_and_the_last_is_kept() -> None:
+    tensors = Tensors(ONE_OF_TWO)
+    for step in range(1001):
+        tensors.use(in_use(2 + step % 2, 1000), step)
+    (record,) = tensors.records()
+    assert len(record.bits) <= MOST_POINTS and record.bits[0][0] == 0 and record.bits[-1][0] == 1000

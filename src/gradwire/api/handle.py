@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def decisions(self) -> tuple[Any, ...]:
-        """All decisions so far."""
+        """The last 100 decisions. `handle.stats().decided` is how many there were."""
         return tuple(self.session.driver.decisions) if self.session.driver is not None else ()
 
     @contextmanager
@@ -86,6 +86,7 @@ class Handle:
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
             before_first_gradient=session.first_gradient.median,
             decisions=self.decisions,
+            decided=session.driver.decisions.total if session.driver is not None else 0,
         )
 
     def time_codec(self, repeats: int = 5) -> float:

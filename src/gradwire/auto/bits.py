@@ -18,6 +18,7 @@ import torch
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
 from gradwire.compressors import Context, compressor_for
+from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.specs import QSGD, ElementRun
 from gradwire.core.tensors import TensorInfo
@@ -155,7 +156,7 @@ class Bits:
     def __init__(self, adaptive: AdaptiveBits) -> None:
         self.adaptive = adaptive
         self.later_specs = adaptive.ways(WIDTHS)
-        self.decisions: list[Assigned] = []
+        self.decisions = Latest[Assigned]()
         self._errors: Errors | None = None
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ from gradwire.auto.watch import Pace
 from gradwire.auto.watcher import Watcher, seconds_for
 from gradwire.core.checks import word
 from gradwire.core.costs import Costs
+from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Backward
@@ -69,7 +70,7 @@ class Auto:
         self.accuracy = accuracy
         self.schedules = check_schedules(schedules)
         self.later_specs = later_specs(accuracy, self.schedules)
-        self.decisions: list[AutoDecision] = []
+        self.decisions = Latest[AutoDecision]()
         self._watcher = Watcher()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter

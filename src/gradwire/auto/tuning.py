@@ -14,6 +14,7 @@ from statistics import fmean, median
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch, check_library
+from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
@@ -84,7 +85,7 @@ class Tuning:
         if tuned.search == "bayes":
             check_library()  # on every rank and before the first step, though only rank 0 will use it
         self.tuned = tuned
-        self.decisions: list[TunedSize] = []
+        self.decisions = Latest[TunedSize]()
         self.clock: Callable[[], float] = time.perf_counter
         self.searching = True
         self._infos: list[TensorInfo] | None = None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.collectives import Link, LinkError
+from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
@@ -37,8 +38,8 @@ class Driver(Protocol):
     """Decides what a session runs, on all ranks alike."""
 
     @property
-    def decisions(self) -> Sequence[Any]:
-        """All so far, the last one last."""
+    def decisions(self) -> Latest[Any]:
+        """The last ones, in order."""
         ...
 
     @property

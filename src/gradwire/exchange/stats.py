@@ -98,7 +98,9 @@ class Stats(ExchangeStats):
     """Part of backward that passes before its first gradient is there, 0 to 1: nothing can be sent in that time. Median of
     the first 20 steps; near 1 where the model is compiled as a whole."""
     decisions: tuple[Any, ...] = ()
-    """What gradwire decided by itself, with what it predicted and measured; the last one is in force."""
+    """What gradwire decided by itself, with what it predicted and measured; the last one is in force. At most the last 100."""
+    decided: int = 0
+    """Decisions so far."""
 
 
 class StepReport:

@@ -38,7 +38,7 @@ def facts(handle: Handle) -> dict[str, float]:
     return {
         "gradwire_sent_mb": stats.wire_bytes / 1e6,
         "gradwire_exposed_ms": stats.exposed_us / 1e3,
-        "gradwire_decisions": float(len(stats.decisions)),
+        "gradwire_decisions": float(stats.decided),
     }
 
 

@@ -59,7 +59,7 @@ class GradwireCallback(TrainerCallback):
         self._trainer, self._plan, self._options = trainer, plan, options
         self._model: Any = None
         self._checkpoint: str | None = None
-        self._decisions = 0
+        self._decision: Any = None
         self._plain_prepare = trainer.accelerator.prepare_model
         self._plain_train, self._plain_log = trainer.train, trainer.log
         trainer.accelerator.prepare_model = self._prepare_model
@@ -80,7 +80,7 @@ class GradwireCallback(TrainerCallback):
             optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
             self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
             prepared.no_sync = NoSync(self.handle)  # what Accelerate calls while gradients are accumulated
-            self._decisions = 0
+            self._decision = None
         return prepared
 
     def _detach(self) -> None:
@@ -93,10 +93,10 @@ class GradwireCallback(TrainerCallback):
         if "loss" in logs and self.handle is not None:
             logs.update(facts(self.handle))
         self._plain_log(logs, *rest, **named)
-        decisions = self.handle.decisions if self.handle is not None else ()
-        if len(decisions) > self._decisions:
-            self._decisions = len(decisions)
-            self._trainer.state.log_history[-1]["gradwire_decision"] = str(decisions[-1])
+        decision = self.handle.decision if self.handle is not None else None
+        if decision is not None and decision is not self._decision:
+            self._decision = decision
+            self._trainer.state.log_history[-1]["gradwire_decision"] = str(decision)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any

@@ -39,7 +39,7 @@ class Recording(Observer):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
     Made by `handle.record(folder)`. On other ranks the context does nothing. A recording sends nothing and changes no tensor.
-    The file is written every minute, and at the end of the loop, also after an error. Every `error_steps` steps (0: never) the
+    The file is written every minute, and at the end of the loop, also after an error; where that fails there is one warning. Every `error_steps` steps (0: never) the
     recording encodes some tensors once more to measure the error. Step times exclude this work.
 
     Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
@@ -93,6 +93,8 @@ class Recording(Observer):
         self._aside_s = 0.0
         """The time of measurements in the last step."""
         self._hooks: list[Any] = []
+        self._warned = False
+        """Whether the script was told that the record cannot be written."""
 
     def __enter__(self) -> Self:
         model = self._model()
@@ -122,12 +124,7 @@ class Recording(Observer):
                 "call of the model itself, not of its parts.",
                 stacklevel=2,
             )
-        try:
-            self.run().save(self._path)
-        except Exception as problem:
-            if error is None:
-                raise
-            self._warn(problem)  # the script's own error is more important
+        self._save()
 
     def log(self, loss: Any) -> None:
         """Log this rank's loss of the current step: a real number or a tensor of one element. Does not synchronise.
@@ -241,6 +238,10 @@ class Recording(Observer):
         if self._open and self._reducer.synchronise:
             self._ready.append((self._names[index], time.perf_counter()))
 
+    def begins(self) -> None:
+        if not self._open:
+            self._lanes.times = None  # a step without a forward of the model is not drawn
+
     def measured(self, report: StepReport) -> None:
         self._codec_us = report.codec_s * 1e6
 
@@ -281,13 +282,22 @@ class Recording(Observer):
             self._every *= 2
 
     def _save_meanwhile(self, now: float) -> None:
-        if now - self._saved < SAVE_EVERY_S:
-            return
+        if now - self._saved >= SAVE_EVERY_S:
+            self._save()
+            self._saved = time.perf_counter()
+
+    def _save(self) -> None:
+        """Training, and what the script does after it, is more important than the record: one warning if it cannot be written."""
         try:
             self.run().save(self._path)
         except Exception as problem:
-            self._warn(problem)  # training is more important
-        self._saved = time.perf_counter()
+            if not self._warned:
+                warnings.warn(
+                    f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes on. "
+                    "The record is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
+                    stacklevel=3,
+                )
+            self._warned = True
 
     def _go_back(self) -> bool:
         """Forget steps that the script undid by loading an earlier state. Returns whether there were any."""
@@ -300,9 +310,6 @@ class Recording(Observer):
         self._watched.clear()
         self._codec_us, self._open, self._newest = 0.0, False, step
         return True
-
-    def _warn(self, problem: Exception) -> None:
-        warnings.warn(f"the record of this run was not written: {type(problem).__name__}: {problem}", stacklevel=3)
 
 
 def _number(loss: object) -> float:

@@ -14,9 +14,9 @@ from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
 
 MOST_ELEMENTS = 2**20
-"""The most elements of one measurement, which has at least one tensor. Later measurements take the other tensors."""
+"""The most elements of one measurement. Later measurements take the other tensors, and other parts of larger ones."""
 MOST_POINTS = 200
-"""The most errors of each tensor. Beyond, every second error is dropped."""
+"""The most errors of each tensor, and the most changes of its bits. Beyond, every second one is dropped, but not the last."""
 
 
 class Tensors:
@@ -28,7 +28,7 @@ class Tensors:
         self._bits: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._errors: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._exchange: Exchange | None = None
-        self._next = 0
+        self._next = self._asked = 0
         self._wanted: set[str] = set()
         self._gradients: dict[str, torch.Tensor] = {}
 
@@ -48,6 +48,8 @@ class Tensors:
                 known = self._bits[slot.name]
                 if not known or known[-1][1] != bits:
                     known.append((step, bits))
+                    if len(known) > MOST_POINTS:
+                        del known[1:-1:2]
 
     def forget_from(self, step: int) -> None:
         """Drop the values of this step and of later steps."""
@@ -64,16 +66,18 @@ class Tensors:
         self._wanted, self._gradients, elements = set(), {}, 0
         for turn in range(len(names)):
             name = names[(self._next + turn) % len(names)]
-            elements += self._numels[name]
+            elements += min(self._numels[name], MOST_ELEMENTS)
             if self._wanted and elements > MOST_ELEMENTS:
                 break
             self._wanted.add(name)
         self._next = (self._next + len(self._wanted)) % max(1, len(names))
+        self._asked += 1
 
     def gradient(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Keep this rank's gradient of a chosen tensor, before the exchange."""
+        """Keep this rank's gradient of a chosen tensor, or a part of a large one, before the exchange."""
         if name in self._wanted and gradient is not None and not gradient.is_sparse:
-            self._gradients[name] = gradient.detach().clone()
+            parts = gradient.detach().reshape(-1).split(MOST_ELEMENTS)
+            self._gradients[name] = parts[self._asked % len(parts)].clone()
 
     @torch.no_grad()
     def measure(self, step: int) -> None:
@@ -86,7 +90,7 @@ class Tensors:
                     if error is not None:
                         self._errors[name].append((step, error))
                     if len(self._errors[name]) > MOST_POINTS:
-                        del self._errors[name][1::2]
+                        del self._errors[name][1:-1:2]
         self._wanted = set()
 
     def records(self) -> tuple[TensorRecord, ...]:
@@ -101,7 +105,7 @@ class Tensors:
         if spec.rounds:
             return None
         ranks = self._group.world_size
-        codec, flat = compressor_for(spec).summing(1, ranks), gradient.reshape(-1) / ranks
+        codec, flat = compressor_for(spec).summing(1, ranks), gradient / ranks
         row = Segment(0, flat.numel(), tensor_key(name), 0, spec.element_bits)
         segments = Segments((row,), flat.device, (name,), (tuple(gradient.shape),))
         context = Context(torch.tensor([0, step, 0, self._group.rank], dtype=torch.int64, device=flat.device))
