@@ -1,9 +1,11 @@
 """What scripts do with gradients: as under plain DDP, bit for bit on two ranks, or refused in words."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside_ddp import (
     Ends,
     Library,
@@ -18,7 +20,7 @@ from beside_ddp import (
     step_once,
 )
 from torch import nn
-from worlds import Worlds
+from worlds import Worlds, digest
 
 import gradwire as gw
 
@@ -281,14 +283,14 @@ def test_gradients_have_no_graph(worlds: Worlds) -> None:
         assert "does not require grad" in told
 
 
-def step_in_backward(before: bool) -> str:
+def step_in_backward(before: bool, to_none: bool) -> str:
     """The optimizer steps as soon as a gradient is there, so it cannot see the other ranks' gradients."""
     model = plain()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
     def step(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
+        optimizers[parameter].zero_grad(set_to_none=to_none)
 
     if not before:
         gw.parallelize(model, plan=gw.Identity())
@@ -296,12 +298,63 @@ def step_in_backward(before: bool) -> str:
         parameter.register_post_accumulate_grad_hook(step)
     if before:
         gw.parallelize(model, plan=gw.Identity())
+    weights = digest(model.parameters())
     with pytest.raises(gw.StepStateError) as caught:
         model(batch(0)).square().mean().backward()
+    assert digest(model.parameters()) == weights
     return str(caught.value)
 
 
+@pytest.mark.parametrize("to_none", [True, False], ids=["set to None", "zeroed"])
 @pytest.mark.parametrize("before", [True, False], ids=["before parallelize", "after parallelize"])
-def test_an_optimizer_in_backward_is_refused(worlds: Worlds, before: bool) -> None:
-    for told in worlds.run(2, step_in_backward, before):
-        assert "grad" in told
+def test_an_optimizer_in_backward_is_refused(worlds: Worlds, before: bool, to_none: bool) -> None:
+    for told in worlds.run(2, step_in_backward, before, to_none):
+        assert "SGD.step() was called inside backward and takes the gradient of '2." in told
+        assert "Step the optimizer after backward" in told
+
+
+def step_of_a_schedule_in_backward(schedule: str) -> str:
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with pytest.raises(gw.StepStateError) as caught:
+        model(batch(0)).square().mean().backward()
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["pipelined", "delayed"])
+def test_an_optimizer_in_backward_is_refused_in_every_schedule(worlds: Worlds, schedule: str) -> None:
+    for told in worlds.run(2, step_of_a_schedule_in_backward, schedule):
+        assert "SGD.step() was called inside backward" in told
+
+
+def own_gradients(average: bool, steps: int) -> list[str]:
+    """Gradients by torch.autograd.grad, averaged by the script or not. What the script is warned of."""
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Identity())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            loss = model(batch(step)).square().mean()
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                if average:
+                    dist.all_reduce(gradient)
+                parameter.grad = gradient
+            dist.barrier()  # ranks are as far as each other
+            optimizer.step()
+            dist.barrier()
+    handle.detach()
+    return [str(each.message) for each in told if "synchronised backward" in str(each.message)]
+
+
+def test_gradients_of_the_scripts_own_are_compared_by_weights(worlds: Worlds) -> None:
+    for rank, told in enumerate(worlds.run(2, own_gradients, False, 14)):
+        (words,) = told
+        assert f"rank {1 - rank} are not the same" in words and "'0.weight'" in words and "torch.autograd.grad" in words
+    assert worlds.run(2, own_gradients, True, 14) == [[], []]

@@ -459,6 +459,28 @@ def test_an_unprivileged_users_orphans_are_swept(nobody: list[str]) -> None:
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.network
+def test_the_sweep_ends_what_is_in_a_runs_network_and_nothing_else(clean: None) -> None:
+    """A server that a rank started and that left the run's network, such as tmux, keeps the mark in its environment."""
+    marked = os.environ | {namespaces.OWNER_VARIABLE: "999999999-1"}
+    server = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True)
+    inside = subprocess.Popen(["unshare", "-n", "sleep", "600"], env=marked, start_new_session=True)
+    try:
+        wait_until(
+            lambda: (
+                os.stat(f"/proc/{inside.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
+                and Path(f"/proc/{inside.pid}/comm").read_text() == "sleep\n"
+            )
+        )
+        assert namespaces.kill_marked_orphans() == []
+        assert inside.wait(10) == -signal.SIGKILL
+        assert server.poll() is None
+    finally:
+        for process in (server, inside):
+            process.kill()
+            process.wait()
+
+
 def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program, path=None: None if program == "tc" else f"/bin/{program}")
     assert "tc" in (permission_problem() or "")

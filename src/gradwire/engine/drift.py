@@ -4,10 +4,15 @@ import hashlib
 import struct
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from gradwire.collectives import Group
+
 _PIECE = 2**20
+_OWN_STEPS = 10
+"""After so many steps of a script's own gradients weights are compared for the first time."""
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -60,6 +65,62 @@ class DriftWatch:
 
     def _words(self) -> struct.Struct:
         return struct.Struct(f"<{len(self._sums)}Q")
+
+
+class OwnSteps:
+    """Compares weights between optimizer steps that no synchronised backward came before: those of gradients that a script
+    computed itself, as by `torch.autograd.grad`.
+
+    Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
+    store, and looks there for those of the others, when it makes such a step.
+    """
+
+    def __init__(self, every: int, group: Group, name: str) -> None:
+        self._every, self._group, self._name = every, group, name
+        self._steps, self._written = 0, ""
+        self._told = every == 0
+        self._store: Any = None
+
+    def synchronised(self) -> None:
+        """A synchronised backward has ended."""
+        self._steps = 0
+
+    def step(
+        self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", names: Sequence[str], after: int
+    ) -> str | None:
+        """An optimizer is about to step. `after`: the synchronised steps so far. Returns, once, what to warn the script of."""
+        self._steps += 1
+        if self._told or self._group.world_size == 1:
+            return None
+        if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
+            self._write(weights, f"{after}/{self._steps}")
+        return self._differs(names) if self._written else None
+
+    def _write(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", at: str) -> None:
+        if self._store is None:
+            self._store = self._group.store(f"{self._name}/own-steps")
+        self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
+        if self._written:
+            self._store.delete_key(f"{self._written}/{self._group.rank}")
+        self._store.set(f"{at}/{self._group.rank}", struct.pack(f"<{len(self._sums)}Q", *self._sums))
+        self._written = at
+
+    def _differs(self, names: Sequence[str]) -> str | None:
+        for rank, global_rank in enumerate(self._group.global_ranks):
+            key = f"{self._written}/{rank}"
+            if rank == self._group.rank or not self._store.check([key]):
+                continue
+            sums = struct.unpack(f"<{len(self._sums)}Q", self._store.get(key))
+            index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
+            if index is not None:
+                self._told = True
+                return (
+                    f"the weights of this rank and rank {global_rank} are not the same, after {self._steps} optimizer steps "
+                    f"without a synchronised backward; the first tensor that differs is {names[index]!r}. gradwire averages "
+                    "what backward() accumulates. Gradients that a script computes itself (torch.autograd.grad, p.grad = ...) "
+                    "are each rank's own: call loss.backward(), or average them with gw.Exchange before the step."
+                )
+        return None
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

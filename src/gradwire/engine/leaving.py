@@ -62,6 +62,20 @@ def not_sent(reducer: "Reducer", index: int, grad: torch.Tensor | None) -> Gradw
     return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
 
 
+def taken_in_backward(reducer: "Reducer", name: str, optimizer: str) -> GradwireError:
+    """End the step of a backward in which a script steps an optimizer. Returns the error to raise here."""
+    words = (
+        f"{optimizer}.step() was called inside backward and takes the gradient of {name!r} before its exchange has ended: each "
+        "rank would step by its own gradient, and weights would drift apart. Step the optimizer after backward."
+    )
+    if not reducer.schedule.traits.sends_in_backward:
+        return StepStateError(words)
+    reducer.lanes.check()
+    if not reducer.in_hand:
+        reducer.begin_by_schedule()
+    return leave(reducer, words)
+
+
 def came_twice(reducer: "Reducer", index: int) -> GradwireError:
     """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
     return leave(

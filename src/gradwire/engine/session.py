@@ -16,6 +16,7 @@ from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.leaving import announce_change
 from gradwire.engine.observers import Observer
 from gradwire.engine.overlap import FirstGradient
@@ -24,6 +25,7 @@ from gradwire.engine.reducer import Reducer
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
+from gradwire.engine.script_watch import ScriptWatch
 from gradwire.engine.seams.hooks import ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.seams.later import looking
 from gradwire.engine.seams.splitting import compiled_frames
@@ -115,6 +117,8 @@ class Session(Observer):
         job = TrainingJob(model, optimizers, self._compiled_before)
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
+        self._whereabouts = Whereabouts(self.reducer, type(model).__name__)
+        self._script = ScriptWatch(self.reducer, drift_check_steps)
         self._synchronise(model, prepared)
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
@@ -195,6 +199,8 @@ class Session(Observer):
 
     def detach(self) -> None:
         """Leave the model as it was, and end the lanes."""
+        self._script.stop()
+        self._whereabouts.forget()
         for hook in self._module_hooks:
             hook.remove()
         if self.driver is not None:
@@ -263,6 +269,8 @@ class Session(Observer):
         self.reports.append(report)
 
     def finished(self, exposed_s: float) -> None:
+        self._script.synchronised()
+        self._whereabouts.leave()
         self._buffers.due = True
         self.first_gradient.ended(self.reducer.first_gradient_s, time.perf_counter() - exposed_s, self._model())
         if self.policy is not None and not self.order_known and self.schedule.traits.learns_order:
@@ -296,8 +304,10 @@ class Session(Observer):
         lane = self.lanes.data[0]
         if self.device.type == "cpu" and self.schedule.traits.lanes_busy_between_steps:
             lane = self.lanes.control
+        self._whereabouts.enter()
         try:
             self.lanes.run(lane, job)
+            self._whereabouts.leave()
         except LinkError as error:
             raise self.lanes.broken(what, error, self.reducer.step) from error
         except Exception as error:
@@ -309,6 +319,7 @@ class Session(Observer):
         self.schedule.on_forward(module)
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
+            CROSSING.uses()
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
             if self.driver is not None and module.training:
@@ -324,9 +335,11 @@ class Session(Observer):
 
     def begins(self) -> None:
         """In join(), ranks without a batch send buffers before each step. If no training forward of the model has sent them here
-        (the script trains in eval mode, or calls parts of the model), send them now."""
+        (the script trains in eval mode, or calls parts of the model), send them now. Residuals take up a new loss scale."""
         if self.reducer.control.joining and self._buffers.due:
             self._broadcast_buffers(self._model())
+        self._whereabouts.enter()
+        self._script.begins(self.exchange, self.settle)
 
     def join_the_others(self) -> None:
         """Take part in the steps of ranks that have more batches."""

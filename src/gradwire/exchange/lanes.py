@@ -73,6 +73,11 @@ class Lanes:
         """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
 
     @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other lanes."""
+        return self._name
+
+    @property
     def _own_rank(self) -> int:
         """As messages name it."""
         return self.group.global_ranks[self.group.rank]
@@ -167,6 +172,11 @@ class Lanes:
         self._break_off()
         return self.fail(error)
 
+    def end(self, error: GradwireError) -> None:
+        """End the waits of the thread that uses the lanes with this error, from another thread."""
+        self.fail(error)
+        self._fail_all(error)
+
     def _break_off(self) -> None:
         for lane in [*self.data, self.control]:
             lane.link.break_off()
@@ -178,6 +188,8 @@ class Lanes:
 
     def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
+        if self.failure is not None:
+            return type(self.failure)(*self.failure.args)
         group = self.group
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
         if isinstance(cause, DamagedError):

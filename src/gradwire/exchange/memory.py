@@ -178,6 +178,15 @@ class Remembered:
                             values[low - start : high - start] = placed[low - slot.offset : high - slot.offset]
                     chunk.take_over(what, 0, values)
 
+    def scale(self, factor: float) -> None:
+        """Multiply all that was not sent yet."""
+        for run in self._runs(change=True):
+            if not run.key.startswith(f"{SHARED}/"):
+                run.part.mul_(factor)
+        for _, slot in self._owing():
+            if slot.owed is not None:
+                slot.owed.mul_(factor)
+
     def held(self) -> Iterator[torch.Tensor]:
         """The memory itself."""
         for buffers in self._buckets:

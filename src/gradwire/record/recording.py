@@ -39,8 +39,9 @@ class Recording(Observer):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
     Made by `handle.record(folder)`. On other ranks the context does nothing. A recording sends nothing and changes no tensor.
-    The file is written every minute, and at the end of the loop, also after an error; where that fails there is one warning. Every `error_steps` steps (0: never) the
-    recording encodes some tensors once more to measure the error. Step times exclude this work.
+    The file is written every minute, and at the end of the loop, also after an error; where that fails there is one warning.
+    Every `error_steps` steps (0: never) the recording encodes some tensors once more to measure the error. Step times exclude
+    this work.
 
     Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
 
@@ -293,8 +294,8 @@ class Recording(Observer):
         except Exception as problem:
             if not self._warned:
                 warnings.warn(
-                    f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes on. "
-                    "The record is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
+                    f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes "
+                    "on. It is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
                     stacklevel=3,
                 )
             self._warned = True

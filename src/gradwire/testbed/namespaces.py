@@ -144,19 +144,23 @@ def kill_inside(names: Iterable[str]) -> list[int]:
 
 
 def kill_marked_orphans() -> list[int]:
-    """SIGKILL the processes whose environment names a dead owner."""
+    """SIGKILL the processes in network namespaces of runs whose environment names a dead owner. What a rank started and what left
+    the run's network (a tmux server, and every shell that it starts later, have the environment too) is not the run's any more.
+    Inside gradwire's user namespace nothing is killed: there the host's network looks like that of a run."""
     marker = f"{OWNER_VARIABLE}=".encode()
-    ours = os.stat("/proc/self/ns/pid").st_ino
+    ours, network = os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
     def is_orphan(pid: int) -> bool:
         if os.stat(f"/proc/{pid}/ns/pid").st_ino != ours:
             return False  # a process of a container: the owner's id belongs to another namespace
+        if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+            return False
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(marker):
                 return _is_dead(_OWNER.fullmatch(entry[len(marker) :].decode(errors="replace")))
         return False
 
-    return _kill_where(is_orphan)
+    return [] if os.environ.get(_GUARD) else _kill_where(is_orphan)
 
 
 def _kill_where(condition: Callable[[int], bool]) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.seams.later import can_wait
+from gradwire.engine.seams.stepped import announce
 from gradwire.engine.seams.stepping import is_replaced, step_only
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -164,7 +165,8 @@ def _is_guard(value: Any) -> bool:
 def _why_watched(optimizer: torch.optim.Optimizer, expected: str) -> str:
     """What may expect that its steps are as they were, in words; '' if nothing does."""
     name = type(optimizer).__name__
-    everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+    pre, post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    everywhere = [hook for hook in (*pre.values(), *post.values()) if hook is not announce]
     if everywhere or any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
         return f"{name} has step hooks, which expect that {expected}"
     if is_replaced(optimizer):

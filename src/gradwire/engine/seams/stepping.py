@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from gradwire.engine.seams.stepped import announce, own_steps
 from gradwire.errors import StepStateError
 
 Groups = list[dict[str, Any]]
@@ -38,10 +39,12 @@ class Stepping:
         reference = weakref.ref(self)
 
         def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+            stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
+
             def whole() -> Any:
-                stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
                 try:
-                    return stand_in(*arguments, **named)
+                    with own_steps():
+                        return stand_in(*arguments, **named)
                 except BaseException as error:
                     error._gradwire_of_script = True  # type: ignore[attr-defined]
                     raise
@@ -49,7 +52,8 @@ class Stepping:
             stepping = reference()
             act = stepping._act() if stepping is not None and stepping._act is not None else None
             if act is None:
-                return whole()
+                return stand_in(*arguments, **named)
+            announce(optimizer)
             if any(argument is not None for argument in [*arguments, *named.values()]):
                 raise StepStateError(
                     f"{type(optimizer).__name__}.step was called with a closure (or another argument): it would run backward "

@@ -1,0 +1,134 @@
+"""Finding handles that ranks use in different orders: each of two ranks is in a step of one and waits for the other's step.
+
+Such ranks would wait until the timeout, as two DDP models do. While a process has several handles, a thread looks every now and
+then whether one of their steps takes long. Then it writes to the rendezvous store which step of each handle this rank is in or
+comes to next, and reads what other ranks wrote. Ranks A and B have crossed if A is in a step of handle 1 that B comes to next,
+and B is in a step of handle 2 that A comes to next. What was written earlier is then true still: neither step ends without both.
+"""
+
+import itertools
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+from torch.distributed import distributed_c10d
+
+from gradwire.engine.reducer import Reducer
+from gradwire.errors import StepStateError
+
+LONG_S = 1.0
+"""A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""
+
+
+class Place(NamedTuple):
+    """Where a rank is with one handle."""
+
+    step: int
+    """The number of the step that it is in, or comes to next."""
+    inside: bool
+
+
+_HANDLES = itertools.count(1)
+
+
+class Whereabouts:
+    """Where this rank is with one handle."""
+
+    def __init__(self, reducer: Reducer, model: str) -> None:
+        self._reducer, self.lanes = reducer, reducer.lanes
+        self.since: float | None = None
+        """When it came into the step, or exchange beside steps, that it is in (time.monotonic)."""
+        self.label = f"handle {next(_HANDLES)} (of a {model})"
+        """The same on ranks that made their handles in the same order."""
+        CROSSING.add(self)
+
+    @property
+    def place(self) -> Place:
+        """For other ranks."""
+        return Place(self._reducer.step, self.since is not None)
+
+    def enter(self) -> None:
+        """In a step, or in an exchange beside steps."""
+        self.since = time.monotonic()
+
+    def leave(self) -> None:
+        """In neither."""
+        self.since = None
+
+    def forget(self) -> None:
+        """The handle is used no more."""
+        self.leave()
+        CROSSING.remove(self)
+
+
+class Crossing:
+    """Watches the handles of this process."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
+        self._users: set[int] = set()
+        """Threads that run models. With several, one may come to a step while another waits."""
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Event()
+
+    def add(self, handle: Whereabouts) -> None:
+        """Watch a handle as long as it lives, until `remove`."""
+        self._watched.add(handle)
+        if len(self._watched) == 1:
+            self._users.clear()
+        if len(self._watched) > 1 and (self._thread is None or not self._thread.is_alive()):
+            self._changed.clear()
+            self._thread = threading.Thread(target=self._look, name="gradwire-crossing", daemon=True)
+            self._thread.start()
+
+    def remove(self, handle: Whereabouts) -> None:
+        """Watch it no more."""
+        self._watched.discard(handle)
+        if len(self._watched) < 2:
+            self._changed.set()
+
+    def uses(self) -> None:
+        """This thread runs models."""
+        self._users.add(threading.get_ident())
+
+    def _look(self) -> None:
+        store: Any = None
+        while len(self._watched) > 1 and not self._changed.wait(LONG_S / 2):
+            late = time.monotonic() - LONG_S
+            if len(self._users) > 1 or not any((each.since or late) < late for each in list(self._watched)):
+                continue
+            with suppress(
+                Exception
+            ):  # the store may be gone with its rank, or not have been there: then the timeout ends it
+                if store is None:
+                    default: Any = distributed_c10d._get_default_store()
+                    store = distributed_c10d.PrefixStore("gradwire/crossing", default.clone())
+                self._compare(store)
+
+    def _compare(self, store: Any) -> None:
+        handles = {each.lanes.name: each for each in list(self._watched)}
+        places = {name: each.place for name, each in handles.items()}
+        own = distributed_c10d.get_rank()
+        store.set(str(own), msgspec.json.encode(places))
+        inside = [handle for name, handle in handles.items() if places[name].inside]
+        for rank, handle in [(rank, each) for each in inside for rank in each.lanes.group.global_ranks]:
+            if rank == own or not store.check([str(rank)]):
+                continue
+            theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, Place])
+            mine = places[handle.lanes.name]
+            others = [name for name, at in places.items() if not at.inside and theirs.get(name) == Place(at.step, True)]
+            if others and theirs.get(handle.lanes.name) == Place(mine.step, False):
+                words = (
+                    f"handles crossed: rank {own} is in step {mine.step} of {handle.label}, and rank {rank} is in step "
+                    f"{places[others[0]].step} of {handles[others[0]].label}. Each waits for the other. Run the backwards of "
+                    "several models in the same order on all ranks."
+                )
+                for each in (handles[others[0]], handle):  # the rank that waits in the other one gets the words too
+                    each.lanes.end(StepStateError(words))
+                return
+
+
+CROSSING = Crossing()

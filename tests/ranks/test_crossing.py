@@ -1,0 +1,69 @@
+"""Ranks that use two handles in different orders are told at once, by the handles."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_ddp import batch, normalised, plain
+from worlds import World, Worlds
+
+import gradwire as gw
+
+
+def in_other_orders(make: str) -> tuple[float, str]:
+    """Two steps in order, then rank 1 begins with the other model. The seconds until an error, and its words."""
+    models = [{"plain": plain, "normalised": normalised}[make]() for _ in range(2)]
+    handles = [gw.parallelize(model, plan=gw.QSGD(bits=4)) for model in models]
+    for step in range(3):
+        order = models[::-1] if step == 2 and dist.get_rank() == 1 else models
+        began = time.monotonic()
+        try:
+            for model in order:
+                model(batch(step)).square().mean().backward()
+        except gw.GradwireError as error:
+            told = time.monotonic() - began, f"{type(error).__name__}: {error}"
+            for handle in handles:
+                handle.detach()
+            return told
+    return 0.0, ""
+
+
+@pytest.mark.parametrize("make", ["plain", "normalised"])
+def test_crossed_handles_are_named_long_before_the_timeout(make: str) -> None:
+    with World(2) as world:
+        for seconds, words in world.run(in_other_orders, make):
+            assert seconds < 15, words
+            assert "handles crossed: rank" in words, words
+            assert "rank 0 is in step 2 of handle 1 (of a Sequential)" in words
+            assert "rank 1 is in step 2 of handle 2 (of a Sequential)" in words
+
+
+def slow_on_one_rank() -> bool:
+    """Long steps, of which ranks begin at different times, are no crossing, nor are two threads."""
+    models = [plain() for _ in range(2)]
+    handles = [gw.parallelize(model, plan=gw.Identity()) for model in models]
+
+    def train(model: torch.nn.Module) -> None:
+        model(batch(0)).square().mean().backward()
+
+    for slow in (0, 1):
+        for model in models:
+            if dist.get_rank() == slow:
+                time.sleep(1.7)
+            train(model)
+    threads = [threading.Thread(target=train, args=[model]) for model in models]
+    for thread in threads if dist.get_rank() else threads[::-1]:
+        thread.start()
+        time.sleep(1.7)
+    for thread in threads:
+        thread.join()
+    failures = [handle.session.lanes.failure for handle in handles]
+    for handle in handles:
+        handle.detach()
+    return failures == [None, None]
+
+
+def test_slow_steps_and_threads_have_not_crossed(worlds: Worlds) -> None:
+    assert worlds.run(2, slow_on_one_rank) == [True, True]
