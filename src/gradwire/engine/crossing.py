@@ -23,7 +23,7 @@ LONG_S = 1.0
 """A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a rank is with one handle."""
 
     step: int
@@ -46,9 +46,9 @@ class Whereabouts:
         CROSSING.add(self)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepPlace:
         """For other ranks."""
-        return Place(self._reducer.step, self.since is not None)
+        return StepPlace(self._reducer.step, self.since is not None)
 
     def enter(self) -> None:
         """In a step, or in an exchange beside steps."""
@@ -117,10 +117,12 @@ class Crossing:
         for rank, handle in [(rank, each) for each in inside for rank in each.lanes.group.global_ranks]:
             if rank == own or not store.check([str(rank)]):
                 continue
-            theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, Place])
+            theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, StepPlace])
             mine = places[handle.lanes.name]
-            others = [name for name, at in places.items() if not at.inside and theirs.get(name) == Place(at.step, True)]
-            if others and theirs.get(handle.lanes.name) == Place(mine.step, False):
+            others = [
+                name for name, at in places.items() if not at.inside and theirs.get(name) == StepPlace(at.step, True)
+            ]
+            if others and theirs.get(handle.lanes.name) == StepPlace(mine.step, False):
                 words = (
                     f"handles crossed: rank {own} is in step {mine.step} of {handle.label}, and rank {rank} is in step "
                     f"{places[others[0]].step} of {handles[others[0]].label}. Each waits for the other. Run the backwards of "
