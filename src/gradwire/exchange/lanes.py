@@ -63,6 +63,8 @@ class Lanes:
         self.data: list[Lane] = []
         """For gradients."""
         self.failure: GradwireError | None = None
+        self._ended: GradwireError | None = None
+        """Why another thread ended what is under way."""
         self.mendable = False
         """Whether `mend` can end the failure: nothing is under way on any rank."""
         self.running: weakref.ref[Executor] | None = None
@@ -173,9 +175,11 @@ class Lanes:
         return self.fail(error)
 
     def end(self, error: GradwireError) -> None:
-        """End the waits of the thread that uses the lanes with this error, from another thread."""
-        self.fail(error)
-        self._fail_all(error)
+        """End the waits of the thread that uses the lanes with this error, from another thread, and tell all ranks."""
+        self._ended = error
+        with suppress(Exception):
+            self._roll_call.sign(str(error), self._patience_s)
+        self._break_off()
 
     def _break_off(self) -> None:
         for lane in [*self.data, self.control]:
@@ -188,8 +192,8 @@ class Lanes:
 
     def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
-        if self.failure is not None:
-            return type(self.failure)(*self.failure.args)
+        if self._ended is not None:
+            return self.fail(type(self._ended)(*self._ended.args))
         group = self.group
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
         if isinstance(cause, DamagedError):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from gradwire.collectives import LinkError
 from gradwire.errors import GradwireError, StepStateError
-from gradwire.exchange.executor import Abandoned, Executor, TaskFailed
+from gradwire.exchange.executor import Executor, TaskFailed
 
 
 @contextmanager
@@ -19,9 +19,6 @@ def failures_told(executor: Executor, step: int) -> Iterator[None]:
         last = executor.plan.launch[-1][0]
         waited_for = executor.waiting_for() or f"the control exchange at the end of backward, after bucket {last}"
         raise executor.lanes.broken(waited_for, error, step) from error
-    except Abandoned:
-        executor.lanes.check()  # another thread ended the step, and said why
-        raise
 
 
 def lane_error(executor: Executor, failed: TaskFailed, step: int) -> GradwireError:
