@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outside import install, lay_out
+from outside import install, lay_out, use
 from worlds import Given, World, digest
 
 import gradwire as gw
@@ -39,8 +39,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: str, scheme: str, schedule: str, compressor: str) -> str:
     """What the weights of one rank are after six steps."""
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    use(folder)
     spec = {"mulaw": lambda: gw.ErrorFeedback(spec_from_dict({"id": "mulaw"})), "qsgd": lambda: gw.QSGD(bits=4)}
     policy = gw.Policy(default=spec[compressor](), scheme=scheme, schedule=schedule, bucket_bytes=900, chunk_bytes=500)
     torch.manual_seed(0)
@@ -74,8 +73,7 @@ def test_both_run_on_ranks_and_the_collective_gives_the_bits_of_all_gather(packa
 
 def scheduled(folder: str) -> list[str]:
     """What the weights are after six steps with the toy schedule, and with `backward`; a rank leaves a gradient out."""
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    use(folder)
     found = []
     for schedule in ("atend", "backward"):
         policy = gw.Policy(default=gw.QSGD(bits=4), schedule=schedule, bucket_bytes=900, chunk_bytes=500)
@@ -205,11 +203,11 @@ def test_an_entry_point_that_cannot_be_loaded_is_named_with_its_package(broken: 
         "half-done",
         {group: {"half": "half_done:NOTHING"} for group in ("gradwire.specs", "gradwire.collectives")},
     )
-    for error, use in ((SpecError, lambda: spec_from_dict({"id": "half"})), (PlanError, lambda: collective("half"))):
+    for error, ask in ((SpecError, lambda: spec_from_dict({"id": "half"})), (PlanError, lambda: collective("half"))):
         with pytest.raises(
             error, match=r"half = 'half_done:NOTHING' of gradwire\.\w+ in package half-done 0.1 .*half_done"
         ):
-            use()
+            ask()
     assert spec_from_dict({"id": "qsgd"}) == gw.QSGD() and collective("ring") is COLLECTIVES["ring"]
 
 

@@ -62,19 +62,20 @@ def steps(plan: str, line: int) -> tuple[bool, str, float, str, int]:
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), bucket_bytes=2000, **PLANS[plan]))
     failed, longest, where, lines, ordered = False, 0.0, "", 0, False
     while (done := handle.session.reducer.next_step) < 5 and not failed:
-        began, seen = time.monotonic(), []
+        began, seen, steps_now = time.monotonic(), [], False
         now = done == 2 and dist.get_rank() == 1 and not ordered
         try:
             gradients = model.random_gradients(dist.get_rank(), done)
             with short_memory(line if now else -1) as seen:
                 optimizer.zero_grad()
                 model(gradients).backward()
+                steps_now = True
                 optimizer.step()
             lines = max(lines, len(seen))
         except (MemoryError, gw.GradwireError) as error:
             ordered, where = True, where or (seen[-1] if now else "")
             try:
-                if isinstance(error, MemoryError) and "stepping" in where:
+                if isinstance(error, MemoryError) and steps_now:
                     optimizer.step()  # the step had not begun, and a script may call it again
                 else:
                     handle.reset()

@@ -1,12 +1,14 @@
 """Packages beside gradwire, as pip would lay them out, made without pip: what tests of entry points share."""
 
 import importlib
+import sys
 import tomllib
 from pathlib import Path
 
 import gradwire
+from gradwire.core import entry_points
 
-__all__ = ["EXAMPLES", "install", "lay_out"]
+__all__ = ["EXAMPLES", "install", "lay_out", "use"]
 
 EXAMPLES = Path(gradwire.__file__).parents[2] / "examples"
 
@@ -27,3 +29,10 @@ def lay_out(folder: Path, name: str, points: dict[str, dict[str, str]]) -> None:
     lines = [f"[{group}]\n" + "".join(f"{n} = {value}\n" for n, value in own.items()) for group, own in points.items()]
     (info / "entry_points.txt").write_text("\n".join(lines))
     importlib.invalidate_caches()
+
+
+def use(folder: str) -> None:
+    """The packages of a folder are installed in this process from now on, also where another test had the names read before."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        entry_points._group.cache_clear()
