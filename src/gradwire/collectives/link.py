@@ -103,6 +103,8 @@ class Link:
         self.wire: Wire | None = None
         """What C++ runs phases on, where all ranks can."""
         self._connections = Connections()
+        self._unfinished: AllToAll | None = None
+        self._broken = False
         store = group.store(name)
         self.backend: Any  # the backends share no typed base
         if device.type == "cuda" and dist.is_nccl_available():
@@ -148,14 +150,26 @@ class Link:
         """The address by which this rank reaches the others; None where gloo's connections are not known."""
         return self._connections.own_host()
 
+    def finish_later(self, exchange: "AllToAll") -> None:
+        """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then.
+
+        Gloo never ends the wait for a send if the connection breaks while it begins to write.
+        """
+        self._unfinished = exchange
+
     def close(self) -> None:
         """Free the backend before the interpreter exits: a gloo thread that frees tensors during exit aborts the process."""
+        if self._unfinished is not None and not self._broken:
+            with suppress(LinkError):  # other ranks are gone
+                self._unfinished.finish()
+        self._unfinished = None
         del self.backend
         if self.wire is not None:
             self.wire.close()
 
     def break_off(self) -> None:
         """Fail all waits on this link, here and on the other ranks, at once. For any thread; the link is unusable afterwards."""
+        self._broken = True
         backend = self.__dict__.get("backend")
         if backend is not None and backend.name() == "nccl":
             backend.abort()

@@ -145,7 +145,7 @@ def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None) -
     exchange.send([sent] * link.world_size)
     for rank in range(link.world_size):
         exchange.wait(rank)
-    exchange.finish()
+    link.finish_later(exchange)
     return [_checked(bytes(row.tolist()), rank) for rank, row in enumerate(rows)]
 
 
