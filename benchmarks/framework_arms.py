@@ -7,6 +7,7 @@ that collectives of different arms never mix: from the making of its model to th
 in each round, and in the last round until its framework has ended. The order of the arms rotates from round to round.
 """
 
+import gc
 import json
 import os
 import sys
@@ -91,6 +92,7 @@ class Turns:
             self.begin(name)
             torch.manual_seed(0)
             arm(self.steps, partial(self.step, name))
+            gc.collect()  # the lanes of a hook end here, in the arm's turn
             assert self._lefts[name] == 0, f"{name} made {self.steps - self._lefts[name]} of {self.steps} steps"
             self.end()
         except BaseException:
@@ -234,7 +236,10 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, stepped: Callable[[], None]) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    loader = DataLoader(Tokens(), batch_size=BATCH, sampler=range(rank, len(Tokens()), world_size))
+    batch_size = BATCH // int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    )  # the ranks of a node share its batch, as they share its processors
+    loader = DataLoader(Tokens(), batch_size=batch_size, sampler=range(rank, len(Tokens()), world_size))
     for _, batch in zip(range(steps), loader, strict=False):
         model(**batch).loss.backward()
         optimizer.step()
@@ -270,6 +275,7 @@ def main(cell: str, rounds: int) -> None:
             json.dumps({"cell": cell, "parameters": parameters, "step_us": counted, "sent": bytes_a_step}), flush=True
         )
     ranks.close()
+    os._exit(0)  # an ordinary exit aborts now and then in C++, after all is measured, where the DDP hook was used
 
 
 if __name__ == "__main__":
