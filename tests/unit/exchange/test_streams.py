@@ -1,0 +1,310 @@
+"""What lanes wait for on a device: each wait and each mark is needed, and none is missing. On a double of streams."""
+
+import ast
+import importlib
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stream_double import Device, SilentLink
+
+import gradwire as gw
+from gradwire.collectives import Grid, Group, Lane, Link, ShardedSum
+from gradwire.core import TensorInfo
+from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.schedules.delayed import DelayedSchedule
+from gradwire.exchange import Exchange, Lanes, host_codec
+from gradwire.exchange.flight import Flight
+from gradwire.exchange.host_codec import HostCodec, Staging
+from gradwire.kernels import cpu, kernels_for
+
+SHAPES = ((37, 19), (1,), (13, 23))
+
+
+class SilentLanes(Lanes):
+    """One lane, as on a GPU, on a link to which nobody answers."""
+
+    def __init__(self, device: Device) -> None:
+        nobody: Any = None
+        self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0))
+        link: Any = SilentLink(device, 0, 2)
+        self.control = Lane("gradwire-double", link)
+        self.data = [self.control]
+        self._name, self.flight = "double", Flight(0, (0, 1), "double")
+        self.failure = self._ended = self.running = self.times = None
+        self.mendable = self.hold = False
+
+
+@contextmanager
+def lanes_of(device: Device) -> Iterator[SilentLanes]:
+    lanes = SilentLanes(device)
+    try:
+        yield lanes
+    finally:
+        lanes.stop()
+
+
+def exchange_on(lanes: Lanes, spec: Any, **values: Any) -> Exchange:
+    policy = gw.Policy(default=spec, **{"bucket_bytes": 3000, "chunk_bytes": 1000} | values)
+    infos = [TensorInfo(f"t{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
+    plan = policy.plan(infos, 2)
+    tensors = {info.name: torch.zeros(info.shape) for info in infos}
+    return Exchange.on(lanes, tensors, plan, 0)
+
+
+# ---- what is run on the double. The script's stream writes before and reads after
+
+
+def fill(exchange: Exchange, step: int) -> None:
+    exchange.begin_step(step)
+    for slot in exchange.slots.values():
+        slot.view.fill_(step + 1.0)
+        exchange.count(slot)
+
+
+def whole_steps(device: Device) -> None:
+    specs: list[tuple[Any, dict[str, Any]]] = [
+        (gw.QSGD(bits=4), {"scheme": "alltoall"}),
+        (gw.ErrorFeedback(gw.QSGD(bits=4)), {"scheme": "allgather"}),
+        (gw.QSGD(bits=4), {"scheme": "ring"}),
+        (gw.Identity(), {}),
+        (gw.PowerSGD(rank=1, start_step=0), {}),
+    ]
+    for spec, values in specs:
+        with lanes_of(device) as lanes:
+            exchange = exchange_on(lanes, spec, **values)
+            for step in range(3):
+                fill(exchange, step)
+                exchange.finish()
+                for flat in exchange.flats:
+                    flat.mul_(2.0)
+
+
+def narrow_residuals(device: Device) -> None:
+    for spec in (gw.PowerSGD(rank=1, start_step=0), gw.ErrorFeedback(gw.QSGD(bits=4))):
+        with lanes_of(device) as lanes:
+            exchange = exchange_on(lanes, spec, residual_dtype="bfloat16", bucket_bytes=1000)
+            for step in range(2):
+                fill(exchange, step)
+                exchange.finish()
+
+
+def gathers_later(device: Device) -> None:
+    for sharded in (False, True):
+        with lanes_of(device) as lanes:
+            spec = gw.Identity() if sharded else gw.QSGD(bits=4)
+            exchange = exchange_on(lanes, spec, schedule=gw.Pipelined(shard_optimizer=sharded))
+            for step in range(2):
+                fill(exchange, step)
+                exchange.await_gate()
+                if sharded:  # the rank steps its shard
+                    for buffers in exchange.buckets:
+                        for chunk in buffers.chunks:
+                            assert isinstance(chunk, ShardedSum)
+                            buffers.flat.add_(chunk.total.sum())
+                exchange.executor.open_gate()
+                for bucket, flat in enumerate(exchange.flats):
+                    exchange.await_bucket(bucket)
+                    flat.mul_(2.0)
+                exchange.finish()
+
+
+def gather_alone(device: Device) -> None:
+    with lanes_of(device) as lanes:
+        exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall")
+        tensors = {name: torch.ones(slot.view.shape) for name, slot in exchange.slots.items()}
+        exchange._tensors, exchange._sources, exchange._closed = {**tensors}, {}, False
+        for phases in ("reduce", "gather"):
+            exchange.begin(phases)
+            for name in tensors:
+                exchange.ready(name)
+            exchange.wait()
+
+
+def on_a_lane(device: Device) -> None:
+    with lanes_of(device) as lanes:
+        values = torch.zeros(9)
+
+        def double(link: Link) -> None:
+            values.mul_(2.0)
+
+        for _ in range(2):
+            values.add_(1.0)
+            lanes.run(lanes.data[0], double)
+        values.add_(1.0)
+
+
+def delayed_buffers(device: Device) -> None:
+    with lanes_of(device) as lanes:
+        model = torch.nn.BatchNorm1d(3)
+        told: Future[Any] = Future()
+        told.set_result([])
+        running = SimpleNamespace(finish=lambda *futures: [future.result() for future in futures])
+        schedule: Any = SimpleNamespace(
+            _model=lambda: model,
+            _buffers=ModelBuffers(model, torch.device("cpu")),
+            _reducer=SimpleNamespace(lanes=lanes, running=running),
+        )
+        DelayedSchedule._send_buffers(schedule)
+        DelayedSchedule.on_end(schedule, told)
+        schedule._sent_buffers.put_into(model)
+
+
+class OnHost:
+    """A codec whose work the host does."""
+
+    def __init__(self, codec: Any, device: Device) -> None:
+        self._codec, self._device = codec, device
+        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
+
+    def encode(self, *arguments: Any) -> None:
+        with self._device.on_host():
+            self._codec.encode(*arguments)
+
+    def decode(self, *arguments: Any) -> None:
+        with self._device.on_host():
+            self._codec.decode(*arguments)
+
+
+def offloaded(device: Device) -> None:
+    with lanes_of(device) as lanes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_codec, "_wait_for", lambda tensor: device.synchronize())
+        streams = lanes.data[0].link.streams
+        exchange = exchange_on(lanes, gw.ErrorFeedback(gw.QSGD(bits=4)), scheme="allgather")
+        transfer = exchange.buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
+        given, arrived = transfer.before[0], transfer.arrivals[1][0]
+        codec = HostCodec(OnHost(given.codec, device), Staging())  # type: ignore[arg-type]
+        context, ready = given.context, streams.mark()
+        for _ in range(2):
+            with streams.encoding(ready):
+                codec.encode(given.source, given.memory.state, given.segments, context, given.payload)
+            with streams.decoding():
+                streams.wait(ready)
+                into = torch.empty_like(given.source)
+                codec.decode(arrived.payload, arrived.segments, arrived.dtype, False, into, context)
+
+
+SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, delayed_buffers, offloaded)
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The double sees operations of torch alone."""
+    monkeypatch.setattr(cpu, "available", lambda: "the double sees none of them")
+    kernels_for.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    kernels_for.cache_clear()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device().used(monkeypatch) as device, torch.no_grad():
+        scenario(device)
+
+
+# ---- with one of them taken out
+
+MODULES = (
+    "collectives.streams",
+    "collectives.works",
+    "collectives.schemes",
+    "collectives.memory",
+    "exchange.executor",
+    "exchange.lanes",
+    "exchange.host_codec",
+    "engine.schedules.delayed",
+)
+
+
+class TakeOut(ast.NodeTransformer):
+    """Takes one wait or mark out, by its number; lists all of them."""
+
+    def __init__(self, number: int = -1) -> None:
+        self.number, self.found, self._within = number, [], deque[str]()  # type: ignore[var-annotated]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._inside(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._inside(node)
+
+    def _inside(self, node: Any) -> ast.AST:
+        self._within.append(node.name)
+        self.generic_visit(node)
+        self._within.pop()
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        called = ast.unparse(node.func)
+        owner, _, method = called.rpartition(".")
+        of_streams = owner.endswith("streams")
+        waits = called == "_wait_for" or method == "wait_event" or (method == "record" and owner == "event")
+        begins = of_streams and method == "encoding" and bool(node.args) and ast.unparse(node.args[0]) != "None"
+        if not (waits or begins or (of_streams and method in ("mark", "wait"))):
+            return node
+        self.found.append((tuple(self._within), f"{'.'.join(self._within)}: {ast.unparse(node)}"))
+        if len(self.found) - 1 != self.number:
+            return node
+        nothing = ast.copy_location(ast.Constant(None), node)
+        if begins:
+            node.args[0] = nothing
+            return node
+        return node.args[0] if method == "wait" else nothing  # what was waited for still runs
+
+
+def sites() -> Iterator[Any]:
+    for name in MODULES:
+        finder = TakeOut()
+        finder.visit(ast.parse(inspect.getsource(importlib.import_module(f"gradwire.{name}"))))
+        for number, (_, words) in enumerate(finder.found):
+            yield pytest.param(name, number, id=f"{name} {words}")
+
+
+@contextmanager
+def taken_out(name: str, number: int) -> Iterator[None]:
+    """Without one wait or mark of a module."""
+    module = importlib.import_module(f"gradwire.{name}")
+    tree, out = ast.parse(inspect.getsource(module)), TakeOut(number)
+    code: CodeType = compile(ast.fix_missing_locations(out.visit(tree)), str(module.__file__), "exec")
+    (first, *rest), _ = out.found[number]
+    function: Any = getattr(module, first)
+    code = _inner(code, first)
+    if inspect.isclass(function):
+        function = vars(function)[rest[0]]
+        code = _inner(code, rest[0])
+    function = inspect.unwrap(function.fget if isinstance(function, property) else function)
+    assert isinstance(function, FunctionType)
+    before, function.__code__ = function.__code__, code
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    return next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name)
+
+
+@pytest.mark.parametrize(("name", "number"), list(sites()))
+def test_each_wait_and_mark_is_needed(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    races: list[str] = []
+    with taken_out(name, number), torch.no_grad():
+        for scenario in SCENARIOS:
+            device = Device()
+            with suppress(Exception), device.used(monkeypatch):
+                scenario(device)
+            races += device.races
+            if races:
+                break
+    assert races, "nothing failed without it"
