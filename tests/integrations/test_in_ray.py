@@ -24,6 +24,7 @@ ray = pytest.importorskip("ray", reason="gradwire's extra ray is not installed")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(gw.__file__).parents[2]
+SEEDS = 8
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
 
 
@@ -75,11 +76,11 @@ def tell(config: dict[str, Any], **told: Any) -> None:
     torch.save(told, Path(config["folder"], f"{config['name']}-{dist.get_rank()}.pt"))
 
 
-def prepared(plan: gw.Spec | None) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def prepared(plan: gw.Spec | None, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and handle. A plan of None is Ray's DDP."""
     import ray.train.torch
 
-    torch.manual_seed(3)
+    torch.manual_seed(3 + seed)
     network = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
     model = ray.train.torch.prepare_model(network, parallel_strategy=None if plan else "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -87,35 +88,40 @@ def prepared(plan: gw.Spec | None) -> tuple[nn.Module, torch.optim.Optimizer, An
     return model, optimizer, gw.parallelize(model, optimizer, plan=plan) if plan else None
 
 
-def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    seeds = (step, dist.get_rank())
+def batch(step: int, size: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    seeds = (step, dist.get_rank(), seed)
     inputs, noise = torch.randn(size, 20, generator=seeded(*seeds)), torch.randn(size, 5, generator=seeded(*seeds, 1))
     return inputs, (inputs @ torch.randn(20, 5, generator=seeded(2)) + 3 * noise).argmax(1)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    inputs, labels = batch(step)
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seed: int = 0) -> None:
+    inputs, labels = batch(step, seed=seed)
     nn.functional.cross_entropy(model(inputs), labels).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def compared(config: dict[str, Any]) -> None:
-    """Weights after 8 steps, and losses on other inputs after 300."""
-    told = {}
+    """Weights after 8 steps of the first seed, and the mean of all seeds' losses on other inputs after 300 steps.
+
+    One seed's loss with 4 bits lies up to 1 % above or below that of DDP: their mean shows what compression costs.
+    """
+    told: dict[str, Any] = {}
     for name, plan in {"ddp": None, "identity": gw.Identity(), "4 bits": gw.QSGD(bits=4)}.items():
-        model, optimizer, handle = prepared(plan)
-        for step in range(300):
-            step_of(model, optimizer, step)
-            if step == 7:
-                told[f"{name}, weights"] = digest([*model.parameters(), *model.buffers()])
-        with torch.no_grad():
-            inputs, labels = batch(1000, 4000)
-            loss = nn.functional.cross_entropy(model.eval()(inputs), labels)
-        dist.all_reduce(loss)
-        told[name] = loss.item() / 2
-        if handle is not None:
-            handle.detach()
+        losses = torch.zeros(1 if name == "identity" else SEEDS)
+        for seed in range(len(losses)):
+            model, optimizer, handle = prepared(plan, seed)
+            for step in range(300):
+                step_of(model, optimizer, step, seed)
+                if (seed, step) == (0, 7):
+                    told[f"{name}, weights"] = digest([*model.parameters(), *model.buffers()])
+            with torch.no_grad():
+                inputs, labels = batch(1000, 4000, seed)
+                losses[seed] = nn.functional.cross_entropy(model.eval()(inputs), labels)
+            if handle is not None:
+                handle.detach()
+        dist.all_reduce(losses)
+        told[name] = losses.mean().item() / 2
     tell(config, **told)
 
 
