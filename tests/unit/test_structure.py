@@ -44,7 +44,7 @@ FORBIDDEN = {
     "doctor": ("gradwire.bench", "gradwire.cli", "gradwire.report"),
     "integrations": ("gradwire.bench", "gradwire.cli", "gradwire.doctor", "gradwire.report", "gradwire.testbed"),
 }
-FRAMEWORKS = ("transformers", "accelerate", "lightning", "gradwire.integrations")
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "ray", "gradwire.integrations")
 
 # What a training script is promised, and what a plan is written with.
 PROMISED = {
