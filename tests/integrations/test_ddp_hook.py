@@ -1,5 +1,6 @@
 """DistributedDataParallel with gradwire's hook: plain DDP's numbers under an identity plan, residuals, states, refusals."""
 
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -295,6 +296,33 @@ def clone(value: Any) -> Any:
 @pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
 def test_a_run_is_taken_up_bit_for_bit(worlds: Worlds, plan: Any, pause: int) -> None:
     assert worlds.run(2, resumed, plan, pause) == [True, True]
+
+
+def saved_whole() -> tuple[str, str, int]:
+    """What a model and its copy that was saved as a whole end with, the hook registered again; the steps of the new hook."""
+
+    def train(model: nn.Module, steps: range) -> None:
+        optimizer = sgd(model)
+        for step in steps:
+            optimizer.zero_grad()
+            model(Given.random_gradients(model.module, dist.get_rank(), step)).backward()
+            optimizer.step()
+
+    run, _ = wrapped(Given([3000, 500]), gw.Identity())
+    train(run, range(2))
+    file = io.BytesIO()
+    torch.save(run, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again.register_comm_hook(state := gw.DDPState(plan=gw.Identity()), gw.ddp_hook)
+    for each in (run, again):
+        train(each, range(2, 5))
+    return digest(run.parameters()), digest(again.parameters()), state.stats().steps
+
+
+def test_a_model_is_saved_whole(worlds: Worlds) -> None:
+    first, second = worlds.run(2, saved_whole)
+    assert first == second and first[0] == first[1] and first[2] == 3
 
 
 def saved_with_residuals(steps: int) -> dict[str, torch.Tensor]:

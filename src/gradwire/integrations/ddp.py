@@ -34,7 +34,6 @@ class DDPState:
 
     plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names
     of the model inside DDP. A policy's plan is made again when DDP has brought its buckets into gradient-ready order.
-
     Means are over all ranks of DDP's group, in `join()` too, whatever `divide_by_initial_world_size` is. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual.
 
@@ -58,6 +57,9 @@ class DDPState:
         self._order_known = False
         self._came: list[list[str]] = []  # the names in the order of DDP's buckets, of the last step and of this one
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DDPState, (self.plan,)  # a script saves the whole DDP model; torch restores no hooks
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take up one of DDP's buckets. The future gets its buffer, with mean gradients, after the last bucket of the step."""
@@ -88,7 +90,6 @@ class DDPState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps, and empty before the first one. Save
         those of all ranks.
-
         A run goes on bit for bit from a state of the second step or later (the third with `static_graph`).
         """
         if self._exchange is None:
@@ -100,7 +101,6 @@ class DDPState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
         that saved, in one dictionary. Between steps, on every rank, after `register_comm_hook`; sends nothing.
-
         Raises ValueError naming what is wrong with the state. What does not fit the plan raises it when the next step begins.
         """
         self._find_model()
@@ -168,7 +168,6 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
 def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
     """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients, with which DDP hands gradients over when a bucket
     of the plan is complete. model: the one that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`.
-
     Gradients are taken to become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in
     the wrong order: leave them out. Raises PlanError if the plan does not fit the model.
 
