@@ -12,7 +12,7 @@ on the CPU. These travel as `gw.QSGD` through exchanges, one after another on a 
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -186,5 +186,14 @@ def _result_of(done: Any) -> list[torch.Tensor]:
         raise found
     return [*found]
 
+
+def _gloos(name: str) -> Callable[..., Any]:
+    return lambda group, *arguments, **named: getattr(group._gloo, name)(*arguments, **named)
+
+
+# what a subclass in Python leaves out torch runs while it holds the interpreter's lock. A thread of gloo's that frees a tensor
+# waits for that lock, and holds gloo's own, for which the call waits
+for _name in ("broadcast", "allgather", "reduce_scatter", "allreduce_coalesced", "barrier", "send", "recv"):
+    setattr(QuantisingGroup, _name, _gloos(_name))
 
 dist.Backend.register_backend("gradwire", QuantisingGroup, devices=["cpu"])
