@@ -236,9 +236,8 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, stepped: Callable[[], None]) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch_size = BATCH // int(
-        os.environ["LOCAL_WORLD_SIZE"]
-    )  # the ranks of a node share its batch, as they share its processors
+    # the ranks of a node share its batch, as they share its processors
+    batch_size = BATCH // int(os.environ["LOCAL_WORLD_SIZE"])
     loader = DataLoader(Tokens(), batch_size=batch_size, sampler=range(rank, len(Tokens()), world_size))
     for _, batch in zip(range(steps), loader, strict=False):
         model(**batch).loss.backward()

@@ -1,8 +1,10 @@
 """The backend "gradwire" of torch.distributed: what it quantises, and what it leaves to gloo."""
 
 import os
+import re
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +108,13 @@ def test_ddp_learns_as_with_gloo(worlds: Worlds, layers: dict[str, int] | None) 
     ours = worlds.run(2, trained, "gradwire", {"min_numel": 1000} | ({} if layers is None else {"layers": layers}))
     assert ours[0][1] == ours[1][1] != gloo[0][1]
     assert ours[0][0] == pytest.approx(gloo[0][0], rel=0.01)
+
+
+def test_what_torch_would_run_under_the_interpreters_lock_is_gloos() -> None:
+    """A thread of gloo's could wait for that lock for ever."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    names = set(re.findall(r"WORK_OVERRIDE\(\s*(?://[^\n]*\s*)?ProcessGroup,[^\n]*\s*(\w+),", header.read_text()))
+    assert "broadcast" in names and names <= vars(c10d.QuantisingGroup).keys()
 
 
 def test_what_is_excluded_or_small_is_as_with_gloo(worlds: Worlds) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.collectives import streams
 
-__all__ = ["Device", "Race", "SilentLink"]
+__all__ = ["Device", "DeviceLink", "Race"]
 
 
 class Race(AssertionError):
@@ -87,21 +87,17 @@ class Device:
     def used(self, monkeypatch: Any) -> Iterator["Device"]:
         """`gradwire.collectives.streams` uses this device, and this thread's operations are on it."""
         accelerator = SimpleNamespace(
-            current_stream=lambda device: self.current, set_device_index=lambda index: self._recorder().__enter__()
+            current_stream=lambda device: self.current, set_device_index=lambda index: _Recorder(self).__enter__()
         )
         fake = SimpleNamespace(
             Stream=lambda device: _Stream(self, "a lane's stream"),
             Event=lambda device: _Event(),
             accelerator=accelerator,
-            device=torch.device,
         )
-        with monkeypatch.context() as patch, self._recorder():
+        with monkeypatch.context() as patch, _Recorder(self):
             patch.setattr(streams, "torch", fake)
             yield self
         assert not self.races, self.races[0]
-
-    def _recorder(self) -> _Recorder:
-        return _Recorder(self)
 
     @property
     def current(self) -> "_Stream":
@@ -193,7 +189,7 @@ class _Event:
         self.after = dict(stream.timeline.after)
 
 
-class SilentLink:
+class DeviceLink:
     """What schemes use of a link, as NCCL does it: operations on a stream of its own, which waits for the stream that is current
     when they begin. Nothing arrives; what would arrive is touched."""
 
@@ -234,7 +230,7 @@ class _Begun:
 
 
 class _Exchange:
-    def __init__(self, link: SilentLink, received: Sequence[torch.Tensor]) -> None:
+    def __init__(self, link: DeviceLink, received: Sequence[torch.Tensor]) -> None:
         self._link, self._received = link, received
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:

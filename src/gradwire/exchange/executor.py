@@ -217,9 +217,8 @@ class Executor:
         wait(self._running)
 
     def give_up(self) -> None:
-        """Let everybody go that waits for buckets, before the gate or for tasks, and forget the step."""
+        """Let the lanes go that wait for buckets or before the gate, and forget the step."""
         self._progress.tell(_GIVE_UP)
-        self._progress.fail()  # a step that failed in its first lines may have no lane that does so
         self._progress, self._running = _Progress(0, ()), []  # their errors hold the frames they passed
 
     def failure(self) -> TaskFailed | None:

@@ -4,17 +4,17 @@ import ast
 import importlib
 import inspect
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import CodeType, FunctionType, SimpleNamespace
+from pathlib import Path
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from stream_double import Device, SilentLink
+from stream_double import Device, DeviceLink
 
 import gradwire as gw
 from gradwire.collectives import Grid, Group, Lane, Link, ShardedSum
@@ -22,20 +22,22 @@ from gradwire.core import TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.schedules.delayed import DelayedSchedule
 from gradwire.exchange import Exchange, Lanes, host_codec
+from gradwire.exchange.executor import BOTH, GATHER, REDUCE
 from gradwire.exchange.flight import Flight
 from gradwire.exchange.host_codec import HostCodec, Staging
+from gradwire.exchange.phases import take_shards
 from gradwire.kernels import cpu, kernels_for
 
 SHAPES = ((37, 19), (1,), (13, 23))
 
 
-class SilentLanes(Lanes):
+class DeviceLanes(Lanes):
     """One lane, as on a GPU, on a link to which nobody answers."""
 
     def __init__(self, device: Device) -> None:
         nobody: Any = None
         self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0))
-        link: Any = SilentLink(device, 0, 2)
+        link: Any = DeviceLink(device, 0, 2)
         self.control = Lane("gradwire-double", link)
         self.data = [self.control]
         self._name, self.flight = "double", Flight(0, (0, 1), "double")
@@ -44,8 +46,8 @@ class SilentLanes(Lanes):
 
 
 @contextmanager
-def lanes_of(device: Device) -> Iterator[SilentLanes]:
-    lanes = SilentLanes(device)
+def lanes_of(device: Device) -> Iterator[DeviceLanes]:
+    lanes = DeviceLanes(device)
     try:
         yield lanes
     finally:
@@ -63,8 +65,8 @@ def exchange_on(lanes: Lanes, spec: Any, **values: Any) -> Exchange:
 # ---- what is run on the double. The script's stream writes before and reads after
 
 
-def fill(exchange: Exchange, step: int) -> None:
-    exchange.begin_step(step)
+def fill(exchange: Exchange, step: int, phases: str = BOTH) -> None:
+    exchange.begin_step(step, phases)
     for slot in exchange.slots.values():
         slot.view.fill_(step + 1.0)
         exchange.count(slot)
@@ -120,13 +122,14 @@ def gathers_later(device: Device) -> None:
 def gather_alone(device: Device) -> None:
     with lanes_of(device) as lanes:
         exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall")
-        tensors = {name: torch.ones(slot.view.shape) for name, slot in exchange.slots.items()}
-        exchange._tensors, exchange._sources, exchange._closed = {**tensors}, {}, False
-        for phases in ("reduce", "gather"):
-            exchange.begin(phases)
-            for name in tensors:
-                exchange.ready(name)
-            exchange.wait()
+        fill(exchange, 0, REDUCE)
+        exchange.finish()
+        exchange.begin_step(1, GATHER)
+        for buffers in exchange.buckets:
+            buffers.flat.mul_(2.0)
+            take_shards(buffers, lanes.data[0].link.streams)
+            exchange.count(*buffers.slots, owes=False)
+        exchange.finish()
 
 
 def on_a_lane(device: Device) -> None:
@@ -214,23 +217,16 @@ def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], mon
 
 # ---- with one of them taken out
 
-MODULES = (
-    "collectives.streams",
-    "collectives.works",
-    "collectives.schemes",
-    "collectives.memory",
-    "exchange.executor",
-    "exchange.lanes",
-    "exchange.host_codec",
-    "engine.schedules.delayed",
-)
+SRC = Path(gw.__file__).parent
+MODULES = [path for room in ("collectives", "exchange", "engine") for path in sorted((SRC / room).rglob("*.py"))]
 
 
 class TakeOut(ast.NodeTransformer):
     """Takes one wait or mark out, by its number; lists all of them."""
 
     def __init__(self, number: int = -1) -> None:
-        self.number, self.found, self._within = number, [], deque[str]()  # type: ignore[var-annotated]
+        self.number, self._within = number, list[str]()
+        self.found: list[tuple[tuple[str, ...], str]] = []
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         return self._inside(node)
@@ -264,27 +260,26 @@ class TakeOut(ast.NodeTransformer):
 
 
 def sites() -> Iterator[Any]:
-    for name in MODULES:
+    for path in MODULES:
         finder = TakeOut()
-        finder.visit(ast.parse(inspect.getsource(importlib.import_module(f"gradwire.{name}"))))
+        finder.visit(ast.parse(path.read_text()))
+        name = ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
         for number, (_, words) in enumerate(finder.found):
-            yield pytest.param(name, number, id=f"{name} {words}")
+            yield pytest.param(name, number, id=f"{name.removeprefix('gradwire.')} {words}")
 
 
 @contextmanager
 def taken_out(name: str, number: int) -> Iterator[None]:
     """Without one wait or mark of a module."""
-    module = importlib.import_module(f"gradwire.{name}")
+    module = importlib.import_module(name)
     tree, out = ast.parse(inspect.getsource(module)), TakeOut(number)
     code: CodeType = compile(ast.fix_missing_locations(out.visit(tree)), str(module.__file__), "exec")
     (first, *rest), _ = out.found[number]
     function: Any = getattr(module, first)
     code = _inner(code, first)
     if inspect.isclass(function):
-        function = vars(function)[rest[0]]
-        code = _inner(code, rest[0])
-    function = inspect.unwrap(function.fget if isinstance(function, property) else function)
-    assert isinstance(function, FunctionType)
+        function, code = vars(function)[rest[0]], _inner(code, rest[0])
+    function = inspect.unwrap(function)
     before, function.__code__ = function.__code__, code
     try:
         yield
