@@ -39,6 +39,15 @@ PLANS = {
     ),
     "delayed, no corrections": gw.Uniform(FOUR_BITS, schedule=gw.Delayed(k=None), **SMALL),
     "delayed, no local update": gw.Uniform(gw.TwoBit(), schedule=gw.Delayed(k=None, local_update=False), **SMALL),
+    "local, 4 bits": gw.Uniform(FOUR_BITS, schedule=gw.LocalSteps(every=4, outer=gw.Nesterov(0.5, 0.5)), **SMALL),
+    "local, 2 bits with feedback, delay": gw.Uniform(
+        gw.ErrorFeedback(gw.QSGD(bits=2)),
+        schedule=gw.LocalSteps(3, gw.Nesterov(0.5, 0.5), delay=2, mixing=0.5),
+        **SMALL,
+    ),
+    "local, fragments": gw.Uniform(
+        gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.LocalSteps(4, gw.Nesterov(0.5, 0.5), 2, 1, mixing=0.5), **SMALL
+    ),
 }
 
 

@@ -50,6 +50,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "flat buffers": {"scheme": "ring"},
     "pipelined": {"schedule": gw.Pipelined()},
     "delayed": {"schedule": gw.Delayed(k=3)},
+    "local": {"schedule": gw.LocalSteps(every=1)},
 }
 
 

@@ -48,7 +48,7 @@ FRAMEWORKS = ("transformers", "accelerate", "lightning", "ray", "gradwire.integr
 
 # What a training script is promised, and what a plan is written with.
 PROMISED = {
-    "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed",
+    "parallelize", "Plan", "Policy", "Uniform", "Backward", "Pipelined", "Delayed", "LocalSteps", "Nesterov",
     "QSGD", "Cast", "ErrorFeedback", "Identity", "GradwireError",
 }  # fmt: skip
 
@@ -227,6 +227,8 @@ SCHEDULES = (
     "PipelinedSchedule",
     "DelayedSchedule",
     "ShardedSchedule",
+    "LocalSteps",
+    "LocalSchedule",
 )
 
 

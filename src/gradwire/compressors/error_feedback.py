@@ -1,6 +1,7 @@
 """Error feedback around any compressor: the error of an encode is added to the next gradient.
 
-Law: telescoping. The sum of the sent values over steps equals the sum of the gradients, less the last residual.
+Law: telescoping. The sum of the sent values over steps equals the sum of the gradients, less the last residual. With a `decay`
+below 1 a part of each residual is lost instead.
 The residual belongs to the caller, one for each encode of the option; the inner compressor's kernel updates it.
 """
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
-from gradwire.core.specs import Spec
+from gradwire.core.specs import ErrorFeedback, Spec
 from gradwire.kernels import Segments
 from gradwire.kernels.cpu import Call
 
@@ -22,6 +23,7 @@ class ErrorFeedbackCompressor(Compressor):
     def __init__(self, spec: Spec, inner: Compressor) -> None:
         super().__init__(spec)
         self.inner = inner
+        self._decay = spec.decay if isinstance(spec, ErrorFeedback) else 1.0
 
     def for_sum(self) -> Compressor:
         return self._around(self.inner.for_sum())
@@ -38,7 +40,7 @@ class ErrorFeedbackCompressor(Compressor):
 
     @property
     def runs_in_c(self) -> bool:
-        return self.inner.runs_in_c and type(self).__module__.startswith("gradwire.")
+        return self._decay == 1 and self.inner.runs_in_c and type(self).__module__.startswith("gradwire.")
 
     def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
@@ -53,6 +55,8 @@ class ErrorFeedbackCompressor(Compressor):
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
+        if self._decay < 1 and state:
+            state[0].mul_(self._decay)
         self.inner.encode(src, state, segments, context, payload)
 
     def decode(

@@ -5,7 +5,7 @@ from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.plan import Bucket, Plan, Prediction
 from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.schedules import Backward, Delayed, Pipelined, Schedule
+from gradwire.core.schedules import Backward, Delayed, LocalSteps, Nesterov, Pipelined, Schedule
 from gradwire.core.specs import (
     DGC,
     FP8,
@@ -50,8 +50,10 @@ __all__ = [
     "Identity",
     "Int8",
     "Link",
+    "LocalSteps",
     "Made",
     "Natural",
+    "Nesterov",
     "OneBit",
     "Pipelined",
     "Plan",

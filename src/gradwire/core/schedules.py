@@ -4,7 +4,8 @@ Another package adds a schedule with one class: a frozen subclass of `Schedule` 
 point of the group `gradwire.schedules`, and its `engine` names the class that runs the schedule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -14,7 +15,7 @@ from gradwire.core.checks import near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import convert
-from gradwire.errors import FormatError
+from gradwire.errors import FormatError, PlanError
 
 if TYPE_CHECKING:
     OptionalSpec = Spec | None
@@ -57,6 +58,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     @property
     def period(self) -> int:
         """The number of steps after which the schedule repeats."""
+        return 1
+
+    @property
+    def overlapped_steps(self) -> int:
+        """How many later steps run beside an exchange."""
+        return 1 if self.hides_exchange else 0
+
+    def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
+        """The buckets that are exchanged in this step of a period, counted from 0. `numels`: elements of all buckets."""
+        return range(len(numels))
+
+    @property
+    def fewest_buckets(self) -> int:
+        """Fewer buckets cannot be scheduled so. Policies make small enough ones."""
         return 1
 
     @property
@@ -185,12 +200,141 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
         return self.k is not None
 
 
+class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outer optimizer of `LocalSteps`: SGD with Nesterov momentum, computed as torch.optim.SGD(nesterov=True) does.
+
+    >>> Nesterov(lr=1.0, momentum=0.0)
+    Nesterov(lr=1.0, momentum=0.0)
+    """
+
+    lr: float = 0.7
+    """Learning rate of the outer step. 1 with no momentum: the new global weights are the mean of the local ones."""
+    momentum: float = 0.9
+    """Momentum of the outer step. 0: plain SGD."""
+
+    def __post_init__(self) -> None:
+        number("lr", self.lr, "the learning rate of the outer step", positive=True)
+        number("momentum", self.momentum, "the momentum of the outer step")
+
+
+class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
+    """Each rank trains alone; every H-th step they average the weights' changes (DiLoCo; Douillard et al. 2023).
+
+    The optimizer of the script steps a rank's own weights L with the rank's own gradients. W are the global weights, the same on
+    all ranks. After every H-th step:
+
+        W <- outer step by the mean over ranks of (W - L), as it was sent
+        L <- L + mixing * (W - L)
+
+    With `delay` the mean is sent while that many more steps compute, and with `fragments` each part of the model has an exchange
+    of its own, at its own time in the period (Streaming DiLoCo; Douillard et al. 2025, section 2).
+
+    >>> LocalSteps(every=100, outer=Nesterov(lr=0.4))
+    LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
+    """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("outer", "fragments", "delay", "mixing")
+    engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
+    needs_optimizer: ClassVar[bool] = True
+    costs_accuracy: ClassVar[bool] = True
+    sends_at_end: ClassVar[bool] = True
+
+    every: int = 30
+    """Local steps from one exchange to the next (H). More: fewer bytes, ranks drift further apart."""
+    outer: Nesterov = Nesterov()
+    """The optimizer of the global weights."""
+    fragments: int = 1
+    """Parts of the model that are exchanged apart, one after another in each period. More: a lower peak of bytes."""
+    delay: int = 0
+    """Local steps that run beside an exchange before its mean is used. More: slower links are hidden, staler means."""
+    mixing: float = 1.0
+    """The share of the global weights in what a rank goes on with. 1: the global weights; less keeps a part of the rank's own."""
+
+    def __post_init__(self) -> None:
+        whole("every", self.every, "the local steps from one exchange to the next", low=1)
+        if not isinstance(self.outer, Nesterov):
+            raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=...).")
+        whole("fragments", self.fragments, "parts of the model, at most `every`", low=1, high=self.every)
+        what = "local steps beside an exchange, at most every // fragments"
+        whole("delay", self.delay, what, high=self.every // self.fragments)
+        number("mixing", self.mixing, "the share of the global weights", positive=True)
+        if self.mixing > 1:
+            raise FormatError(f"mixing is {show(self.mixing)}: it must be a share, above 0 and at most 1.")
+
+    @classmethod
+    def diloco(cls, every: int = 500) -> "LocalSteps":
+        """The values of DiLoCo (Douillard et al. 2023).
+
+        >>> LocalSteps.diloco()
+        LocalSteps(every=500)
+        """
+        return cls(every=every)
+
+    @classmethod
+    def streaming(cls, every: int = 100, fragments: int = 8, delay: int = 5) -> "LocalSteps":
+        """The values of Streaming DiLoCo (Douillard et al. 2025). Its outer gradients have 4 bits: `gw.QSGD(bits=4)`."""
+        return cls(every, Nesterov(lr=0.4, momentum=0.9), fragments, delay, mixing=0.5)
+
+    @classmethod
+    def sparseloco(cls, every: int = 30) -> "LocalSteps":
+        """The values of SparseLoCo (Sarfi et al. 2025), where error feedback takes the place of outer momentum."""
+        return cls(every, Nesterov(lr=1.0, momentum=0.0))
+
+    @property
+    def hides_exchange(self) -> bool:
+        return self.delay > 0
+
+    @property
+    def overlapped_steps(self) -> int:
+        return self.delay
+
+    @property
+    def period(self) -> int:
+        return self.every
+
+    @property
+    def fewest_buckets(self) -> int:
+        return self.fragments
+
+    def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
+        begins = [self.begins_after(place) - 1 for place in range(self.fragments)]
+        return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
+
+    def begins_after(self, exchange: int) -> int:
+        """The local steps after which the exchange of this number begins, counted from 0; 0 for the one before the first."""
+        period, place = divmod(exchange, self.fragments)
+        return period * self.every + (place + 1) * self.every // self.fragments
+
+    def fragments_of(self, numels: Sequence[int]) -> list[range]:
+        """The buckets of each fragment: consecutive ones, of nearly as many elements as every other fragment.
+
+        >>> LocalSteps(fragments=2).fragments_of([30, 10, 10, 30])
+        [range(0, 2), range(2, 4)]
+        """
+        if len(numels) < self.fragments:
+            raise PlanError(
+                f"fragments is {self.fragments} and the plan has {len(numels)} buckets: a fragment is at least one bucket. Use "
+                f"fragments={len(numels)}, or a policy with smaller buckets (bucket_bytes)."
+            )
+        ends, cuts = [0, *accumulate(numels)], [0]
+        for left in range(self.fragments - 1, 0, -1):
+            target = ends[-1] * (self.fragments - left) / self.fragments
+            possible = range(cuts[-1] + 1, len(numels) - left + 1)
+            cuts.append(min(possible, key=lambda cut: abs(ends[cut] - target)))
+        return [range(*pair) for pair in pairwise([*cuts, len(numels)])]
+
+
 def _true_or_false(schedule: msgspec.Struct, field: str) -> None:
     if not isinstance(getattr(schedule, field), bool):
         raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")
 
 
-_BY_WORD: dict[str, type[Schedule]] = {"backward": Backward, "pipelined": Pipelined, "delayed": Delayed}
+_BY_WORD: dict[str, type[Schedule]] = {
+    "backward": Backward,
+    "pipelined": Pipelined,
+    "delayed": Delayed,
+    "local": LocalSteps,
+}
 
 
 def schedule_kinds() -> tuple[str, ...]:
@@ -223,7 +367,7 @@ def as_schedule(value: object) -> Schedule:
     kinds = schedule_kinds()
     if not isinstance(kind, str) or kind not in kinds:
         raise FormatError(
-            f"schedule is {show(value)}: it must be Backward(), Pipelined() or Delayed(...), one of the words "
+            f"schedule is {show(value)}: it must be Backward(), Pipelined(), Delayed(...) or LocalSteps(...), one of the words "
             f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
             f"{entry_points.absent(SCHEDULES, kind)}"
         )

@@ -1,11 +1,14 @@
-"""Rank 0's buffers for all ranks before a forward, as under DDP."""
+"""Rank 0's buffers for all ranks, before a forward as under DDP, or beside an exchange."""
 
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 import torch
 
-from gradwire.collectives import Link, transfer
+from gradwire.collectives import Lane, Link, transfer
+from gradwire.collectives.streams import Mark
 from gradwire.engine.shared import shared_buffers
 from gradwire.exchange.agreement import bytes_of, copy_from
 
@@ -69,6 +72,43 @@ class BufferCopy:
         if self._usable and bool(self._packed[0]):
             with torch.no_grad():
                 copy_from(self._packed[1:], shared_buffers(model))
+
+
+class BuffersBeside:
+    """Rank 0's buffers for all ranks, as they are when an exchange begins, sent beside it."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model, self._agreed = weakref.ref(model), ModelBuffers(model, device)
+        self._copy: BufferCopy | None = None
+        self.sending: list[Future[Mark]] = []
+        """At most one broadcast."""
+
+    def send(self, lane: Lane) -> None:
+        """After the step's own exchanges on this lane: rank 0's buffers as they are now."""
+        model = self._model()
+        copy = self._agreed.copy(None if model is None or self._agreed.changed(model) else model)
+        self._copy, self.sending = copy, []
+        if copy is None:
+            return
+        ready = lane.link.streams.mark()
+
+        def run(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                copy.broadcast(link)
+                return link.streams.mark()
+
+        self.sending = [lane.submit(run)]
+
+    def arrived(self, lane: Lane) -> None:
+        """The broadcast has ended: the caller's stream may use it."""
+        for sent in self.sending:
+            lane.link.streams.wait(sent.result())
+
+    def put(self, rank: int) -> None:
+        """Give the model of this rank of the group what rank 0 sent."""
+        model = self._model()
+        if self._copy is not None and model is not None and rank != 0:
+            self._copy.put_into(model)
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -219,15 +219,15 @@ class Reducer:
             name = type(self.schedule).__name__
             raise StepStateError(f"on_begin of {name} did not call reducer.begin(exchange), as it must: no step runs.")
 
-    def begin(self, exchange: Exchange) -> None:
-        """Begin a step with the buckets of this exchange. Schedules call it, in `on_begin`."""
+    def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None) -> None:
+        """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`."""
         self.arrivals.begin()
         self.sent = set()
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
         self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
-        exchange.begin_step(self.step)
+        exchange.begin_step(self.step, buckets=buckets)
         self._state = StepState.RUNNING
 
     def may_send(self) -> bool:
@@ -242,8 +242,8 @@ class Reducer:
         return not inside
 
     def take_back_all(self) -> None:
-        """No rank uses what was summed: residuals take it back."""
-        for slot in self.slots:
+        """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
+        for slot in self.slots if not self.schedule.traits.trains_alone else ():
             self.running.take_back(slot)
 
     # ---- gradients

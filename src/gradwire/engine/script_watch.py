@@ -40,6 +40,8 @@ class ScriptWatch:
             return
         if torch._C._current_graph_task_id() != -1:
             raise taken_in_backward(reducer, name, type(optimizer).__name__)
+        if reducer.schedule.traits.trains_alone:
+            return
         if words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step):
             warnings.warn(words, stacklevel=4)
 

@@ -295,13 +295,13 @@ class Exchange:
         """Whether in this step a spec is another one than in the step it was made for."""
         return any(spec.at_step(step) != spec.at_step(self.made_for) for spec in self._changing)
 
-    def begin_step(self, step: int, phases: str = BOTH) -> None:
-        """Start the lanes for the step of this number."""
+    def begin_step(self, step: int, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
+        """Start the lanes for the step of this number, with these buckets; None: all."""
         self.lanes.begin(step)
         self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
         self.random[:, :, 1] = step
-        self.executor.start(phases)
+        self.executor.start(phases, buckets)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:
         """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""

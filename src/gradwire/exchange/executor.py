@@ -152,15 +152,20 @@ class Executor:
         self._at: list[PhaseTask | None] = [None] * count
         self._held: list[int] = []
         """Buckets that are ready and that the lanes do not get yet."""
-        self._parts: dict[str, _StepTasks] = {}
+        self._awaited = len(buckets)
+        """How many buckets the step has."""
+        self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
 
     @property
     def _streams(self) -> Streams:
         return self.lanes.data[0].link.streams
 
-    def start(self, part: str = BOTH) -> None:
-        """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two."""
-        lists, counts, before_gate = self._of_part(part)
+    def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
+        """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
+        alone."""
+        chosen = tuple(range(len(self.buckets))) if buckets is None else tuple(buckets)
+        lists, counts, before_gate = self._of_part(phases, chosen)
+        self._awaited = len(chosen)
         self._progress = progress = _Progress(len(lists), counts, before_gate)
         self._held, self.lanes.running = [], weakref.ref(self)
         self._at = [tasks[0] if tasks else None for tasks in lists]
@@ -169,15 +174,16 @@ class Executor:
             for number, (lane, tasks) in enumerate(zip(self.lanes.data, lists, strict=True))
         ]
 
-    def _of_part(self, part: str) -> "_StepTasks":
-        """What a step that runs these phases does."""
-        if part in self._parts:
-            return self._parts[part]
-        lists = [[task for task in tasks if self._is_of(task, part)] for tasks in self.tasks]
+    def _of_part(self, phases: str, buckets: tuple[int, ...]) -> "_StepTasks":
+        """What a step that runs these phases of these buckets does."""
+        if (phases, buckets) in self._parts:
+            return self._parts[phases, buckets]
+        of_buckets = [[task for task in tasks if task.bucket in buckets] for tasks in self.tasks]
+        lists = [[task for task in tasks if self._is_of(task, phases)] for tasks in of_buckets]
         counted = Counter(task.bucket for tasks in lists for task in tasks)
         before_gate = sum(not self._is_behind(task) for tasks in lists for task in tasks)
         counts = [counted[index] for index in range(len(self.buckets))]
-        made = self._parts[part] = _StepTasks(lists, counts, before_gate)
+        made = self._parts[phases, buckets] = _StepTasks(lists, counts, before_gate)
         return made
 
     def _is_of(self, task: PhaseTask, part: str) -> bool:
@@ -194,7 +200,7 @@ class Executor:
     def ready(self, bucket: int) -> None:
         """The bucket's flat buffer holds the gradient of this step."""
         self._held.append(bucket)
-        if self.lanes.hold and len(self._held) < len(self.buckets):
+        if self.lanes.hold and len(self._held) < self._awaited:
             return
         mark = self._streams.mark()
         for each in self._held:

@@ -2,10 +2,11 @@
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
-`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.memory`. Of the `delayed` schedule also the rank's
-own weights, `local/0/{tensor}`, `weights`, checksums of the global ones that they belong to, and what compressors of
-corrections remember, `correction_{what}/..`. Where gradwire chose the plan itself also `decided`, its JSON in
-bytes, and `searching` where it was only being tried.
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.memory`. Of the `delayed` and the `local`
+schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksums of the global ones that they belong to. Of
+`delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
+on all ranks, `outer/0/{tensor}`, and `local_steps`, how many the rank made. Where gradwire chose the plan itself also `decided`,
+its JSON in bytes, and `searching` where it was only being tried.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -24,8 +25,8 @@ from gradwire.core.checks import printable
 from gradwire.core.plan import Plan
 from gradwire.errors import GradwireError
 
-CORRECTION, LOCAL = "correction_", "local/"
-"""How keys of the `delayed` schedule begin: what compressors of its corrections remember, and a rank's own weights."""
+CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
+"""How keys of schedules begin: what compressors of corrections remember, a rank's own weights, and the outer momentum."""
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
@@ -48,7 +49,9 @@ class Saved(NamedTuple):
     missing: list[int]
     """Ranks whose memory this rank should take and that are not in the state."""
     weights: list[int]
-    """Of a `delayed` schedule, if memory is this rank's own: a checksum of each global weight, below 2**64."""
+    """Of schedules with local weights, if memory is this rank's own: a checksum of each global weight, below 2**64."""
+    local_steps: int | None
+    """Of the `local` schedule: how many steps a rank has made."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -57,15 +60,19 @@ class Saved(NamedTuple):
 
 def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The memory of compressors, and the memory of the schedule."""
-    own = {key: value for key, value in memory.items() if key.startswith((CORRECTION, LOCAL))}
+    own = {key: value for key, value in memory.items() if key.startswith((CORRECTION, LOCAL, OUTER))}
     return {key: value for key, value in memory.items() if key not in own}, own
 
 
 def divided(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What compressors of corrections remember, and local weights by tensor."""
     corrections = {key.removeprefix(CORRECTION): value for key, value in state.items() if key.startswith(CORRECTION)}
-    local = {key.split("/", 2)[2]: value for key, value in state.items() if key.startswith(LOCAL)}
-    return corrections, local
+    return corrections, by_tensor(state, LOCAL)
+
+
+def by_tensor(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """What begins so, by tensor."""
+    return {key.split("/", 2)[2]: value for key, value in state.items() if key.startswith(kind)}
 
 
 def write_state(
@@ -106,6 +113,7 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
                 [saved.memory],
                 [],
                 saved.weights,
+                saved.local_steps,
                 saved.decided,
                 saved.searching,
             )
@@ -122,10 +130,11 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     same = first.ranks == group.global_ranks
     taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
     memory = [entries[each].memory for each in taken if each in entries]
-    shared = {key: value for key, value in first.memory.items() if key.startswith("shared/")}
+    shared = {key: value for key, value in first.memory.items() if key.startswith(("shared/", OUTER))}
     missing = [each for each in taken if each not in entries]
     return Saved(
-        first.step, first.order, first.plan, False, [*memory, shared], missing, [], first.decided, first.searching
+        *(first.step, first.order, first.plan, False, [*memory, shared], missing, [], first.local_steps),
+        *(first.decided, first.searching),
     )
 
 
@@ -164,12 +173,24 @@ class _Fields:
         self.decided = self._read_plan() if "decided" in fields else None
         self.searching = "searching" in fields and bool(self._number("searching"))
         self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
+        self.local_steps = self._number("local_steps") if "local_steps" in fields else None
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
-        known = {"version", "step", "order", "plan", "ranks", "weights", "decided", "searching", *self.memory}
+        known = {
+            "version",
+            "step",
+            "order",
+            "plan",
+            "ranks",
+            "weights",
+            "local_steps",
+            "decided",
+            "searching",
+            *self.memory,
+        }
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
         for field, value in self.memory.items():
-            if not _is_whole(value, torch.float32) and not (field.startswith(LOCAL) and _is_of_weights(value)):
+            if not _is_whole(value, torch.float32) and not (field.startswith((LOCAL, OUTER)) and _is_of_weights(value)):
                 raise ValueError(
                     f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
                 )

@@ -74,6 +74,8 @@ def schedule_rows() -> list[Row]:
 
 
 def _when(schedule: Schedule) -> str:
+    if schedule.period > 1 and not schedule.corrects:
+        return "after every H-th step"
     if schedule.hides_exchange:
         return "beside the next step"
     if schedule.sends_at_end:

@@ -262,6 +262,9 @@ class Policy(Document, frozen=True, kw_only=True):
     def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
         """Fill and close buckets of one class each."""
         full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
+        if (fewest := as_schedule(self.schedule).fewest_buckets) > 1:
+            # a bucket closes late, and few buckets are dealt out unevenly
+            full = min(full, max(1, sum(tensor.nbytes for tensor in tensors) // (4 * fewest)))
         filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
         filled: dict[tuple[str, str, str], int] = {}
         exempt = sum(tensor.nbytes for tensor in tensors if specs[tensor.name] is _EXEMPT)

@@ -4,7 +4,7 @@ Make one simulator for a model and a cluster. For each plan the simulator prices
 resource, and runs the event loop until steps repeat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class Layout(NamedTuple):
     labels: list[list[Label]]
     """Of each task of each row."""
     priced: list[PricedBucket]
+    """Of the buckets that the step exchanges."""
 
 
 class SimulatedSteps(NamedTuple):
@@ -101,6 +102,7 @@ class Simulator:
         self.resource = cache(self._resource)
         """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
+        self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
         forward = [fs_of(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
@@ -110,7 +112,7 @@ class Simulator:
         self._lengths = [*forward, *(fs_of(tensor.backward_us) for tensor in tensors)]
 
     def step_us(self, plan: Plan | LightPlan) -> float:
-        """Microseconds of one step in the long run; of `delayed`, the mean over corrections and other steps.
+        """Microseconds of one step in the long run: of schedules with a period, the mean over one.
 
         The plan must be of the simulator's model; only `simulate` checks that. Raises PlanError for what cannot be priced.
         """
@@ -122,7 +124,7 @@ class Simulator:
         layouts = self._layouts(plan)
         works, cycle, rules = [layout.work for layout in layouts], len(layouts), self.rules
         overlaps = plan.schedule.gathers_in_forward or plan.schedule.hides_exchange
-        lag = 2 if plan.schedule.hides_exchange else 1
+        lag = 1 + plan.schedule.overlapped_steps
         cycles = _FEWEST_CYCLES if overlaps else 1
         while True:
             steps = cycle * cycles
@@ -153,9 +155,12 @@ class Simulator:
                 "forward, or use the backward schedule."
             )
         priced = [self.prices.of(bucket) for bucket in plan.buckets]
-        usual = self._layout(plan, priced)
         if not schedule.corrects:
-            return [usual]
+            numels = [sum(self._numels[name] for name in bucket.tensors) for bucket in plan.buckets]
+            sent = [tuple(schedule.sent_after(step, numels)) for step in range(schedule.period)]
+            layouts = {chosen: self._layout(plan, priced, chosen) for chosen in set(sent)}
+            return [layouts[chosen] for chosen in sent]
+        usual = self._layout(plan, priced)
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
@@ -165,11 +170,16 @@ class Simulator:
             corrected = [self.prices.of(bucket) for bucket in changed]
         return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
 
-    def _layout(self, plan: Plan | LightPlan, priced: list[PricedBucket]) -> Layout:
+    def _layout(
+        self, plan: Plan | LightPlan, priced: list[PricedBucket], chosen: Collection[int] | None = None
+    ) -> Layout:
+        """One step that exchanges these buckets; None: all."""
+        sent = range(len(priced)) if chosen is None else chosen
         count = len(self._position)
         waits = [NOTHING] * (2 * count)
         releases: list[list[int]] = [[] for _ in range(2 * count)]
-        for index, bucket in enumerate(plan.buckets):
+        for index in sent:
+            bucket = plan.buckets[index]
             positions = [self._position[name] for name in bucket.tensors]
             at_end = plan.schedule.sends_at_end
             releases[2 * count - 1 if at_end else count + max(positions)].append(index)
@@ -178,17 +188,21 @@ class Simulator:
                     waits[count - 1 - position] = index
         if not plan.schedule.gathers_in_forward:
             waits[0] = WHOLE_STEP
-        rows, labels = self._rows(plan, priced)
-        work = SimWork(self._lengths, waits, releases, rows, [bucket.pieces for bucket in priced])
-        return Layout(work, labels, priced)
+        rows, labels = self._rows([entry for entry in plan.launch if entry[0] in sent], priced)
+        pieces = [bucket.pieces if index in sent else 0 for index, bucket in enumerate(priced)]
+        work = SimWork(self._lengths, waits, releases, rows, pieces)
+        return Layout(work, labels, [priced[index] for index in sent])
 
     def _rows(
-        self, plan: Plan | LightPlan, priced: list[PricedBucket]
+        self, launch: Sequence[tuple[int, str]], priced: list[PricedBucket]
     ) -> tuple[list[list[SimTask]], list[list[Label]]]:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
-        launch = _launched(plan.launch, [len(phases) for phases in segments])
-        order = launch_tasks(launch, [bucket.pieces for bucket in priced], skew=not lanes)
+        order = launch_tasks(
+            _launched(launch, [len(phases) for phases in segments]),
+            [bucket.pieces for bucket in priced],
+            skew=not lanes,
+        )
         places = {entry: place for place, entry in enumerate(order)}
         row_of: dict[tuple[int, int], int] = {}
         rows: list[list[SimTask]] = []
@@ -255,7 +269,8 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
 
 
 def _launched(launch: Sequence[tuple[int, str]], phases: Sequence[int]) -> Sequence[tuple[int, str]]:
-    """The plan's launch order; corrections with fewer phases run bucket by bucket."""
-    if len(launch) == sum(phases):
+    """The launch order; corrections with fewer phases run bucket by bucket."""
+    buckets = dict.fromkeys(bucket for bucket, _ in launch)
+    if len(launch) == sum(phases[bucket] for bucket in buckets):
         return launch
-    return [(bucket, "") for bucket in dict.fromkeys(bucket for bucket, _ in launch) for _ in range(phases[bucket])]
+    return [(bucket, "") for bucket in buckets for _ in range(phases[bucket])]

@@ -69,7 +69,7 @@ class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timeline(Document, frozen=True, kw_only=True):
-    """One step in the long run: `steps` of them in the `delayed` schedule, which makes a correction every k-th.
+    """One step in the long run: a period of `steps` of them where steps differ, as in the `delayed` and the `local` schedule.
 
     step = optimizer + forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions
     (section 3).
@@ -81,9 +81,9 @@ class Timeline(Document, frozen=True, kw_only=True):
 
     version: int = 1
     schedule: str
-    """backward, pipelined or delayed."""
+    """backward, pipelined, delayed or local."""
     steps: int
-    """Steps in the timeline and in its sums: 1, or the steps from one correction to the next."""
+    """Steps in the timeline and in its sums: 1, or the steps of a period."""
     simulated_steps: int
     """How many steps were simulated until they repeated."""
     steady: bool

@@ -417,6 +417,18 @@ def test_float16_on_the_wire_overflows_to_inf_and_carries_nothing() -> None:
     assert codec.residual is not None and codec.residual.tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("inner", [QSGD(bits=2), TopK(0.1), Cast("bfloat16")], ids=repr)
+def test_a_residual_decays(inner: Spec) -> None:
+    codec, plain = Codec(ErrorFeedback(inner, decay=0.5), (300,)), Codec(ErrorFeedback(inner), (300,))
+    assert codec.residual is not None and plain.residual is not None
+    for step in range(4):
+        x = gradient(300, torch.float32, seed=step)
+        plain.residual.copy_(codec.residual * 0.5)
+        assert torch.equal(codec(x, step), plain(x, step))
+        assert torch.equal(codec.residual, plain.residual)
+    assert not torch.equal(codec.residual, torch.zeros(300))
+
+
 # ---- sizes
 
 

@@ -69,7 +69,13 @@ remembering = st.one_of(
     st.builds(DGC, ratios, st.floats(0, 0.999), st.floats(0, 10), st.integers(0, 10**6)),
     st.builds(PowerSGD, st.integers(1, 64), st.floats(0.1, 10), st.booleans(), seeds, st.integers(0, 1000)),
 )
-specs = st.one_of(st.just(Identity()), lossy, remembering, st.builds(ErrorFeedback, lossy))
+specs = st.one_of(
+    st.just(Identity()),
+    lossy,
+    remembering,
+    st.builds(ErrorFeedback, lossy),
+    st.builds(ErrorFeedback, qsgd, st.floats(0.1, 1)),
+)
 
 
 @given(specs)
@@ -171,6 +177,9 @@ WRONG_VALUES = [
     (lambda: TwoBit(multiple=0), ["multiple is 0"]),
     (lambda: Threshold(0), ["threshold is 0"]),
     (lambda: RandomK(0.1, indices="shared"), ["indices is 'shared'", "common, own"]),
+    (lambda: ErrorFeedback(QSGD(), decay=0), ["decay is 0", "above 0"]),
+    (lambda: ErrorFeedback(QSGD(), decay=1.1), ["decay is 1.1", "at most 1"]),
+    (lambda: ErrorFeedback(RandomK(0.01), decay=0.9), ["decay is 0.9", "summed on the wire"]),
     (lambda: ErrorFeedback(4), ["inner is 4", "must be a spec"]),  # type: ignore[arg-type]
     (lambda: spec_from_text("TopK()"), ["ratio is missing", "TopK(ratio=...)"]),
     (lambda: spec_from_text("TopX(0.1)"), ["no spec 'TopX'", "did you mean 'TopK'"]),

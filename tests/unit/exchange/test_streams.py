@@ -5,11 +5,10 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from stream_double import Device, DeviceLink
 import gradwire as gw
 from gradwire.collectives import Grid, Group, Lane, Link, ShardedSum
 from gradwire.core import TensorInfo
-from gradwire.engine.buffers import ModelBuffers
-from gradwire.engine.schedules.delayed import DelayedSchedule
+from gradwire.engine.buffers import BuffersBeside
 from gradwire.exchange import Exchange, Lanes, host_codec
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE
 from gradwire.exchange.flight import Flight
@@ -145,20 +143,13 @@ def on_a_lane(device: Device) -> None:
         values.add_(1.0)
 
 
-def delayed_buffers(device: Device) -> None:
+def buffers_beside(device: Device) -> None:
     with lanes_of(device) as lanes:
         model = torch.nn.BatchNorm1d(3)
-        told: Future[Any] = Future()
-        told.set_result([])
-        running = SimpleNamespace(finish=lambda *futures: [future.result() for future in futures])
-        schedule: Any = SimpleNamespace(
-            _model=lambda: model,
-            _buffers=ModelBuffers(model, torch.device("cpu")),
-            _reducer=SimpleNamespace(lanes=lanes, running=running),
-        )
-        DelayedSchedule._send_buffers(schedule)
-        DelayedSchedule.on_end(schedule, told)
-        schedule._sent_buffers.put_into(model)
+        beside = BuffersBeside(model, torch.device("cpu"))
+        beside.send(lanes.data[0])
+        beside.arrived(lanes.data[0])
+        beside.put(rank=1)
 
 
 class OnHost:
@@ -195,7 +186,7 @@ def offloaded(device: Device) -> None:
                 codec.decode(arrived.payload, arrived.segments, arrived.dtype, False, into, context)
 
 
-SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, delayed_buffers, offloaded)
+SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, buffers_beside, offloaded)
 
 
 @pytest.fixture(autouse=True)

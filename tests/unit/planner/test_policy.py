@@ -14,6 +14,7 @@ from gradwire.core import (
     Delayed,
     ErrorFeedback,
     Identity,
+    LocalSteps,
     Pipelined,
     Plan,
     PowerSGD,
@@ -210,6 +211,19 @@ def test_vectors_that_no_payload_carries_travel_together(policy: Policy, ranks: 
         ("head.bias", "norm.scale"): Identity(),
         ("temperature",): Identity(),  # all but a crumb has left before the last gradient
     }
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1024, 1024)])
+def test_fragments_get_buckets_enough_and_nearly_equal_parts(shape: tuple[int, int]) -> None:
+    schedule = LocalSteps.streaming(fragments=6)
+    layers = [
+        TensorInfo(f"{i}.{kind}", s, "float32") for i in range(24) for kind, s in (("w", shape), ("b", shape[:1]))
+    ]
+    plan = Policy(default=QSGD(), schedule=schedule).plan(layers)
+    numels = [bucket.numel for bucket in plan.buckets]
+    parts = [sum(numels[index] for index in fragment) for fragment in schedule.fragments_of(numels)]
+    assert sum(parts) == sum(numels)
+    assert max(parts) < 1.6 * sum(numels) / 6
 
 
 def test_no_bucket_becomes_ready_later_for_a_vector() -> None:

@@ -15,6 +15,7 @@ from gradwire.core import (
     Costs,
     Delayed,
     Link,
+    LocalSteps,
     Pipelined,
     RandomK,
     Truncate,
@@ -279,6 +280,40 @@ class TestSchedules:
         timeline = simulate(plan, model, shape, codec(2.0, 0.0, spec), Rules(lanes=1))
         assert timeline.step_us == pytest.approx(17.6)
         assert (timeline.steps, len(times(timeline, "comp"))) == (5, 4)
+
+    @pytest.mark.parametrize(
+        ("numel", "delay", "expected"),
+        [(40, 0, (4 * 150 + 40) / 4), (40, 1, 150), (400, 2, (4 * 150 + 100) / 4), (800, 4, 200)],
+        ids=[
+            "one exchange a period",
+            "hidden by one step",
+            "hidden by two in part",
+            "the wire is slower than a period",
+        ],
+    )
+    def test_local_steps_exchange_once_a_period(self, numel, delay, expected):
+        model = profile((numel, 100.0, 50.0))
+        plan = plan_of(model, [PLAIN], schedule=LocalSteps(every=4, delay=delay))
+        timeline = simulate(plan, model, cluster(), Costs(codecs=()))
+        assert timeline.steady and timeline.step_us == expected
+        assert (timeline.steps, len(times(timeline, "allreduce"))) == (4, 1)
+        backward = simulate(plan_of(model, [PLAIN]), model, cluster(), Costs(codecs=()))
+        assert timeline.sent_bytes == backward.sent_bytes, "the bytes of one exchange, in four steps"
+
+    @pytest.mark.parametrize(("delay", "expected"), [(0, (4 * 110 + 40 + 400) / 4), (2, (4 * 110 + 400 - 220) / 4)])
+    def test_fragments_are_exchanged_one_after_another(self, delay, expected):
+        model = profile((40, 10.0), (400, 100.0))
+        plan = plan_of(model, [PLAIN] * 2, schedule=LocalSteps(every=4, fragments=2, delay=delay))
+        timeline = simulate(plan, model, cluster(), Costs(codecs=()))
+        assert timeline.steady and timeline.step_us == expected
+        steps = {event.bucket: event.step % 4 for event in timeline.events if event.what == "allreduce"}
+        assert steps == {0: 1, 1: 3}
+
+    def test_fewer_buckets_than_fragments_are_refused(self):
+        model = profile((40, 10.0))
+        plan = plan_of(model, [PLAIN], schedule=LocalSteps(every=4, fragments=2))
+        with pytest.raises(PlanError, match="fragments is 2 and the plan has 1 buckets"):
+            simulate(plan, model, cluster(), Costs(codecs=()))
 
     def test_without_local_update_nothing_is_hidden(self):
         """BIT-SGD, equation 5 of CD-SGD: tau + delta + psi; a correction is tau + phi."""

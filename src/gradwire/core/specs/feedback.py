@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
+from gradwire.core.checks import number, show
 from gradwire.core.specs.base import ElementRun, Law, Spec, SpecField, as_spec, register_spec
 from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
@@ -25,6 +26,9 @@ class ErrorFeedback(Spec, frozen=True):
     state: ClassVar[tuple[str, ...]] = ("residual",)
 
     inner: SpecField
+    decay: float = 1.0
+    """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: errors of long ago fade, as with
+    `LocalSteps`, where SparseLoCo has 0.95."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
@@ -38,6 +42,14 @@ class ErrorFeedback(Spec, frozen=True):
         if inner.state or isinstance(inner, SignSGD):
             raise SpecError(
                 f"inner is {inner!r}: its signs have no magnitude, so their error is unknown. Use EFSignSGD()."
+            )
+        number("decay", self.decay, "the part of a residual that is kept", positive=True, error=SpecError)
+        if self.decay > 1:
+            raise SpecError(f"decay is {show(self.decay)}: it must be a part, above 0 and at most 1.")
+        if self.decay < 1 and inner.rounds:
+            raise SpecError(
+                f"decay is {show(self.decay)} and inner is {inner!r}, whose payloads are summed on the wire: only residuals of "
+                "payloads that are gathered decay. Leave decay out, or use another spec."
             )
 
     @property
@@ -68,7 +80,7 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.payload_bytes(runs, itemsize)
 
     def at_step(self, step: int) -> "ErrorFeedback":
-        return ErrorFeedback(self.inner.at_step(step))
+        return ErrorFeedback(self.inner.at_step(step), self.decay)
 
 
 def innermost(spec: Spec) -> Spec:

@@ -32,6 +32,9 @@ class Traits:
     """Whether its exchange brings all ranks rank 0's buffers; else they are sent before a forward."""
     learns_order: bool = True
     """Whether the order in which gradients come matters to it."""
+    trains_alone: bool = False
+    """Whether optimizers step by gradients of this rank alone, and no exchange belongs to such a step. What an exchange that
+    does not count sent is in the weights still, and is sent by the next one."""
     keeps_parameters: bool = False
     """Whether the model's trainable parameters must stay as they are, and only its buffers may change."""
 

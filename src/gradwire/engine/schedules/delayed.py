@@ -29,13 +29,11 @@ from functools import partial
 
 import torch
 
-from gradwire.collectives import Link, Meter
-from gradwire.collectives.streams import Mark
+from gradwire.collectives import Meter
 from gradwire.core.checks import printable
 from gradwire.core.schedules import Delayed
-from gradwire.engine.buffers import BufferCopy, ModelBuffers
+from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport, used_anywhere
-from gradwire.engine.drift import checksums
 from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -62,7 +60,7 @@ from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange import StepReport
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import added_up
-from gradwire.exchange.states import CORRECTION, LOCAL, Saved, divided
+from gradwire.exchange.states import CORRECTION, Saved, divided
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""
@@ -86,8 +84,6 @@ class DelayedSchedule:
         """What makes W of them."""
         self._waited_s = 0.0
         """For the exchange of the last step."""
-        self._sent_buffers: BufferCopy | None = None
-        self._sending: list[Future[Mark]] = []
         self._meters: list[Meter] = []
         self._landed: tuple[list[RankReport], float] | None = None
         """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
@@ -120,7 +116,7 @@ class DelayedSchedule:
         self._guard = SettleFirst(model, [optimizer] if optimizer is not None else [], *acts)
         if model is not None:
             with self._guard.passing():
-                self._buffers = ModelBuffers(model, next(iter(parameters.values())).device)
+                self._buffers = BuffersBeside(model, next(iter(parameters.values())).device)
 
     def let_go(self) -> Callable[[], None]:
         # other ranks need what this one still sends, also when its script has ended
@@ -232,7 +228,7 @@ class DelayedSchedule:
         step = self._reducer.step
         self._corrections = self._of_corrections.at_step(step, keep=True)
         self._reducer.begin(self._corrections.exchange_of(step))
-        self._send_buffers()
+        self._buffers.send(self._reducer.lanes.data[0])
 
     @torch.no_grad()
     def _launch(self, gradients: Sequence[torch.Tensor | None], state: BackwardState, update: Update | None) -> None:
@@ -253,7 +249,7 @@ class DelayedSchedule:
             for index in portion:
                 reducer.count(index)
         told = reducer.tell(state)
-        self._under_way.append(Launched(reducer.running, state, told, self._sending, update))
+        self._under_way.append(Launched(reducer.running, state, told, self._buffers.sending, update))
         if problem is not None:
             raise problem
 
@@ -265,28 +261,11 @@ class DelayedSchedule:
             return [list(range(len(self._reducer.slots)))]
         return by_bucket(self._reducer.running.plan, self._reducer.slots)
 
-    def _send_buffers(self) -> None:
-        """After the step's own exchanges on the first lane: rank 0's buffers as they are now."""
-        model, lane = self._model(), self._reducer.lanes.data[0]
-        copy = self._buffers.copy(None if model is None or self._buffers.changed(model) else model)
-        self._sent_buffers, self._sending = copy, []
-        if copy is None:
-            return
-        ready = lane.link.streams.mark()
-
-        def run(link: Link) -> Mark:
-            with link.streams.encoding(ready):
-                copy.broadcast(link)
-                return link.streams.mark()
-
-        self._sending = [lane.submit(run)]
-
     # ---- landing
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told, *self._sending)
-        for sent in self._sending:
-            self._reducer.lanes.data[0].link.streams.wait(sent.result())
+        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._buffers.arrived(self._reducer.lanes.data[0])
 
     def on_closed(self, closed: Closed) -> None:
         """Steps of this schedule end when they land."""
@@ -318,9 +297,7 @@ class DelayedSchedule:
         self._under_way.clear()
         self._waited_s = exposed = time.perf_counter() - start
         self._take(launched, reports)
-        model = self._model()
-        if self._sent_buffers is not None and model is not None and self._reducer.group.rank != 0:
-            self._sent_buffers.put_into(model)
+        self._buffers.put(self._reducer.group.rank)
         self._landed = (reports, exposed)
         self._reducer.counted(reports)
         self._reducer.observers.measured(StepReport(self._meters, exposed))
@@ -364,13 +341,8 @@ class DelayedSchedule:
     def state(self) -> dict[str, torch.Tensor]:
         self.settle()
         memory = self._of_corrections.at_step(self._reducer.step, keep=True).memory
-        local = zip(self._reducer.names, self._weights.local_weights, strict=True)
-        sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self._weights.global_weights)]
-        return {
-            "weights": torch.tensor(sums),
-            **{f"{LOCAL}0/{name}": weight.detach().reshape(-1).clone() for name, weight in local},
-            **{CORRECTION + key: value for key, value in (memory.state() if memory is not None else {}).items()},
-        }
+        corrections = memory.state() if memory is not None else {}
+        return self._weights.state() | {CORRECTION + key: value for key, value in corrections.items()}
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         corrections, local = divided(state)
@@ -392,6 +364,4 @@ class DelayedSchedule:
                 memory.load(corrections)
             else:
                 memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
-        if local:
-            values = [local[name].reshape(parameter.shape) for name, parameter in self._by_name.items()]
-            self._weights.take_local(values, saved.weights)
+        self._weights.take_local(local, saved.weights)

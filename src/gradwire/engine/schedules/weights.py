@@ -30,8 +30,9 @@ class TwoWeights:
     needs the values of before.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """By name."""
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], keeps_writes: bool = False) -> None:
+        """By name. `keeps_writes`: what a script writes into L stays in L."""
+        self._keeps_writes = keeps_writes
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._versions: list[int] = []
         """Of the parameters when they came to hold L."""
@@ -43,6 +44,11 @@ class TwoWeights:
         self._global_sums: list[int] | None = None
         """Of L that was loaded: checksums of the W that it belongs to."""
         self._show_global = True
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """What holds W while the parameters hold L: always the same tensors."""
+        return self._global
 
     @property
     def global_weights(self) -> list[torch.Tensor]:
@@ -71,18 +77,19 @@ class TwoWeights:
             self._show_global = True
 
     @torch.no_grad()
-    def show_local(self) -> None:
+    def show_local(self) -> bool:
         """Let the parameters hold L. If the script has changed W in the meantime, L is out of date, and the next step computes
-        on the changed W.
-        """
+        on the changed W. Returns whether the parameters held W, and L was kept."""
         if not self._show_global:
-            return
+            return False
         self._forget_stale()
         _copy(self._parameters, self._global)
+        kept = self._local is not None
         if self._local is not None:
             _copy(self._local, self._parameters)
             self._local = None
         self._hold_local()
+        return kept
 
     def _hold_local(self) -> None:
         self._show_global = False
@@ -90,6 +97,8 @@ class TwoWeights:
 
     def _warn_of_writes(self) -> None:
         """Warn of writes into L, which are lost. No error: this rank alone may have written, and the others would wait for it."""
+        if self._keeps_writes:
+            return
         changed = [
             name
             for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
@@ -186,12 +195,22 @@ class TwoWeights:
                 torch.autograd.graph.increment_version(parameter)
         self._hold_local()
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """L, and checksums of the W that it belongs to. Fields as in `gradwire.exchange.states`."""
+        local = zip(self._names, self.local_weights, strict=True)
+        sums = [number - 2**64 if number >= 2**63 else number for number in checksums(self.global_weights)]
+        saved = {f"{LOCAL}0/{name}": weight.detach().reshape(-1).clone() for name, weight in local}
+        return saved | {"weights": torch.tensor(sums)}
+
     @torch.no_grad()
-    def take_local(self, values: Sequence[torch.Tensor], global_sums: list[int]) -> None:
-        """Take L as it was saved, and the checksums of the W that it belongs to. It counts if the parameters hold that W when
-        the next step begins, whether they are loaded before or after this."""
+    def take_local(self, local: Mapping[str, torch.Tensor], global_sums: list[int]) -> None:
+        """Take L as it was saved, by tensor, and the checksums of the W that it belongs to. It counts if the parameters hold that
+        W when the next step begins, whether they are loaded before or after this. Without any L = W."""
         self.show_global(keep_local=False)
-        self._local, self._global_sums = [value.clone() for value in values], global_sums
+        if local:
+            named = zip(self._names, self._parameters, strict=True)
+            self._local = [local[name].reshape(parameter.shape).clone() for name, parameter in named]
+            self._global_sums = global_sums
 
 
 def _same_memory(parameter: torch.nn.Parameter) -> torch.Tensor:

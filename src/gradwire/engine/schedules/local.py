@@ -1,0 +1,325 @@
+"""The `local` schedule (DiLoCo and its kin): ranks train alone, and average how far their weights went every so many steps.
+
+W are the global weights, the same on all ranks. L are a rank's own, on which it computes (see docs/local_steps.md):
+
+1. The script's optimizer steps L by this rank's own gradients. Nothing is sent.
+2. After every H-th local step an exchange begins, a step of the reducer: the outer gradients W - L are copied to the flat
+   buffers, and the lanes average them with the plan's specs. With several fragments each has its own time in the period.
+3. `delay` local steps later the exchange lands: the outer optimizer has made W of the mean, and L takes up W.
+4. Whoever looks at the weights in between sees W. That waits for an exchange under way, and changes nothing: the next training
+   forward, or the next step, puts L back.
+
+Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), one of the gradients,
+and the outer optimizer's momentum.
+"""
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Meter
+from gradwire.core.schedules import LocalSteps
+from gradwire.engine.buffers import BuffersBeside
+from gradwire.engine.control import BackwardState, RankReport
+from gradwire.engine.leaving import told_to_all
+from gradwire.engine.prepare import Prepared
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
+from gradwire.engine.schedules.launched import Launched, by_bucket, finish_quietly
+from gradwire.engine.schedules.outer import OuterOptimizer
+from gradwire.engine.schedules.weights import TwoWeights, check_local
+from gradwire.engine.seams.hooks import ModelHook
+from gradwire.engine.seams.settling import SettleFirst
+from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.exchange import StepReport
+from gradwire.exchange.states import LOCAL, OUTER, Saved, by_tensor
+
+
+class LocalSchedule:
+    """Steps of each rank's own, and an exchange of outer gradients every so many of them."""
+
+    traits = Traits(sends_in_backward=False, sends_buffers=True, learns_order=False, trains_alone=True)
+
+    def __init__(self, reducer: Reducer, schedule: LocalSteps, job: TrainingJob) -> None:
+        self._reducer, self._data = reducer, schedule
+        self._model = weakref.ref(job.model)
+        self._local_steps = 0
+        """How many this rank has made. The numbers of exchanges are counted by them."""
+        self._computing = False
+        """From the training forward of a local step to the end of it."""
+        self._under_way: list[Launched] = []
+        """At most one."""
+        self._arrived: tuple[list[RankReport], float] | None = None
+        """Of an exchange that has arrived and not landed: what ranks told, and the seconds that were waited for it."""
+        self._lands_after: int | None = None
+        """The local steps after which the last exchange lands, if it has not."""
+        self._landing: list[int] = []
+        """The parameters of the last exchange."""
+        self._meters: list[Meter] = []
+        self._by_name: dict[str, torch.nn.Parameter] = {}
+        self._watched = -1
+        """Which of the reducer's parameters these are."""
+        self._outer: OuterOptimizer | None = None
+        self._warned = False
+        self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
+        before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
+        self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
+        # with several optimizers a local step ends with the step of the last one
+        self._hooks.append(job.optimizers[-1].register_step_post_hook(after))
+
+    @staticmethod
+    def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `ScheduleClass`."""
+        schedule = prepared.plan.schedule
+        assert isinstance(schedule, LocalSteps)
+        schedule.fragments_of([1] * len(prepared.plan.buckets))
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+                raise PlanError(
+                    f"{type(optimizer).__name__} has no step hooks, by which the local schedule counts local steps. Pass the "
+                    "torch.optim.Optimizer itself, not what is wrapped around it."
+                )
+
+    def attach(self) -> None:
+        reducer = self._reducer
+        self._fragments = self._data.fragments_of([buffers.numel for buffers in reducer.exchange.buckets])
+        if self._watched == reducer.watched:
+            return
+        self._watched = reducer.watched
+        if self._outer is None:
+            self._local_steps = self._data.begins_after(reducer.step - 1)
+        parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
+        self._by_name, self._computing = parameters, False
+        self._arrived = self._lands_after = None
+        self._weights = TwoWeights(parameters, keeps_writes=True)
+        self._weights.show_local()
+        momenta = self._outer.momenta if self._outer is not None else {}
+        self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
+        self._outer.take(momenta)
+        # ranks compare their global weights
+        compared: list[Any] = [weakref.ref(weight) for weight in self._weights.copies]
+        reducer.control.watch(reducer.names, compared)
+        self._guard.remove()  # the model may have other modules now
+        acts = ModelHook(self, LocalSchedule.settle), ModelHook(self, LocalSchedule._walk)
+        self._guard = SettleFirst(model := self._model(), (), *acts)
+        if model is not None:
+            with self._guard.passing():
+                self._buffers = BuffersBeside(model, next(iter(parameters.values())).device)
+
+    def let_go(self) -> Callable[[], None]:
+        # other ranks need what this one still sends, also when its script has ended
+        return partial(finish_quietly, self._under_way)
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._guard.remove()
+        self._weights.show_global(keep_local=False)
+
+    # ---- what a script sees
+
+    @told_to_all
+    def settle(self) -> None:
+        """The parameters hold the global weights. Raises if the exchange under way failed, once."""
+        with self._guard.passing():
+            try:
+                self._arrive()
+            finally:
+                self._weights.show_global()
+
+    def _walk(self) -> None:
+        """While a local step computes, the rank's own weights are right for what it computes of parameters, such as a penalty."""
+        if not self._computing:
+            self.settle()
+
+    @told_to_all
+    def on_forward(self, module: torch.nn.Module) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # activations are computed again inside a backward
+        if not (module.training and torch.is_grad_enabled()):
+            if not module.training or not self._computing:
+                self.settle()
+        elif self._reducer.converted() is None:
+            self._reducer.lanes.check()
+            self._weights.show_local()
+            self._computing = True
+
+    def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Gradients are this rank's own."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """See `ClipsGradients`: of this rank's own gradients."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # ---- a local step
+
+    @told_to_all
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to step: the parameters hold L."""
+        self._reducer.lanes.check()
+        if self._weights.show_local() and not self._computing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the optimizer steps this rank's own weights by gradients that may be of the global weights: after something "
+                "looked at the weights (state_dict(), eval(), parameters()) no training forward of the model came. Call "
+                "model.train() before the forward, and the model itself, not its parts.",
+                stacklevel=2,
+            )
+
+    @told_to_all
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with self._guard.passing():
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """A local step is over: land the last exchange and begin the next one, where their time has come."""
+        self._computing = False
+        self._local_steps += 1
+        if self._lands_after is not None and self._local_steps >= self._lands_after:
+            self._land()
+        if self._lands_after is None and self._local_steps >= self._data.begins_after(self._reducer.step):
+            self._launch(BackwardState.DONE)
+
+    @torch.no_grad()
+    def send_nothing(self, state: BackwardState) -> None:
+        """See `Launches`. What this rank's last local steps changed is sent; after that its outer gradients are zero."""
+        with self._guard.passing():
+            self._weights.show_local()
+            self._computing = False
+            if self._lands_after is not None:
+                self._land()
+            self._local_steps = self._data.begins_after(self._reducer.step)
+            self._launch(state)
+            if self._lands_after is not None:
+                self._land()
+
+    def before_reset(self) -> None:
+        """A local step that this rank left in the middle counts, without an update: other ranks have made one."""
+        if not self._computing:
+            return
+        if self._reducer.lanes.failure is not None:
+            self._local_steps += 1
+            return
+        with suppress(StepStateError), self._guard.passing(), torch.no_grad():
+            self._weights.show_local()
+            for parameter in self._by_name.values():
+                parameter.grad = None
+            self._count_step()
+
+    def after_reset(self) -> None:
+        """See `Launches`."""
+        self._computing = False
+
+    # ---- an exchange
+
+    def _fragment(self, exchange: int) -> list[list[int]]:
+        """The parameters that the exchange of this number sends, together those of a bucket."""
+        slots, buckets = self._reducer.slots, self._fragments[exchange % self._data.fragments]
+        return [each for each in by_bucket(self._reducer.running.plan, slots) if slots[each[0]].bucket in buckets]
+
+    def on_begin(self) -> None:
+        reducer = self._reducer
+        reducer.begin(reducer.exchange, self._fragments[reducer.step % self._data.fragments])
+        self._buffers.send(reducer.lanes.data[0])
+
+    def _launch(self, state: BackwardState) -> None:
+        """Begin the exchange of the outer gradients. The parameters hold L."""
+        self.on_begin()
+        reducer, parameters = self._reducer, list(self._by_name.values())
+        fragment = self._fragment(reducer.step)
+        self._landing = [index for bucket in fragment for index in bucket]
+        for bucket in fragment:
+            for index in bucket:
+                reducer.put(index, self._weights.copies[index] - parameters[index])
+            reducer.count(*bucket)
+        self._under_way.append(Launched(reducer.running, state, reducer.tell(state), self._buffers.sending, None))
+        self._lands_after = self._local_steps + self._data.delay
+        if not self._data.delay:
+            self._land()
+
+    def on_end(self, told: "Future[list[RankReport]]") -> None:
+        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._buffers.arrived(self._reducer.lanes.data[0])
+
+    def on_closed(self, closed: Closed) -> None:
+        """Steps of this schedule end when they land."""
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the exchange under way, if there is one, and make W of its mean."""
+        if not self._under_way:
+            return
+        launched, start = self._under_way[0], time.perf_counter()
+        try:
+            reports = self._reducer.hear(launched.told, self.on_end)
+        except GradwireError as error:
+            self._lands_after, count = None, self._data.fragments
+            if count == 1:
+                raise
+            place = 1 + self._reducer.step % count
+            raise type(error)(f"{error} The exchange was of fragment {place} of {count}.") from error
+        finally:
+            self._under_way.clear()
+        exposed = time.perf_counter() - start
+        assert self._outer is not None
+        slots, names = self._reducer.slots, list(self._by_name)
+        for index in self._landing:
+            slots[index].owed = None
+        self._outer.step({names[index]: slots[index].view for index in self._landing})
+        self._buffers.put(self._reducer.group.rank)
+        self._arrived = (reports, exposed)
+        self._reducer.counted(reports)
+        self._reducer.observers.measured(StepReport(self._meters, exposed))
+
+    def _land(self) -> None:
+        """The last exchange lands, on all ranks after the same local step: L takes up its W. The parameters hold L."""
+        self._arrive()
+        self._lands_after = None
+        parameters = list(self._by_name.values())
+        for index in self._landing:
+            if self._data.mixing == 1:
+                parameters[index].copy_(self._weights.copies[index])
+            else:
+                parameters[index].lerp_(self._weights.copies[index], self._data.mixing)
+        if self._arrived is not None:
+            (reports, exposed), self._arrived = self._arrived, None
+            self._reducer.control.check_drift(reports, self._reducer.step)
+            self._reducer.observers.finished(exposed)
+
+    # ---- saving
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self.settle()
+        assert self._outer is not None
+        momenta = {f"{OUTER}0/{name}": value.reshape(-1).clone() for name, value in self._outer.momenta.items()}
+        return self._weights.state() | momenta | {"local_steps": torch.tensor(self._local_steps)}
+
+    def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        check_local(by_tensor(state, LOCAL), len(saved.weights), self._by_name)
+        if saved.local_steps is None:
+            raise ValueError(
+                "the state has no local_steps: it is not of the local schedule. Use the schedule it was saved with."
+            )
+        assert self._outer is not None
+        self._outer.check(by_tensor(state, OUTER))
+
+    def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
+        assert self._outer is not None
+        self._computing, self._arrived = False, None
+        last = self._data.begins_after(saved.step - 1)
+        self._local_steps = last if saved.local_steps is None else saved.local_steps
+        lands = last + self._data.delay
+        self._lands_after = lands if saved.own and saved.step and lands > self._local_steps else None
+        self._landing = [index for bucket in self._fragment(saved.step - 1) for index in bucket]
+        self._weights.take_local(by_tensor(state, LOCAL), saved.weights)
+        self._outer.take(by_tensor(state if saved.own else saved.memory[-1], OUTER))

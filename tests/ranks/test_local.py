@@ -1,0 +1,533 @@
+"""The local schedule against DiLoCo in plain torch, and what it promises like every other schedule."""
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_steps import LocalReference
+from test_delayed import adam, gradient, make_model, momentum
+from torch import nn
+from worlds import Given, World, Worlds, digest, seeded
+
+import gradwire as gw
+
+STEPS = 13
+EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
+PLAIN = gw.Nesterov(lr=1.0, momentum=0.0)
+
+
+def training(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any = momentum) -> Any:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    plan = gw.Uniform(spec, schedule=schedule, bucket_bytes=1)
+    handle = gw.parallelize(model, optimizer, plan=plan)
+    return model, optimizer, handle
+
+
+def step_on(model: nn.Module, optimizer: Any, step: int) -> None:
+    gradient(model, step, dist.get_rank())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_weights(model: Any) -> str:
+    """Read without a method: a look would show the global ones."""
+    return digest(getattr(layer, kind) for layer in (model[0], model[2]) for kind in ("weight", "bias"))
+
+
+def engine(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any, look: bool) -> tuple[list[Any], list[str]]:
+    """W after each step, or only at the end; and digests of L, which a look does not change."""
+    model, optimizer, handle = training(spec, schedule, make_optimizer)
+    seen, own = [], []
+    for step in range(STEPS):
+        step_on(model, optimizer, step)
+        own.append(own_weights(model))
+        if look or step == STEPS - 1:
+            seen.append([value.clone() for value in model.state_dict().values()])
+    handle.detach()
+    return seen, own
+
+
+SCHEDULES = {
+    "DiLoCo": gw.LocalSteps(every=3),
+    "mean of weights": gw.LocalSteps(every=4, outer=PLAIN),
+    "every step": gw.LocalSteps(every=1, outer=gw.Nesterov(lr=0.3, momentum=0.5)),
+    "a delay": gw.LocalSteps(every=4, delay=2),
+    "a delay of a whole period": gw.LocalSteps(every=3, delay=3),
+    "mixed": gw.LocalSteps(every=3, delay=1, mixing=0.5),
+    "two fragments": gw.LocalSteps(every=3, fragments=2),
+    "streaming": gw.LocalSteps(every=5, outer=gw.Nesterov(0.4, 0.9), fragments=4, delay=1, mixing=0.5),
+}
+
+
+FRAGMENTS = {1: None, 2: [[3, 2, 1], [0]], 4: [[3], [2], [1], [0]]}
+"""Places of parameters; buckets come in the reverse order of registration."""
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_are_those_of_plain_diloco(worlds: Worlds, name: str, ranks: int, make_optimizer: Any) -> None:
+    fragments = FRAGMENTS[SCHEDULES[name].fragments]
+    expected = LocalReference(SCHEDULES[name], make_model, make_optimizer, gradient, ranks, fragments)
+    expected.run(STEPS)
+    looked = worlds.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, True)
+    for seen, _ in looked:
+        if ranks == 2:
+            assert [digest(weights) for weights in seen] == [digest(weights) for weights in expected.history]
+        for found, weights in zip(seen, expected.history, strict=True):
+            assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-6) for a, b in zip(found, weights, strict=True))
+    unseen = worlds.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, False)
+    assert {digest(seen[-1]) for seen, _ in unseen} == {digest(seen[-1]) for seen, _ in looked}
+    assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), TWO_BITS, gw.ErrorFeedback(gw.TopK(0.1), decay=0.95)], ids=repr)
+def test_global_weights_are_the_same_on_all_ranks(worlds: Worlds, spec: gw.Spec, ranks: int) -> None:
+    ends = worlds.run(ranks, engine, spec, gw.LocalSteps(every=3), adam, True)
+    assert len({tuple(digest(weights) for weights in seen) for seen, _ in ends}) == 1
+    assert len({own[-1] for _, own in ends}) == ranks, "ranks did not train alone"
+
+
+def test_residuals_decay(worlds: Worlds) -> None:
+    kept, faded = (gw.ErrorFeedback(gw.QSGD(bits=2), decay=decay) for decay in (1.0, 0.5))
+    ends = [worlds.run(2, engine, spec, gw.LocalSteps(every=3), momentum, False)[0][0][0] for spec in (kept, faded)]
+    assert digest(ends[0]) != digest(ends[1])
+
+
+def as_backward(schedule: str | gw.LocalSteps) -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule))
+    for step in range(STEPS):
+        step_on(model, optimizer, step)
+    weights = [value.clone() for value in model.state_dict().values()]
+    handle.detach()
+    return weights
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_averaging_in_each_step_is_the_backward_schedule(worlds: Worlds, ranks: int) -> None:
+    found = worlds.run(ranks, as_backward, gw.LocalSteps(every=1, outer=PLAIN))
+    for own, expected in zip(found, worlds.run(ranks, as_backward, "backward"), strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, expected, strict=True))
+
+
+# ---- states
+
+
+def saved_at(schedule: gw.LocalSteps, at: int) -> tuple[dict[str, torch.Tensor], Any, Any, str]:
+    """The states of a run after `at` steps, and W at its end."""
+    model, optimizer, handle = training(TWO_BITS, schedule)
+    for step in range(STEPS):
+        if step == at:
+            saved = handle.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+            saved = (*saved[:2], {"state": {i: {k: v.clone() for k, v in s.items()} for i, s in saved[2]["state"].items()},
+                                  "param_groups": saved[2]["param_groups"]})  # fmt: skip
+        step_on(model, optimizer, step)
+    end = digest(model.state_dict().values()) + own_weights(model)
+    handle.detach()
+    return (*saved, end)
+
+
+def resumed(schedule: gw.LocalSteps, at: int, saved: Any, handle_first: bool) -> str:
+    """W and L at the end of a run that goes on from a state."""
+    own, weights, optimizers, _ = saved[dist.get_rank()]
+    model, optimizer, handle = training(TWO_BITS, schedule)
+    for act in sorted((False, True), reverse=handle_first):
+        handle.load_state_dict(own) if act else model.load_state_dict(weights)
+    optimizer.load_state_dict(optimizers)
+    for step in range(at, STEPS):
+        step_on(model, optimizer, step)
+    end = digest(model.state_dict().values()) + own_weights(model)
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("handle_first", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    [
+        (gw.LocalSteps(every=4), 6),
+        (gw.LocalSteps(every=4), 8),
+        (gw.LocalSteps(every=4, delay=3, mixing=0.5), 5),
+        (gw.LocalSteps(every=4, delay=2), 4),
+        (gw.LocalSteps(every=6, fragments=2, delay=3, mixing=0.5), 8),
+    ],
+    ids=["in a period", "between two", "while an exchange runs", "as an exchange begins", "while a fragment is sent"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(worlds: Worlds, schedule: Any, at: int, handle_first: bool) -> None:
+    saved = worlds.run(2, saved_at, schedule, at)
+    assert worlds.run(2, resumed, schedule, at, saved, handle_first) == [end for *_, end in saved]
+
+
+def on_other_ranks(schedule: gw.LocalSteps, states: dict[str, torch.Tensor], weights: Any) -> tuple[str, str, int]:
+    """W after the next two exchanges, L then, and the exchanges made."""
+    model, optimizer, handle = training(TWO_BITS, schedule)
+    model.load_state_dict(weights)
+    handle.load_state_dict(states)
+    for step in range(8):
+        step_on(model, optimizer, step)
+    momenta = digest(value for key, value in handle.state_dict().items() if "/outer/" in key)
+    end = digest(model.state_dict().values()), momenta, handle.stats().steps
+    handle.detach()
+    return end
+
+
+def test_another_number_of_ranks_goes_on_from_the_global_weights(worlds: Worlds) -> None:
+    schedule = gw.LocalSteps(every=4)
+    saved = worlds.run(2, saved_at, schedule, 4)
+    states = {key: value for own, *_ in saved for key, value in own.items()}
+    ends = worlds.run(3, on_other_ranks, schedule, states, saved[0][1])
+    assert len({(weights, momenta) for weights, momenta, _ in ends}) == 1
+    assert {steps for *_, steps in ends} == {3}
+    without = {key: value for key, value in states.items() if "/outer/" not in key}
+    assert worlds.run(3, on_other_ranks, schedule, without, saved[0][1])[0][0] != ends[0][0], "momentum was not taken"
+
+
+def refused_state(change: str) -> str:
+    model, _, handle = training(EXACT, gw.LocalSteps(every=1))
+    step_on(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    state = handle.state_dict()
+    other = Given([5])
+    before = gw.parallelize(other, torch.optim.SGD(other.parameters(), lr=0.1), plan=EXACT)
+    key = next(iter(key for key in state if f"/{change}/" in key), f"rank{dist.get_rank()}/local_steps")
+    state[key] = torch.ones(3) if change != "local_steps" else state.pop(key)
+    if change == "local_steps":
+        del state[key]
+    with pytest.raises(ValueError) as caught:
+        handle.load_state_dict(state)
+    handle.detach()
+    before.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("local_steps", "no local_steps"), ("local", "has 3 elements of torch.float32 in local/0/")],
+)
+def test_a_state_that_does_not_fit_is_refused(worlds: Worlds, change: str, words: str) -> None:
+    for told in worlds.run(2, refused_state, change):
+        assert words in told
+
+
+# ---- scripts
+
+
+def uneven(schedule: gw.LocalSteps) -> tuple[str, str, int]:
+    model, optimizer, handle = training(EXACT, schedule)
+    for _ in range(2):
+        with handle.join():
+            for step in range(9 if dist.get_rank() else 5):
+                step_on(model, optimizer, step)
+    parts = digest(model.state_dict().values()), own_weights(model), handle.stats().steps
+    handle.detach()
+    return parts
+
+
+@pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4), gw.LocalSteps(every=4, delay=2, mixing=0.5)], ids=repr)
+def test_ranks_may_have_different_numbers_of_batches(worlds: Worlds, schedule: gw.LocalSteps) -> None:
+    ends = worlds.run(3, uneven, schedule)
+    assert len({weights for weights, *_ in ends}) == 1
+    assert {steps for *_, steps in ends} == {6}  # two of rank 1's and 2's steps, and one of what all have left, twice
+
+
+class Parts(nn.Module):
+    """A normalisation, tied weights, a branch that not all ranks use and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.some, self.none = (
+            nn.Linear(6, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+        )
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor, branch: bool) -> torch.Tensor:
+        hidden = self.norm(self.tied(self.first(inputs)))
+        return self.some(hidden) if branch else hidden  # type: ignore[no-any-return]
+
+
+def parts() -> tuple[list[str], bool, list[str]]:
+    model, rank = Parts(), dist.get_rank()
+    optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.01), torch.optim.SGD(
+        [p for p in model.parameters() if p is not model.first.weight and p is not model.first.bias], lr=0.1)]  # fmt: skip
+    before = model.none.weight.detach().clone()
+    handle = gw.parallelize(model, optimizers, plan=gw.Policy(default=TWO_BITS, schedule=gw.LocalSteps(every=12)))
+    shown = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(24):
+            for part in range(2):  # gradients of two batches are added up
+                model(
+                    torch.randn(8, 6, generator=seeded(step, part, rank)), branch=rank == 0
+                ).square().mean().backward()
+            assert handle.clip_grad_norm_(1e9) > 0
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 12 == 11:
+                shown.append(digest(model.state_dict().values()))
+    same = torch.equal(before, model.none.weight)
+    handle.detach()
+    return shown, same, [str(warning.message) for warning in caught]
+
+
+def test_several_optimizers_unused_parameters_and_statistics(worlds: Worlds) -> None:
+    (shown, same, told), (other, *_) = worlds.run(2, parts)
+    assert shown == other and len(set(shown)) == 2
+    assert same and told == []
+
+
+def scaled() -> tuple[str, int, float]:
+    """Gradients of rank 1 overflow in one step, which its scaler skips."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3), adam)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with handle.join():
+        for step in range(9):
+            generator = seeded(step, dist.get_rank())
+            inputs = torch.randn(5, 6, generator=generator)
+            if step == 4 and dist.get_rank() == 1:
+                inputs *= torch.inf
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    end = digest(model.state_dict().values()), handle.stats().steps, scaler.get_scale()
+    handle.detach()
+    return end
+
+
+def test_a_scaler_may_skip_steps_of_one_rank(worlds: Worlds) -> None:
+    (weights, steps, first), (other, _, second) = worlds.run(2, scaled)
+    assert weights == other and steps == 4
+    assert first == 2 * second
+
+
+def with_a_closure() -> str:
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2)))
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert handle.stats().steps == 2
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end
+
+
+def test_the_optimizer_may_take_a_closure(worlds: Worlds) -> None:
+    first, second = worlds.run(2, with_a_closure)
+    assert first == second
+
+
+def left_out() -> tuple[str, int]:
+    """Rank 1 leaves a backward in which others make a local step, and goes on."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
+    for step in range(6):
+        try:
+            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
+            if step in (1, 5) and dist.get_rank() == 1:
+                raise RuntimeError("as ordered")
+            loss.backward()
+        except RuntimeError:
+            handle.reset()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    end = digest(model.state_dict().values()), handle.stats().steps
+    handle.detach()
+    return end
+
+
+def test_a_local_step_that_was_left_counts(worlds: Worlds) -> None:
+    first, second = worlds.run(2, left_out)
+    assert first == second and first[1] == 2
+
+
+def evaluating_with_gradients() -> list[str]:
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            model.eval()  # and never train(): gradients are of the global weights
+            step_on(model, optimizer, step)
+    handle.detach()
+    return [str(warning.message) for warning in caught]
+
+
+def test_gradients_of_the_global_weights_are_told_once(worlds: Worlds) -> None:
+    for told in worlds.run(2, evaluating_with_gradients):
+        assert len(told) == 1 and "Call model.train()" in told[0]
+
+
+def changed_model() -> tuple[str, int, int]:
+    """A layer is thawed in the middle of a period."""
+    model: Any = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = momentum(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=3)))
+    for step in range(9):
+        if step == 4:
+            model[0].weight.requires_grad_(True)
+        step_on(model, optimizer, step)
+        if step == 4:
+            kept = sum("/outer/" in key for key in handle.state_dict())
+    momenta = sum("/outer/" in key for key in handle.state_dict())
+    end = digest(model.state_dict().values()), kept, momenta
+    handle.detach()
+    return end
+
+
+def test_a_model_may_change(worlds: Worlds) -> None:
+    first, second = worlds.run(2, changed_model)
+    assert first == second and first[1:] == (3, 4)
+
+
+def void() -> tuple[str, list[float], str]:
+    """Rank 1 thaws a layer before an exchange that rank 0 does not; both go on."""
+    model: Any = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    schedule = gw.LocalSteps(every=3, outer=PLAIN)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=8)), schedule=schedule))
+    words, far = "", []
+    begun = model[2].weight.detach().clone()
+    for step in range(9):
+        if step == 5 and dist.get_rank() == 1:
+            model[0].weight.requires_grad_(True)
+        try:
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        except gw.StepStateError as error:
+            words = str(error)
+            handle.reset()
+            model[0].weight.requires_grad_(dist.get_rank() == 1)
+            model[0].weight.requires_grad_(False)
+        optimizer.zero_grad()
+        far.append((model.state_dict()["2.weight"] - begun).norm().item())
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end, far, words
+
+
+def test_what_a_void_exchange_sent_is_sent_once(worlds: Worlds) -> None:
+    (first, far, words), (second, _, _) = worlds.run(2, void)
+    assert first == second and "void on all ranks" in words
+    assert far[2] == far[5] > 0, "the second exchange did not count"
+    assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), (
+        "rank 1 has left one of nine steps of nearly equal gradients"
+    )
+
+
+def detached() -> tuple[bool, bool]:
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=2, delay=1))
+    bare, other = make_model(), momentum(make_model().parameters())
+    for step in range(5):
+        step_on(model, optimizer, step)
+    handle.flush()
+    shown = own_weights(model)
+    handle.detach()
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    plain = all(len(vars(optimizer)[name]) == len(vars(other)[name]) for name in hooks)
+    return plain and [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in bare.modules()], (
+        shown == own_weights(model)
+    )
+
+
+def test_detach_leaves_an_ordinary_model_with_the_global_weights(worlds: Worlds) -> None:
+    assert worlds.run(2, detached) == [(True, True)] * 2
+
+
+def wrapped() -> str:
+    class Around:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.param_groups = optimizer.param_groups
+
+    model = make_model()
+    with pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(model, Around(momentum(model.parameters())), plan=gw.Uniform(EXACT, schedule="local"))  # type: ignore
+    return str(caught.value)
+
+
+def test_what_has_no_step_hooks_is_refused(worlds: Worlds) -> None:
+    assert all("Around has no step hooks" in told for told in worlds.run(2, wrapped))
+
+
+# ---- faults
+
+
+def drifted(spoil: bool) -> str | None:
+    model = Given([300, 7, 1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.QSGD(bits=3), schedule=gw.LocalSteps(every=2))
+    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=1)
+    try:
+        for step in range(10):
+            model(model.random_gradients(dist.get_rank(), step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if spoil and step == 5 and dist.get_rank() == 1:
+                model.state_dict()["p1"][3].neg_()
+    except gw.DisagreementError as error:
+        return str(error)
+    finally:
+        handle.detach()
+    return None
+
+
+def test_global_weights_that_differ_are_found(worlds: Worlds) -> None:
+    assert worlds.run(2, drifted, False) == [None, None]
+    for told in worlds.run(2, drifted, True):
+        assert told is not None and "rank 0 and rank 1" in told and "'p1'" in told
+
+
+def until_told(schedule: gw.LocalSteps) -> str:
+    model, optimizer, _ = training(gw.QSGD(bits=4), schedule)
+    for step in range(20):
+        if step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        try:
+            step_on(model, optimizer, step)
+        except gw.CommunicationError as error:
+            assert step == 5 + schedule.delay
+            weights = digest(model.state_dict().values())  # the last ones that all had
+            assert weights == digest(model.state_dict().values())
+            return str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (gw.LocalSteps(every=3), "rank 1"),
+        (gw.LocalSteps(every=3, delay=2), "rank 1"),
+        (gw.LocalSteps(every=6, fragments=2), "of fragment 2 of 2"),
+    ],
+    ids=repr,
+)
+def test_a_rank_that_died_is_named(schedule: gw.LocalSteps, words: str) -> None:
+    with World(3, 6.0) as world:
+        world.start(until_told, schedule)
+        for rank, outcome in enumerate(world.collect(40.0, needed=[0, 2])):
+            assert rank == 1 or (outcome.kind == "returned" and "rank 1" in outcome.value and words in outcome.value), (
+                outcome
+            )

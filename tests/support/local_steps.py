@@ -1,0 +1,65 @@
+"""DiLoCo in plain torch (Douillard et al. 2023, algorithm 1, and 2025, algorithm 2), for one process that plays all ranks."""
+
+from collections.abc import Callable
+
+import torch
+
+import gradwire as gw
+
+
+class LocalReference:
+    """The global weights W, and a model and an optimizer of each rank."""
+
+    def __init__(
+        self,
+        schedule: gw.LocalSteps,
+        make_model: Callable[[], torch.nn.Module],
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        gradient: Callable[[torch.nn.Module, int, int], None],
+        ranks: int,
+        fragments: list[list[int]] | None = None,
+    ) -> None:
+        """`fragments`: the places of their parameters."""
+        self.data, self.gradient = schedule, gradient
+        self.whole, self.local = make_model(), [make_model() for _ in range(ranks)]
+        self.inner = [make_optimizer(model.parameters()) for model in self.local]
+        outer = schedule.outer
+        self.outer = torch.optim.SGD(
+            self.whole.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
+        )
+        self.fragments = fragments or [list(range(len(list(self.whole.parameters()))))]
+        self.history: list[list[torch.Tensor]] = []
+        """W as a look after each local step sees it: with an exchange that has begun."""
+        self.exchanges, self.lands_after = 0, -1
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            for rank, (model, optimizer) in enumerate(zip(self.local, self.inner, strict=True)):
+                self.gradient(model, step, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            if self.lands_after == step:
+                self._mix()
+            period, place = divmod(self.exchanges, len(self.fragments))
+            if step + 1 == period * self.data.every + (place + 1) * self.data.every // len(self.fragments):
+                self._exchange(self.fragments[place])
+                self.lands_after = step + self.data.delay
+                if not self.data.delay:
+                    self._mix()
+            self.history.append([p.detach().clone() for p in self.whole.parameters()])
+
+    @torch.no_grad()
+    def _exchange(self, fragment: list[int]) -> None:
+        self.exchanges, self.landing = self.exchanges + 1, fragment
+        columns = list(zip(self.whole.parameters(), *(model.parameters() for model in self.local), strict=True))
+        self.outer.zero_grad()
+        for weight, *local in (columns[place] for place in fragment):
+            weight.grad = torch.stack([(weight - own) / len(local) for own in local]).sum(0)
+        self.outer.step()
+
+    @torch.no_grad()
+    def _mix(self) -> None:
+        for model in self.local:
+            pairs = list(zip(model.parameters(), self.whole.parameters(), strict=True))
+            for own, weight in (pairs[place] for place in self.landing):
+                own.copy_(weight) if self.data.mixing == 1 else own.lerp_(weight, self.data.mixing)
