@@ -20,7 +20,7 @@ from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKComp
 from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
 from gradwire.compressors.terngrad import TernGradCompressor
 from gradwire.compressors.threshold import ThresholdCompressor
-from gradwire.compressors.topk import TopKCompressor
+from gradwire.compressors.topk import CodedTopKCompressor, TopKCompressor
 from gradwire.compressors.truncate import TruncateCompressor
 from gradwire.compressors.twobit import TwoBitCompressor
 from gradwire.core import entry_points, specs
@@ -43,7 +43,9 @@ _BY_SPEC: dict[type[specs.Spec], Callable[[Any], Compressor]] = {
     specs.FP8: FP8Compressor,
     specs.Natural: NaturalCompressor,
     specs.ErrorFeedback: lambda spec: ErrorFeedbackCompressor(spec, compressor_for(spec.inner)),
-    specs.TopK: TopKCompressor,
+    specs.TopK: lambda spec: (
+        CodedTopKCompressor(spec, compressor_for(spec.values)) if spec.values.encodes else TopKCompressor(spec)
+    ),
     specs.Threshold: ThresholdCompressor,
     specs.BlockTopK: BlockTopKCompressor,
     specs.RandomK: lambda spec: (

@@ -1,7 +1,8 @@
 """The base class of compressors: encode and decode as functions of (tensor, state, context)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,15 +164,8 @@ class KernelCompressor(Compressor):
     ) -> None:
         self.check(payload, segments, dtype)
         name, *arguments = self.decode_with(payload, segments, dtype, add, dst)
-        try:
+        with refused(self.spec):
             getattr(kernels_for(dst.device.type), name)(*arguments)
-        except RuntimeError as error:
-            if DAMAGED not in str(error):
-                raise
-            raise PayloadError(
-                f"{DAMAGED}: no encode of {self.spec!r} writes these bytes, and nothing was decoded. Ranks run different plans "
-                "or versions, or the bytes were changed. Run the same plan and version on all ranks."
-            ) from error
 
     @property
     def runs_in_c(self) -> bool:
@@ -188,6 +182,20 @@ class KernelCompressor(Compressor):
     ) -> list[Call]:
         self.check(payload, segments, dtype)
         return [cpu.call(*self.decode_with(payload, segments, dtype, add, dst))]
+
+
+@contextmanager
+def refused(spec: Spec) -> Iterator[None]:
+    """Raises PayloadError where a kernel finds bytes that no encode of this spec writes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if DAMAGED not in str(error):
+            raise
+        raise PayloadError(
+            f"{DAMAGED}: no encode of {spec!r} writes these bytes, and nothing was decoded. Ranks run different plans or "
+            "versions, or the bytes were changed. Run the same plan and version on all ranks."
+        ) from error
 
 
 def runs_of(segments: Segments) -> list[ElementRun]:

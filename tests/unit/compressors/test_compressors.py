@@ -680,6 +680,7 @@ GOLDEN_SPECS: dict[str, tuple[Spec, torch.dtype]] = {
     "topk": (TopK(0.05), torch.float32),
     "topk-dense-bfloat16": (TopK(0.4, per="bucket"), torch.bfloat16),
     "topk-feedback": (ErrorFeedback(TopK(0.1)), torch.float32),
+    "topk-2-bits-feedback": (ErrorFeedback(TopK(0.1, values=QSGD(bits=2))), torch.float32),
     "block-topk": (BlockTopK(0.1, block=64), torch.float32),
     "threshold": (Threshold(0.5, capacity=0.1), torch.float32),
     "randomk-own": (RandomK(0.1, indices="own", seed=7), torch.float32),

@@ -9,7 +9,7 @@ from test_compressors import DTYPES, Codec, gradient, squared
 from gradwire.compressors import compressor_for
 from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor
-from gradwire.core.specs import DGC, BlockTopK, ErrorFeedback, RandomK, Spec, Threshold, TopK, Truncate
+from gradwire.core.specs import DGC, QSGD, BlockTopK, ErrorFeedback, RandomK, Spec, Threshold, TopK, Truncate
 from gradwire.errors import PayloadError, SpecError
 from gradwire.kernels import Segment, Segments
 
@@ -22,6 +22,7 @@ PLAIN: list[Spec] = [
     TopK(0.02, per="bucket"),
     Threshold(0.02),
     Threshold(0.5, 0.1),
+    TopK(0.02, values=QSGD(bits=4)),
     BlockTopK(0.01),
     BlockTopK(0.3, 32),
     RandomK(0.05),
@@ -56,7 +57,14 @@ def test_nothing_at_all(spec: Spec) -> None:
         assert codec(torch.empty(0)).numel() == 0
 
 
-FED_BACK = [TopK(0.01), TopK(0.4), BlockTopK(0.1), RandomK(0.1, indices="own"), Threshold(0.01)]
+FED_BACK = [
+    TopK(0.01),
+    TopK(0.05, values=QSGD(bits=2)),
+    TopK(0.4),
+    BlockTopK(0.1),
+    RandomK(0.1, indices="own"),
+    Threshold(0.01),
+]
 
 
 @pytest.mark.parametrize("spec", FED_BACK, ids=repr)

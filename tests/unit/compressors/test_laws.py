@@ -69,6 +69,8 @@ SPECS: list[Spec] = [
     TopK(0.3),
     TopK(0.01, selection="sampled"),
     TopK(0.05, per="bucket"),
+    TopK(0.3, values=QSGD(bits=2)),
+    TopK(0.05, per="bucket", values=FP8("e4m3")),
     BlockTopK(0.02),
     Threshold(0.02),
     RandomK(0.1),

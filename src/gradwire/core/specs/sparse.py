@@ -11,12 +11,15 @@ from gradwire.core.specs.base import (
     ElementRun,
     Law,
     Spec,
+    SpecField,
+    as_spec,
     check_block,
     check_momentum,
     check_ratio,
     check_seed,
     register_spec,
 )
+from gradwire.core.specs.dense import Identity
 from gradwire.errors import SpecError
 
 _WARM_UP = (0.25, 0.0625, 0.0156, 0.004, 0.001)
@@ -33,17 +36,25 @@ class _Selected(Spec, frozen=True):
     """The field that has the part of the elements that is sent."""
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        numels = [run.numel for run in runs]
-        groups = [sum(numels)] if getattr(self, "per", "tensor") == "bucket" else numels
-        kept = [(kept_of(numel, getattr(self, self.part)), numel) for numel in groups]
-        return sum(k for k, _ in kept) * itemsize + sum(index_bytes(k, n) for k, n in kept)
+        groups = [ElementRun(run.numel, run.bits) for run in runs]
+        if getattr(self, "per", "tensor") == "bucket":
+            groups = [ElementRun(sum(run.numel for run in runs), runs[0].bits)] if runs else []
+        kept = [ElementRun(kept_of(group.numel, getattr(self, self.part)), group.bits) for group in groups]
+        values: Spec = getattr(self, "values", Identity())
+        indices = sum(index_bytes(sent.numel, group.numel) for sent, group in zip(kept, groups, strict=True))
+        return values.payload_bytes(kept, itemsize) + indices
 
 
 @register_spec
 class TopK(_Selected, frozen=True):
-    """The elements of largest magnitude, `ratio` of them, in the gradient's own dtype (Aji and Heafield 2017).
+    """The elements of largest magnitude, `ratio` of them (Aji and Heafield 2017).
 
-    Biased: give it ErrorFeedback. At 1 % and float32 a sent element takes about 5 bytes, its index one of them.
+    Biased: give it ErrorFeedback. At 1 % and float32 a sent element takes about 5 bytes, its index one of them; with
+    `values=QSGD(bits=2)` 1.4 bytes, with 4 bits 1.6 (SparseLoCo; Sarfi et al. 2025, has 2 bits). `values` gets its best settings
+    for feedback. Raises SpecError for a value outside its range, and for `values` with state or without a law.
+
+    >>> TopK(0.01, values=QSGD(bits=2))
+    TopK(0.01, values=QSGD(bits=2, block=128, rounding='nearest'))
     """
 
     id: ClassVar[str] = "topk"
@@ -57,19 +68,35 @@ class TopK(_Selected, frozen=True):
     per: str = "tensor"
     """tensor: the largest of each tensor; bucket: the largest of the bucket (Cupcake's fused encoding). With bucket, a tensor
     of small gradients may send nothing for many steps."""
+    values: SpecField = Identity()
+    """How the values of sent elements travel. Identity: in the gradient's own dtype; QSGD(bits=2): fewer bytes, more error."""
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         word("selection", self.selection, ("exact", "sampled"), error=SpecError)
         word("per", self.per, ("tensor", "bucket"), error=SpecError)
+        msgspec.structs.force_setattr(self, "values", as_spec("values", self.values).under_feedback())
+        values = self.values
+        if values.state or values.rounds or not values.granularity or values.law.kind == "none":
+            raise SpecError(
+                f"values is {values!r}: it must be a spec without state that sends the magnitude of every value by itself. Use "
+                "QSGD(bits=4), Cast('bfloat16'), or leave values out."
+            )
 
     @property
     def touches_segments_only(self) -> bool:  # type: ignore[override]
         return self.per == "tensor"
 
     @property
+    def element_bits(self) -> int:
+        return self.values.element_bits
+
+    @property
     def law(self) -> Law:
-        return Law("contractive", self.ratio)
+        of_values = self.values.law
+        if of_values.kind == "unbiased":
+            return Law("none")  # its error may be larger than the value
+        return Law("contractive", self.ratio * (of_values.delta if self.values.encodes else 1.0))
 
 
 @register_spec
