@@ -100,7 +100,7 @@ def simulated_us(way: str, parameters: int, seconds: float, nodes: int, costs: C
         TensorProfile(name=name, shape=(numel,), dtype="float32", backward_us=each_us * 2 / 3, forward_us=each_us / 3)
         for name in names
     ]
-    profile = Profile(model="made up", batch=1, device="cpu", tensors=rows)
+    profile = Profile(model="made up", batch=1, device="cpu", tensors=tuple(rows))
     plan = made_plan(way, tuple(names), numel, nodes)
     link = Link(LATENCY_US, mbps / 1000)
     return simulate(plan, profile, Cluster(nodes=nodes, ranks_per_node=1, intra=link, inter=link), costs).step_us
@@ -120,7 +120,7 @@ def measured_costs() -> Costs:
     speeds: dict[str, Mapping[str, float]] = {
         row["spec"]: row for row in rows if row["megabytes"] == max(each["megabytes"] for each in rows)
     }
-    return Costs(codecs=[_codec(spec, speeds[repr(spec)]) for spec in (FOUR, TWO)])
+    return Costs(codecs=tuple(_codec(spec, speeds[repr(spec)]) for spec in (FOUR, TWO)))
 
 
 def _in_words(rate: float) -> str:
