@@ -238,6 +238,26 @@ def test_ranks_may_have_different_numbers_of_batches(worlds: Worlds, schedule: g
     assert {steps for *_, steps in ends} == {6}  # two of rank 1's and 2's steps, and one of what all have left, twice
 
 
+def memory_told() -> tuple[int, int, int]:
+    """Bytes of the model, and what a handle tells before and after the first exchange while L is in use."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
+    step_on(model, optimizer, 0)
+    before = handle.stats().memory.weight_bytes
+    for step in range(1, 4):
+        step_on(model, optimizer, step)
+    nbytes, after = (
+        sum(p.nbytes for p in (model[0].weight, model[0].bias, model[2].weight, model[2].bias)),
+        handle.stats(),
+    )
+    handle.detach()
+    return nbytes, before, after.memory.weight_bytes
+
+
+def test_the_second_set_of_weights_and_the_outer_momentum_are_told(worlds: Worlds) -> None:
+    for nbytes, before, after in worlds.run(2, memory_told):
+        assert (before, after) == (nbytes, 2 * nbytes)
+
+
 class Parts(nn.Module):
     """A normalisation, tied weights, a branch that not all ranks use and one that none does."""
 

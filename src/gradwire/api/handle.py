@@ -8,6 +8,7 @@ from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
+import msgspec
 import torch
 
 from gradwire.collectives import Meter, SilentLink
@@ -16,7 +17,7 @@ from gradwire.core.specs import Spec
 from gradwire.engine.leaving import reset
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import load_state, state_of
-from gradwire.engine.schedules.base import ClipsGradients, Corrects, ShardsOptimizer
+from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, ShardsOptimizer
 from gradwire.engine.session import Session
 from gradwire.errors import PayloadError, PlanError, StepStateError
 from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats
@@ -81,8 +82,10 @@ class Handle:
         )
         codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
         of_exchange = ExchangeStats.of(session.reducer.step, of_buckets, buckets, codec_us)
+        weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0
+        memory = msgspec.structs.replace(of_exchange.memory, weight_bytes=weights)
         return Stats(
-            **{field.name: getattr(of_exchange, field.name) for field in fields(of_exchange)},
+            **{field.name: getattr(of_exchange, field.name) for field in fields(of_exchange)} | {"memory": memory},
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
             before_first_gradient=session.first_gradient.median,
             decisions=self.decisions,

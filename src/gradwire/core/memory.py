@@ -14,6 +14,8 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """State of compressors: residuals, momentum, factors."""
     payload_bytes: int
     """Payloads and partial sums."""
+    weight_bytes: int = 0
+    """Of schedules with two sets of weights: copies of weights, and the momentum of the outer optimizer."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

@@ -21,7 +21,7 @@ def section_facts(run: Run) -> Element:
         "step, median": milliseconds(step_us(run)) if run.steps else "none",
         "sent, a step and rank": size(run.wire_bytes),
         "gradients": size(run.gradient_bytes),
-        "extra memory": size(run.memory.residual_bytes + run.memory.payload_bytes),
+        "extra memory": size(run.memory.residual_bytes + run.memory.payload_bytes + run.memory.weight_bytes),
         "steps": str(_count(run)),
         "ranks, nodes": f"{run.world_size}, {run.nodes}",
     }
@@ -192,10 +192,12 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
     gradients, residuals, payloads = run.memory.gradient_bytes, run.memory.residual_bytes, run.memory.payload_bytes
+    weights = run.memory.weight_bytes
     yield bars([
         Bar("buffers of gradients", size(gradients), [("solid", gradients)]),
         Bar("residuals and other state", size(residuals), [("hatched", residuals)]),
         Bar("payloads and partial sums", size(payloads), [("dotted", payloads)]),
+        *([Bar("copies of weights", size(weights), [("solid", weights)])] if weights else []),
     ])  # fmt: skip
 
 

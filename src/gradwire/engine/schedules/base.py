@@ -141,6 +141,15 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class CopiesWeights(Protocol):
+    """A schedule with weights beside the model's."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of these weights now, and of what steps them."""
+        ...
+
+
+@runtime_checkable
 class ClipsGradients(Protocol):
     """A schedule that can clip gradients before they are gathered."""
 

@@ -338,6 +338,10 @@ class DelayedSchedule:
 
     # ---- saving
 
+    def weight_bytes(self) -> int:
+        """See `CopiesWeights`."""
+        return self._weights.nbytes
+
     def state(self) -> dict[str, torch.Tensor]:
         self.settle()
         memory = self._of_corrections.at_step(self._reducer.step, keep=True).memory

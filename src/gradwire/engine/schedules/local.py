@@ -298,6 +298,11 @@ class LocalSchedule:
 
     # ---- saving
 
+    def weight_bytes(self) -> int:
+        """See `CopiesWeights`."""
+        assert self._outer is not None
+        return self._weights.nbytes + sum(momentum.nbytes for momentum in self._outer.momenta.values())
+
     def state(self) -> dict[str, torch.Tensor]:
         self.settle()
         assert self._outer is not None

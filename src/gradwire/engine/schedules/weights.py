@@ -51,6 +51,11 @@ class TwoWeights:
         return self._global
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the weights beside the parameters now."""
+        return sum(weight.nbytes for weight in [*self._global, *(self._local or ())])
+
+    @property
     def global_weights(self) -> list[torch.Tensor]:
         """W after the last update that landed. Read only."""
         return [p.detach() for p in self._parameters] if self._show_global else self._global
