@@ -29,6 +29,7 @@ PARTS = {
     "frameworks": "HF Trainer, Accelerate, Lightning, the DDP hook and HSDP over a slow link, beside DDP and the possible",
     "drift": "steps until auto has answered a link that becomes ten times slower in mid-run, and the way back",
     "growth": "the time beyond the floor against tensors, elements and ranks: writes docs/growth.md",
+    "local": "held-out loss against seconds: local steps beside auto on slow links; tables in docs/local_steps.md",
     "slow_links": "how slow a link may be for each way to train, in simulation: writes docs/slow_links.md",
     "page": "writes docs/compressors.md from the results",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",
