@@ -30,7 +30,8 @@ from gradwire.bench.ranks import Ranks, sent_by_interface
 
 WARMUP_STEPS, TURN_STEPS = 4, 3
 BATCH, LENGTH, WORDS = 4, 64, 4608
-PLAN = gw.Policy(default=gw.QSGD(bits=4))
+PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
+"""What auto chooses on such links in the class "safe"."""
 Arm = Callable[[int, Callable[[], None]], None]
 """A training of so many steps, which calls the function after each step."""
 
