@@ -67,3 +67,21 @@ def slow_on_one_rank() -> bool:
 
 def test_slow_steps_and_threads_have_not_crossed(worlds: Worlds) -> None:
     assert worlds.run(2, slow_on_one_rank) == [True, True]
+
+
+def after_a_long_broadcast() -> bool:
+    """Ranks are long in an exchange of the second handle beside steps, and then rank 1 waits long in a step of the first one."""
+    models = [plain() for _ in range(2)]
+    handles = [gw.parallelize(model, plan=gw.Identity()) for model in models]
+    handles[1].session._on_lane(lambda link: time.sleep(1.7), "nothing, for long")
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+    models[0](batch(0)).square().mean().backward()
+    failures = [handle.session.lanes.failure for handle in handles]
+    for handle in handles:
+        handle.detach()
+    return failures == [None, None]
+
+
+def test_an_exchange_that_is_over_has_not_crossed(worlds: Worlds) -> None:
+    assert worlds.run(2, after_a_long_broadcast) == [True, True]

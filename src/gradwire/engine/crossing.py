@@ -28,6 +28,8 @@ class StepPlace(NamedTuple):
 
     step: int
     """The number of the step that it is in, or comes to next."""
+    beside: int
+    """How many exchanges beside steps are over. With it no place is like an earlier one."""
     inside: bool
 
 
@@ -41,6 +43,7 @@ class Whereabouts:
         self._reducer, self.lanes = reducer, reducer.lanes
         self.since: float | None = None
         """When it came into the step, or exchange beside steps, that it is in (time.monotonic)."""
+        self._beside = 0
         self.label = f"handle {next(_HANDLES)} (of a {model})"
         """The same on ranks that made their handles in the same order."""
         CROSSING.add(self)
@@ -48,15 +51,16 @@ class Whereabouts:
     @property
     def place(self) -> StepPlace:
         """For other ranks."""
-        return StepPlace(self._reducer.step, self.since is not None)
+        return StepPlace(self._reducer.step, self._beside, self.since is not None)
 
     def enter(self) -> None:
         """In a step, or in an exchange beside steps."""
         self.since = time.monotonic()
 
-    def leave(self) -> None:
-        """In neither."""
+    def leave(self, beside: bool = False) -> None:
+        """In neither. `beside`: an exchange beside steps is over."""
         self.since = None
+        self._beside += beside
 
     def forget(self) -> None:
         """The handle is used no more."""
@@ -120,9 +124,9 @@ class Crossing:
             theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, StepPlace])
             mine = places[handle.lanes.name]
             others = [
-                name for name, at in places.items() if not at.inside and theirs.get(name) == StepPlace(at.step, True)
+                name for name, at in places.items() if not at.inside and theirs.get(name) == at._replace(inside=True)
             ]
-            if others and theirs.get(handle.lanes.name) == StepPlace(mine.step, False):
+            if others and theirs.get(handle.lanes.name) == mine._replace(inside=False):
                 words = (
                     f"handles crossed: rank {own} is in step {mine.step} of {handle.label}, and rank {rank} is in step "
                     f"{places[others[0]].step} of {handles[others[0]].label}. Each waits for the other. Run the backwards of "

@@ -307,7 +307,7 @@ class Session(Observer):
         self._whereabouts.enter()
         try:
             self.lanes.run(lane, job)
-            self._whereabouts.leave()
+            self._whereabouts.leave(beside=True)
         except LinkError as error:
             raise self.lanes.broken(what, error, self.reducer.step) from error
         except Exception as error:
