@@ -110,6 +110,17 @@ def test_ddp_learns_as_with_gloo(worlds: Worlds, layers: dict[str, int] | None) 
     assert ours[0][0] == pytest.approx(gloo[0][0], rel=0.01)
 
 
+def logged() -> str:
+    group = group_of()
+    name: str = DistributedDataParallel(network(), process_group=group)._get_ddp_logging_data()["backend_name"]
+    end(group)
+    return name
+
+
+def test_ddp_logs_the_backends_own_name(worlds: Worlds) -> None:
+    assert worlds.run(2, logged) == ["gradwire"] * 2
+
+
 def test_what_torch_would_run_under_the_interpreters_lock_is_gloos() -> None:
     """A thread of gloo's could wait for that lock for ever."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"

@@ -107,6 +107,10 @@ class QuantisingGroup(dist.ProcessGroup):
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
 
+    def getBackendName(self) -> str:
+        """The name that DDP logs and that torch's errors have."""
+        return "gradwire"
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Gloo's, or an exchange that runs on the worker's thread: a future tells its end."""
         opts = opts if opts is not None else dist.AllreduceOptions()
@@ -156,8 +160,7 @@ class QuantisingGroup(dist.ProcessGroup):
             )
             plan = policy.plan([info_of(*each) for each in parts.items()], self.size())
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
-            dtypes = [part.dtype for part in parts.values()]
-            facts[KERNELS] = golden_digests(plan, dtypes, torch.device("cpu"))
+            facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))
             if self._lanes is None:
                 self._lanes = Lanes(self)
                 self._lanes.open(facts, torch.device("cpu"))
@@ -169,9 +172,7 @@ class QuantisingGroup(dist.ProcessGroup):
 
 
 @torch.no_grad()
-def _average(
-    exchange: Exchange, parts: Mapping[str, torch.Tensor], tensor: torch.Tensor, factor: int, done: Any
-) -> None:
+def _average(exchange: Exchange, parts: dict[str, torch.Tensor], tensor: torch.Tensor, factor: int, done: Any) -> None:
     try:
         exchange.average_(parts)
         done.set_result([tensor.mul_(factor)])

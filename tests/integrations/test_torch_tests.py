@@ -1,0 +1,27 @@
+"""Some of PyTorch's own tests with gradwire in gloo's place; all of them: `python -m benchmarks torch_tests`."""
+
+import pytest
+
+from benchmarks import torch_tests
+
+SOME = (
+    "test_all_reduce_sum_async",
+    "test_broadcast_group",
+    "test_monitored_barrier_gloo_subgroup",
+    "test_ddp_comparison",
+    "CPU_grad_is_view",
+)
+
+
+@pytest.mark.slow
+def test_what_passes_with_gloo_passes_with_gradwire() -> None:
+    found = torch_tests.outcomes(2, SOME)
+    kinds = {place: torch_tests.beside(found["gloo"], found[place]) for place in torch_tests.PLACES}
+    assert {place: each["lost"] for place, each in kinds.items()} == {"gloo": [], "backend": [], "hook": []}
+    assert len(kinds["backend"]["also pass"]) >= 4 and len(kinds["hook"]["also pass"]) >= 2
+    assert kinds["backend"]["ask for gloo by name"] == ["test_monitored_barrier_gloo_subgroup"]
+
+
+@pytest.mark.parametrize("test", torch_tests.ASK_FOR_GLOO)
+def test_torch_still_asks_for_gloo(test: str) -> None:
+    assert torch_tests.line_of(*torch_tests.ASK_FOR_GLOO[test]).startswith("torch/")
