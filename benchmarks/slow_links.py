@@ -45,7 +45,7 @@ they learn something else than plain data-parallel training does. So take them w
 
 How to read the picture: take the panel whose seconds are nearest to those of your step without communication. Find your model's
 parameters, go up to the line of a way to train, and read the rate. On that link and on faster ones a step takes at most
-{within:g} times as long as its computation. A line ends where codecs alone take longer.
+{within:g} times as long as its computation. A line ends where codecs alone take longer, or at 100,000 Mb/s.
 
 {tables}
 

@@ -31,8 +31,7 @@ def test_summary_is_written(demo):
     assert set(summary["methods"]) == {"floor", "ddp", "gradwire"} and summary["nodes"] == 2
     assert ddp["bytes_per_step"] > 6 * ours["bytes_per_step"]
     for method in (ddp, ours):
-        # the race counts rank 0's time between steps too, which on a busy machine is some per cent of it
-        assert method["seconds"] >= 1.6 and method["samples"] == 8 * method["steps"]
+        assert method["seconds"] >= 2 and method["samples"] == 8 * method["steps"]
         assert method["held_out"][0][0] == 0 and method["held_out"][-1][0] == pytest.approx(method["seconds"])
     assert ddp["held_out"][0][1] == ours["held_out"][0][1], "they do not begin with the same weights"
 

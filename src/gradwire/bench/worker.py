@@ -17,6 +17,7 @@ A method that fails on any rank takes no further part; its error message is its 
 import contextlib
 import gc
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -122,7 +123,8 @@ class Contest:
             steps = max(1, math.ceil(seconds / step_s[contestant.name]))
             self._take_turn(contestant, steps)
             self._guarded(contestant, self._evaluate)
-            turn_s = self.ranks.gather(sum(contestant.wall_us[-steps:]) / 1e6)[0]  # rank 0's, so that all do the same
+            # the mean over ranks, as in the results, so that all ranks do the same
+            turn_s = statistics.fmean(self.ranks.gather(sum(contestant.wall_us[-steps:]) / 1e6))
             trained_s[contestant.name] += turn_s
             step_s[contestant.name] = max(turn_s / steps, 1e-3)
         for contestant in self.contestants:

@@ -31,6 +31,7 @@ CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
+_FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "decided", "searching"}
 _DIGEST_BYTES = 32
 _CURE = "Pass what handle.state_dict() returned."
 
@@ -105,18 +106,7 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     if rank in by_rank:
         saved = _Fields(rank, by_rank[rank])
         if saved.ranks == group.global_ranks:
-            return Saved(
-                saved.step,
-                saved.order,
-                saved.plan,
-                True,
-                [saved.memory],
-                [],
-                saved.weights,
-                saved.local_steps,
-                saved.decided,
-                saved.searching,
-            )
+            return saved.taken(True, [saved.memory], [], saved.weights)
     entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
     first = next(iter(entries.values()))
     for other in entries.values():
@@ -132,10 +122,7 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     memory = [entries[each].memory for each in taken if each in entries]
     shared = {key: value for key, value in first.memory.items() if key.startswith(("shared/", OUTER))}
     missing = [each for each in taken if each not in entries]
-    return Saved(
-        *(first.step, first.order, first.plan, False, [*memory, shared], missing, [], first.local_steps),
-        *(first.decided, first.searching),
-    )
+    return first.taken(False, [*memory, shared], missing, [])
 
 
 def warn_of_lost(ranks: list[int], names: list[str]) -> None:
@@ -175,19 +162,7 @@ class _Fields:
         self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
         self.local_steps = self._number("local_steps") if "local_steps" in fields else None
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
-        known = {
-            "version",
-            "step",
-            "order",
-            "plan",
-            "ranks",
-            "weights",
-            "local_steps",
-            "decided",
-            "searching",
-            *self.memory,
-        }
-        if unknown := sorted(fields.keys() - known):
+        if unknown := sorted(fields.keys() - _FIELDS - self.memory.keys()):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
         for field, value in self.memory.items():
             if not _is_whole(value, torch.float32) and not (field.startswith((LOCAL, OUTER)) and _is_of_weights(value)):
@@ -195,6 +170,21 @@ class _Fields:
                     f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
                 )
             self.memory[field] = value.detach()
+
+    def taken(self, own: bool, memory: list[dict[str, torch.Tensor]], missing: list[int], weights: list[int]) -> Saved:
+        """What a rank takes, with the fields that are the same on all ranks from here."""
+        return Saved(
+            step=self.step,
+            order=self.order,
+            plan=self.plan,
+            own=own,
+            memory=memory,
+            missing=missing,
+            weights=weights,
+            local_steps=self.local_steps,
+            decided=self.decided,
+            searching=self.searching,
+        )
 
     def _read_plan(self) -> Plan:
         try:

@@ -50,7 +50,7 @@ class TopK(_Selected, frozen=True):
     """The elements of largest magnitude, `ratio` of them (Aji and Heafield 2017).
 
     Biased: give it ErrorFeedback. At 1 % and float32 a sent element takes about 5 bytes, its index one of them; with
-    `values=QSGD(bits=2)` 1.4 bytes, with 4 bits 1.6 (SparseLoCo; Sarfi et al. 2025, has 2 bits). `values` gets its best settings
+    `values=QSGD(bits=2)` 1.3 bytes, with 4 bits 1.6 (SparseLoCo; Sarfi et al. 2025, has 2 bits). `values` gets its best settings
     for feedback. Raises SpecError for a value outside its range, and for `values` with state or without a law.
 
     >>> TopK(0.01, values=QSGD(bits=2))

@@ -45,6 +45,7 @@ from gradwire.engine.schedules.launched import (
     check_delayed,
     check_gradients,
     finish_quietly,
+    show_for_forward,
 )
 from gradwire.engine.schedules.weights import (
     TwoWeights,
@@ -74,8 +75,6 @@ class DelayedSchedule:
     def __init__(self, reducer: Reducer, schedule: Delayed, job: TrainingJob) -> None:
         self._reducer, self._data = reducer, schedule
         self._model, self._optimizer = weakref.ref(job.model), weakref.ref(job.optimizers[0])
-        self._computing = False
-        """From the training forward of a step to its `optimizer.step()`."""
         self._under_way: list[Launched] = []
         """At most one."""
         self._due: dict[int, torch.Tensor | None] = {}
@@ -108,7 +107,7 @@ class DelayedSchedule:
         self._corrections = Corrections(self._data, reducer.exchange, self._by_name, reducer.step, self._corrections)
 
     def _watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        self._by_name, self._computing = parameters, False
+        self._by_name = parameters
         self._weights = TwoWeights(parameters)
         self._guard.remove()  # the model may have other modules now
         model, optimizer = self._model(), self._optimizer()
@@ -138,20 +137,12 @@ class DelayedSchedule:
 
     def _walk(self) -> None:
         """While a step computes, its own weights are right for what it computes of parameters, such as a penalty."""
-        if not self._computing:
+        if not self._weights.computing:
             self.settle()
 
     @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # activations are computed again inside a backward
-        if not (module.training and torch.is_grad_enabled()):
-            if not module.training or not self._computing:
-                self.settle()
-        elif self._reducer.converted() is None:
-            self._reducer.lanes.check()
-            self._weights.show_local()
-            self._computing = True
+        show_for_forward(module, self._weights, self._reducer, self.settle)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Gradients are this rank's own."""
@@ -212,7 +203,9 @@ class DelayedSchedule:
         """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
         with suppress(StepStateError):
             self.settle()  # this rank may not have heard yet that a step is void
-            if self._computing and self._reducer.lanes.failure is None:  # else all ranks have heard of it already
+            if (
+                self._weights.computing and self._reducer.lanes.failure is None
+            ):  # else all ranks have heard of it already
                 self.send_nothing(BackwardState.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
@@ -220,7 +213,7 @@ class DelayedSchedule:
     def after_reset(self) -> None:
         """See `Launches`."""
         self._weights.show_global(keep_local=False)
-        self._computing = False
+        self._weights.computing = False
 
     # ---- launching
 
@@ -327,7 +320,7 @@ class DelayedSchedule:
 
     def _arrive_first(self) -> None:
         """Before a step is launched, on all ranks alike: wait for the one before it, and do what ranks do together then."""
-        self._computing = False
+        self._weights.computing = False
         self._arrive()
         if self._landed is not None:
             (reports, exposed), self._landed = self._landed, None
@@ -361,7 +354,7 @@ class DelayedSchedule:
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         corrections, local = divided(state)
         self._weights.show_global(keep_local=False)
-        self._computing, self._landed = False, None
+        self._weights.computing, self._landed = False, None
         self._corrections = self._of_corrections.at_step(self._reducer.step)
         if (memory := self._corrections.memory) is not None:
             if saved.own:

@@ -1,4 +1,4 @@
-"""A step of the `delayed` schedule whose exchange is under way."""
+"""A step of the `delayed` or the `local` schedule whose exchange is under way, and which weights the next one computes on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +12,8 @@ from gradwire.core.plan import Plan
 from gradwire.core.schedules import Delayed
 from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.prepare import Prepared, check_one_optimizer
-from gradwire.engine.schedules.weights import check_local_updates
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.schedules.weights import TwoWeights, check_local_updates
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import Slot
@@ -74,6 +75,21 @@ def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: tor
             f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
             "sends them before. Make the optimizer with fused=False."
         )
+
+
+def show_for_forward(
+    module: torch.nn.Module, weights: TwoWeights, reducer: Reducer, settle: Callable[[], None]
+) -> None:
+    """Before the model's forward: a training forward computes on L, and others see W."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # activations are computed again inside a backward
+    if not (module.training and torch.is_grad_enabled()):
+        if not module.training or not weights.computing:
+            settle()
+    elif reducer.converted() is None:
+        reducer.lanes.check()
+        weights.show_local()
+        weights.computing = True
 
 
 def finish_quietly(under_way: list[Launched]) -> None:

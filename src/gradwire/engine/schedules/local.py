@@ -32,7 +32,7 @@ from gradwire.engine.leaving import told_to_all
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.launched import Launched, by_bucket, finish_quietly
+from gradwire.engine.schedules.launched import Launched, by_bucket, finish_quietly, show_for_forward
 from gradwire.engine.schedules.outer import OuterOptimizer
 from gradwire.engine.schedules.weights import TwoWeights, check_local
 from gradwire.engine.seams.hooks import ModelHook
@@ -52,8 +52,6 @@ class LocalSchedule:
         self._model = weakref.ref(job.model)
         self._local_steps = 0
         """How many this rank has made. The numbers of exchanges are counted by them."""
-        self._computing = False
-        """From the training forward of a local step to the end of it."""
         self._under_way: list[Launched] = []
         """At most one."""
         self._arrived: tuple[list[RankReport], float] | None = None
@@ -96,7 +94,7 @@ class LocalSchedule:
         if self._outer is None:
             self._local_steps = self._data.begins_after(reducer.step - 1)
         parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
-        self._by_name, self._computing = parameters, False
+        self._by_name = parameters
         self._arrived = self._lands_after = None
         self._weights = TwoWeights(parameters, keeps_writes=True)
         self._weights.show_local()
@@ -136,20 +134,12 @@ class LocalSchedule:
 
     def _walk(self) -> None:
         """While a local step computes, the rank's own weights are right for what it computes of parameters, such as a penalty."""
-        if not self._computing:
+        if not self._weights.computing:
             self.settle()
 
     @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # activations are computed again inside a backward
-        if not (module.training and torch.is_grad_enabled()):
-            if not module.training or not self._computing:
-                self.settle()
-        elif self._reducer.converted() is None:
-            self._reducer.lanes.check()
-            self._weights.show_local()
-            self._computing = True
+        show_for_forward(module, self._weights, self._reducer, self.settle)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Gradients are this rank's own."""
@@ -166,7 +156,7 @@ class LocalSchedule:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step: the parameters hold L."""
         self._reducer.lanes.check()
-        if self._weights.show_local() and not self._computing and not self._warned:
+        if self._weights.show_local() and not self._weights.computing and not self._warned:
             self._warned = True
             warnings.warn(
                 "the optimizer steps this rank's own weights by gradients that may be of the global weights: after something "
@@ -183,7 +173,7 @@ class LocalSchedule:
 
     def _count_step(self) -> None:
         """A local step is over: land the last exchange and begin the next one, where their time has come."""
-        self._computing = False
+        self._weights.computing = False
         self._local_steps += 1
         if self._lands_after is not None and self._local_steps >= self._lands_after:
             self._land()
@@ -195,7 +185,7 @@ class LocalSchedule:
         """See `Launches`. What this rank's last local steps changed is sent; after that its outer gradients are zero."""
         with self._guard.passing():
             self._weights.show_local()
-            self._computing = False
+            self._weights.computing = False
             if self._lands_after is not None:
                 self._land()
             self._local_steps = self._data.begins_after(self._reducer.step)
@@ -205,7 +195,7 @@ class LocalSchedule:
 
     def before_reset(self) -> None:
         """A local step that this rank left in the middle counts, without an update: other ranks have made one."""
-        if not self._computing:
+        if not self._weights.computing:
             return
         if self._reducer.lanes.failure is not None:
             self._local_steps += 1
@@ -218,7 +208,7 @@ class LocalSchedule:
 
     def after_reset(self) -> None:
         """See `Launches`."""
-        self._computing = False
+        self._weights.computing = False
 
     # ---- an exchange
 
@@ -320,7 +310,7 @@ class LocalSchedule:
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         assert self._outer is not None
-        self._computing, self._arrived = False, None
+        self._weights.computing, self._arrived = False, None
         last = self._data.begins_after(saved.step - 1)
         self._local_steps = last if saved.local_steps is None else saved.local_steps
         lands = last + self._data.delay

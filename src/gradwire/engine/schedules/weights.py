@@ -44,6 +44,8 @@ class TwoWeights:
         self._global_sums: list[int] | None = None
         """Of L that was loaded: checksums of the W that it belongs to."""
         self._show_global = True
+        self.computing = False
+        """From the training forward of a step to its `optimizer.step()`."""
 
     @property
     def copies(self) -> list[torch.Tensor]:

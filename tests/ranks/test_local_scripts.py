@@ -1,0 +1,265 @@
+"""The local schedule under scripts that do more than a plain loop."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_delayed import adam, make_model, momentum
+from test_delayed_scripts import Odd
+from test_local import EXACT, PLAIN, TWO_BITS, own_weights, step_on, training
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+
+def uneven(schedule: gw.LocalSteps) -> tuple[str, str, int]:
+    model, optimizer, handle = training(EXACT, schedule)
+    for _ in range(2):
+        with handle.join():
+            for step in range(9 if dist.get_rank() else 5):
+                step_on(model, optimizer, step)
+    parts = digest(model.state_dict().values()), own_weights(model), handle.stats().steps
+    handle.detach()
+    return parts
+
+
+@pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4), gw.LocalSteps(every=4, delay=2, mixing=0.5)], ids=repr)
+def test_ranks_may_have_different_numbers_of_batches(worlds: Worlds, schedule: gw.LocalSteps) -> None:
+    ends = worlds.run(3, uneven, schedule)
+    assert len({weights for weights, *_ in ends}) == 1
+    assert {steps for *_, steps in ends} == {6}  # two of rank 1's and 2's steps, and one of what all have left, twice
+
+
+def memory_told() -> tuple[int, int, int]:
+    """Bytes of the model, and what a handle tells before and after the first exchange while L is in use."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
+    step_on(model, optimizer, 0)
+    before = handle.stats().memory.weight_bytes
+    for step in range(1, 4):
+        step_on(model, optimizer, step)
+    nbytes, after = (
+        sum(p.nbytes for p in (model[0].weight, model[0].bias, model[2].weight, model[2].bias)),
+        handle.stats(),
+    )
+    handle.detach()
+    return nbytes, before, after.memory.weight_bytes
+
+
+def test_the_second_set_of_weights_and_the_outer_momentum_are_told(worlds: Worlds) -> None:
+    for nbytes, before, after in worlds.run(2, memory_told):
+        assert (before, after) == (nbytes, 2 * nbytes)
+
+
+def parts() -> tuple[list[str], bool, list[str]]:
+    model, rank = Odd(), dist.get_rank()
+    optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.01), torch.optim.SGD(
+        [p for p in model.parameters() if p is not model.first.weight and p is not model.first.bias], lr=0.1)]  # fmt: skip
+    before = model.none.weight.detach().clone()
+    handle = gw.parallelize(model, optimizers, plan=gw.Policy(default=TWO_BITS, schedule=gw.LocalSteps(every=12)))
+    shown = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(24):
+            for part in range(2):  # gradients of two batches are added up
+                model(
+                    torch.randn(8, 6, generator=seeded(step, part, rank)), branch=rank == 0
+                ).square().mean().backward()
+            assert handle.clip_grad_norm_(1e9) > 0
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 12 == 11:
+                shown.append(digest(model.state_dict().values()))
+    same = torch.equal(before, model.none.weight)
+    handle.detach()
+    return shown, same, [str(warning.message) for warning in caught]
+
+
+def test_several_optimizers_unused_parameters_and_statistics(worlds: Worlds) -> None:
+    (shown, same, told), (other, *_) = worlds.run(2, parts)
+    assert shown == other and len(set(shown)) == 2
+    assert same and told == []
+
+
+def scaled() -> tuple[str, int, float]:
+    """Gradients of rank 1 overflow in one step, which its scaler skips."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3), adam)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with handle.join():
+        for step in range(9):
+            generator = seeded(step, dist.get_rank())
+            inputs = torch.randn(5, 6, generator=generator)
+            if step == 4 and dist.get_rank() == 1:
+                inputs *= torch.inf
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    end = digest(model.state_dict().values()), handle.stats().steps, scaler.get_scale()
+    handle.detach()
+    return end
+
+
+def test_a_scaler_may_skip_steps_of_one_rank(worlds: Worlds) -> None:
+    (weights, steps, first), (other, _, second) = worlds.run(2, scaled)
+    assert weights == other and steps == 4
+    assert first == 2 * second
+
+
+def with_a_closure() -> str:
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2)))
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert handle.stats().steps == 2
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end
+
+
+def test_the_optimizer_may_take_a_closure(worlds: Worlds) -> None:
+    first, second = worlds.run(2, with_a_closure)
+    assert first == second
+
+
+def left_out() -> tuple[str, int]:
+    """Rank 1 leaves a backward in which others make a local step, and goes on."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
+    for step in range(6):
+        try:
+            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
+            if step in (1, 5) and dist.get_rank() == 1:
+                raise RuntimeError("as ordered")
+            loss.backward()
+        except RuntimeError:
+            handle.reset()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    end = digest(model.state_dict().values()), handle.stats().steps
+    handle.detach()
+    return end
+
+
+def test_a_local_step_that_was_left_counts(worlds: Worlds) -> None:
+    first, second = worlds.run(2, left_out)
+    assert first == second and first[1] == 2
+
+
+def evaluating_with_gradients() -> list[str]:
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            model.eval()  # and never train(): gradients are of the global weights
+            step_on(model, optimizer, step)
+    handle.detach()
+    return [str(warning.message) for warning in caught]
+
+
+def test_gradients_of_the_global_weights_are_told_once(worlds: Worlds) -> None:
+    for told in worlds.run(2, evaluating_with_gradients):
+        assert len(told) == 1 and "Call model.train()" in told[0]
+
+
+def changed_model() -> tuple[str, int, int]:
+    """A layer is thawed in the middle of a period."""
+    model: Any = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = momentum(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=3)))
+    for step in range(9):
+        if step == 4:
+            model[0].weight.requires_grad_(True)
+        step_on(model, optimizer, step)
+        if step == 4:
+            kept = sum("/outer/" in key for key in handle.state_dict())
+    momenta = sum("/outer/" in key for key in handle.state_dict())
+    end = digest(model.state_dict().values()), kept, momenta
+    handle.detach()
+    return end
+
+
+def test_a_model_may_change(worlds: Worlds) -> None:
+    first, second = worlds.run(2, changed_model)
+    assert first == second and first[1:] == (3, 4)
+
+
+def void() -> tuple[str, list[float], str]:
+    """Rank 1 thaws a layer before an exchange that rank 0 does not; both go on."""
+    model: Any = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    schedule = gw.LocalSteps(every=3, outer=PLAIN)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=8)), schedule=schedule))
+    words, far = "", []
+    begun = model[2].weight.detach().clone()
+    for step in range(9):
+        if step == 5 and dist.get_rank() == 1:
+            model[0].weight.requires_grad_(True)
+        try:
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        except gw.StepStateError as error:
+            words = str(error)
+            handle.reset()
+            model[0].weight.requires_grad_(dist.get_rank() == 1)
+            model[0].weight.requires_grad_(False)
+        optimizer.zero_grad()
+        far.append((model.state_dict()["2.weight"] - begun).norm().item())
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end, far, words
+
+
+def test_what_a_void_exchange_sent_is_sent_once(worlds: Worlds) -> None:
+    (first, far, words), (second, _, _) = worlds.run(2, void)
+    assert first == second and "void on all ranks" in words
+    assert far[2] == far[5] > 0, "the second exchange did not count"
+    assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), (
+        "rank 1 has left one of nine steps of nearly equal gradients"
+    )
+
+
+def detached() -> tuple[bool, bool]:
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=2, delay=1))
+    bare, other = make_model(), momentum(make_model().parameters())
+    for step in range(5):
+        step_on(model, optimizer, step)
+    handle.flush()
+    shown = own_weights(model)
+    handle.detach()
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    plain = all(len(vars(optimizer)[name]) == len(vars(other)[name]) for name in hooks)
+    return plain and [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in bare.modules()], (
+        shown == own_weights(model)
+    )
+
+
+def test_detach_leaves_an_ordinary_model_with_the_global_weights(worlds: Worlds) -> None:
+    assert worlds.run(2, detached) == [(True, True)] * 2
+
+
+def wrapped() -> str:
+    class Around:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.param_groups = optimizer.param_groups
+
+    model = make_model()
+    with pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(model, Around(momentum(model.parameters())), plan=gw.Uniform(EXACT, schedule="local"))  # type: ignore
+    return str(caught.value)
+
+
+def test_what_has_no_step_hooks_is_refused(worlds: Worlds) -> None:
+    assert all("Around has no step hooks" in told for told in worlds.run(2, wrapped))
