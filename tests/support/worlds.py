@@ -227,7 +227,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of the bytes: equal only for tensors that are equal bit for bit."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        sha.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Group
@@ -35,7 +36,7 @@ class DDPState:
     plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names
     of the model inside DDP. A policy's plan is made again when DDP has brought its buckets into gradient-ready order.
     Means are over all ranks of DDP's group, in `join()` too, whatever `divide_by_initial_world_size` is. With error feedback a
-    parameter that no rank used in a step (`find_unused_parameters`) loses its residual.
+    parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
 
     Raises PlanError for a plan that DDP cannot run. In backward the hook raises PlanError where the plan does not fit the model,
     DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
@@ -50,7 +51,7 @@ class DDPState:
         self.plan = _checked(plan)
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # that of DDP, when the model is found
         self._exchange: Exchange | None = None
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order: list[str] = []  # of the names, for which the plan was made
@@ -63,17 +64,16 @@ class DDPState:
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take up one of DDP's buckets. The future gets its buffer, with mean gradients, after the last bucket of the step."""
-        exchange = self._begin() if bucket.index() == 0 or self._exchange is None else self._exchange
-        names = [self._names[parameter] for parameter in bucket.parameters()]
-        if bucket.buffer().is_sparse:
-            raise PlanError(f"the gradient of {names[0]!r} is sparse, and gradwire sends dense ones. Use sparse=False.")
-        for name, gradient in zip(names, bucket.gradients(), strict=True):
-            exchange.ready(name, gradient)
-        self._came[-1] += names
-        buffer = bucket.buffer()
-        done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-        self._waiting.append((done, buffer))
-        if bucket.is_last():
+        exchange, buffer = self._begin() if bucket.index() == 0 else self._exchange, bucket.buffer()
+        if exchange is None or buffer.is_sparse:
+            done = allreduce_hook(self._group, bucket)
+        else:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                exchange.ready(self._names[parameter], gradient)
+                self._came[-1].append(self._names[parameter])
+            done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+            self._waiting.append((done, buffer))
+        if bucket.is_last() and exchange is not None:
             exchange.wait()
             for future, averaged in self._waiting:
                 future.set_result(averaged)
@@ -89,8 +89,7 @@ class DDPState:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps, and empty before the first one. Save
-        those of all ranks.
-        A run goes on bit for bit from a state of the second step or later (the third with `static_graph`).
+        those of all ranks. A run goes on bit for bit from the second step's state on (with `static_graph` the third's).
         """
         if self._exchange is None:
             return dict(self._saved)
@@ -100,8 +99,8 @@ class DDPState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
-        that saved, in one dictionary. Between steps, on every rank, after `register_comm_hook`; sends nothing.
-        Raises ValueError naming what is wrong with the state. What does not fit the plan raises it when the next step begins.
+        that saved, in one dictionary. Between steps, on every rank, after `register_comm_hook`; sends nothing. Raises ValueError
+        naming what is wrong with the state. What does not fit the plan raises it when the next step begins.
         """
         self._find_model()
         names, order = list(self._parameters), read_state(state, Group.of(self._group)).order if state else []
@@ -115,16 +114,17 @@ class DDPState:
         self._exchange, self._came, self._saved = None, [], dict(state)
         self._order, self._order_known = [names[at] for at in order], bool(order)
 
-    def _begin(self) -> Exchange:
-        if self._exchange is None:
-            self._find_model()
+    def _begin(self) -> Exchange | None:
+        self._find_model()
+        if self._exchange is None and self._parameters:  # not all gradients are sparse
             self._order = self._order or list(self._parameters)[::-1]
             self._exchange = self._make()
             if self._saved:
                 self._exchange.load_state_dict(self._saved)
                 self._saved = {}
         self._came = [*self._came[-1:], []]
-        self._exchange.begin()
+        if self._exchange is not None:
+            self._exchange.begin()
         return self._exchange
 
     def _make(self) -> Exchange:
@@ -144,11 +144,10 @@ class DDPState:
         before.close()
 
     def _find_model(self) -> None:
-        """DDP gives hooks no names and no reference to the model, so the model that this state is registered with is looked for
-        among all objects, once."""
-        if self._parameters:
+        """DDP tells a hook neither names nor its model. So look for the model that has this state among all objects, once."""
+        if self._group is not None:
             return
-        models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        models = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
         found = [each for each in models if any(state is self for _, state in vars(each).get("_comm_hooks", ()))]
         if len(found) != 1:
             raise StepStateError(
@@ -189,11 +188,13 @@ def _checked(plan: Any) -> Plan | Policy | Spec:
     if not isinstance(plan, (Plan, Policy, Spec)) or getattr(plan, "schedule", Backward()) != Backward():
         raise PlanError(
             f"plan is {show(plan)}. Inside DDP it is a spec, a gw.Policy, a gw.Plan or the path of a plan's file, with the "
-            "schedule gw.Backward(): DDP decides when gradients are sent. For other schedules, and plans that change while "
-            "training, write in place of DDP: handle = gw.parallelize(model, optimizer, plan=...)"
+            "schedule gw.Backward(): DDP decides when gradients are sent. For others write handle = gw.parallelize(model, "
+            "optimizer, plan=...) in place of DDP."
         )
     return plan
 
 
 def _averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in model.named_parameters() if each.requires_grad and name not in ignored}
+    embeddings = (each for each in model.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    sparse, named = {each.weight for each in embeddings if each.sparse}, model.named_parameters()
+    return {name: each for name, each in named if each.requires_grad and name not in ignored and each not in sparse}
