@@ -76,7 +76,7 @@ def use_hook() -> None:
         _hooked().unlink()
         raise unittest.SkipTest("the test registers a hook of its own")
 
-    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = built  # type: ignore[assignment, method-assign]
     DistributedDataParallel.register_comm_hook = refused  # type: ignore[method-assign]
 
 
