@@ -5,12 +5,13 @@ namespace gradwire {
 namespace {
 
 // Checks everything but what only one function has; block 0: a run is one block.
-Table checked(const Tensor& segments, const Tensor& flat, const Tensor& payload, int64_t block, int64_t scales, int64_t bits) {
+Table checked(const Tensor& segments, const Tensor& flat, const Tensor& payload, int64_t block, int64_t scales, int64_t bits,
+              bool ternary = false) {
   GW_CHECK(block == 0 || (block >= 32 && block % 32 == 0 && block <= kMaxBlock && (block & (block - 1)) == 0),
            "block of %lld elements", Long(block));
   check_buffers(flat, payload);
   const Table table = table_of(segments, flat, block ? block : 1);
-  const PayloadSize size = coded_size(table.rows, table.count, block, scales, bits);
+  const PayloadSize size = coded_size(table.rows, table.count, block, scales, bits, ternary);
   check_payload(payload.numel, size.scales + size.codes);
   return table;
 }
@@ -82,7 +83,7 @@ GW_API gw_terngrad_encode(const Tensor* src, const Tensor* residual, const Tenso
   return guarded([&] {
     GW_CHECK(block != 0, "block of 0 elements");
     GW_CHECK(clip > 0.0, "clipping at %g root mean squares", clip);
-    const Table table = checked(*segments, *src, *payload, block, 1, 2);
+    const Table table = checked(*segments, *src, *payload, block, 1, 2, true);
     for (int64_t i = 0; i < table.count; ++i) check_bits(table.rows[i], i, 2, 2);
     kernels().terngrad_encode(gradient_of(*src, table), remembered(residual, *src), table.rows, table.count, stream_of(*stream),
                               block, clip, bytes_of(*payload));

@@ -64,15 +64,22 @@ GW_INLINE void quantise_unit(const float* x, float* left, i64 block, const u32* 
                                                          both + 48);
 }
 
-static __attribute__((noinline)) void pack_batch(const u8* first, const u8* second, i64 block, i64 blocks, int bits, u8* out) {
-  if (block == 128) pack_width<128>(first, second, block, blocks, bits, out);
+static __attribute__((noinline)) void pack_batch(const u8* first, const u8* second, i64 block, i64 blocks, int bits, bool ternary,
+                                                 u8* out) {
+  if (in_base_3(block, block, bits, ternary)) {
+    if (block == 128) pack_blocks_base_3<128>(first, block, blocks, out);
+    else pack_blocks_base_3<0>(first, block, blocks, out);
+  } else if (block == 128) pack_width<128>(first, second, block, blocks, bits, out);
   else if (block == 32) pack_width<32>(first, second, block, blocks, bits, out);
   else if (block == 64) pack_width<64>(first, second, block, blocks, bits, out);
   else pack_width<0>(first, second, block, blocks, bits, out);
 }
 
-static __attribute__((noinline)) void unpack_batch(const u8* in, i64 block, i64 blocks, int bits, u8* codes) {
-  if (block == 128) unpack_width<128>(in, block, blocks, bits, codes);
+static __attribute__((noinline)) void unpack_batch(const u8* in, i64 block, i64 blocks, int bits, bool ternary, u8* codes) {
+  if (in_base_3(block, block, bits, ternary)) {
+    if (block == 128) unpack_blocks_base_3<128>(in, block, blocks, codes);
+    else unpack_blocks_base_3<0>(in, block, blocks, codes);
+  } else if (block == 128) unpack_width<128>(in, block, blocks, bits, codes);
   else if (block == 32) unpack_width<32>(in, block, blocks, bits, codes);
   else if (block == 64) unpack_width<64>(in, block, blocks, bits, codes);
   else unpack_width<0>(in, block, blocks, bits, codes);
@@ -170,12 +177,12 @@ static __attribute__((noinline)) i64 encode_batches(const float* __restrict from
     }
     if (!packed) {
       GW_SETTLE(buffer);
-      pack_batch(first, second, block, batch, bits, out);
+      pack_batch(first, second, block, batch, bits, Levels::ternary, out);
     }
     counter += u32(64 * units);
     from += stride;
     left += Residual ? stride : 0;
-    out += batch * block / 8 * bits;
+    out += batch * code_bytes(block, block, bits, Levels::ternary);
     done += batch;
     if (!good) break;
   }
@@ -248,7 +255,7 @@ static void decode_batches(const u8* scales, const u8* in, T* to, i64 blocks, i6
     for (i64 c = 0; c < batch; c += 16) Uniform<Shifted>::cells_of(scale + words * c, bits, c, cells);
     const u8* codes = in;
     if (bits != 8) {
-      unpack_batch(in, block, batch, bits, buffer);
+      unpack_batch(in, block, batch, bits, !Shifted, buffer);
       GW_SETTLE(buffer);
       codes = buffer;
     }
@@ -258,7 +265,7 @@ static void decode_batches(const u8* scales, const u8* in, T* to, i64 blocks, i6
       else if (chunk == 64) dequantise<T, Add, Shifted, 64>(codes, step, base, zero, to);
       else dequantise<T, Add, Shifted, 32>(codes, step, base, zero, to);
     }
-    in += batch * block / 8 * bits;
+    in += batch * code_bytes(block, block, bits, !Shifted);
     blocks -= batch;
   }
 }

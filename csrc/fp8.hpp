@@ -4,7 +4,8 @@
 template <int Mantissa>
 struct Fp8Levels {
   static constexpr i64 words = 1;
-  static constexpr bool nibbles = false, stochastic = false, nearest = true, small = true, usual = true, by_maximum = true;
+  static constexpr bool nibbles = false, stochastic = false, nearest = true, small = true, usual = true, by_maximum = true,
+                        ternary = false;
   static constexpr int bits = 8;
   static constexpr int kBias = Mantissa == 3 ? 7 : 15, kShift = 23 - Mantissa;
   static constexpr float kLargest = Mantissa == 3 ? 448.0f : 57344.0f;

@@ -69,20 +69,32 @@ struct Matrix {
   int64_t p_at, q_at;  // numbers, in the factors
 };
 
+// Whether the n codes of a block are packed in base 3: those of 2 bits that stand for three values, in whole blocks.
+inline bool in_base_3(int64_t n, int64_t block, int64_t bits, bool ternary) {
+  return ternary && bits == 2 && n == block && block % 64 == 0;
+}
+
+// Bytes of the n codes of a block.
+inline int64_t code_bytes(int64_t n, int64_t block, int64_t bits, bool ternary) {
+  return in_base_3(n, block, bits, ternary) ? n / 64 * 13 : (n + 7) / 8 * bits;
+}
+
 // Of blocks with so many bfloat16 scales each and codes of so many bits, or with 0 of the segments' bits; block 0: a run is
 // one block.
-inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits) {
+inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits,
+                              bool ternary = false) {
   int64_t blocks = 0, codes = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t numel = segments[i].numel;
-    blocks += block ? (numel + block - 1) / block : numel != 0;
-    codes += (numel + 7) / 8 * (bits ? bits : segments[i].bits);
+    const int64_t numel = segments[i].numel, full = block ? numel / block : 0, tail = numel - full * block;
+    const int64_t width = bits ? bits : segments[i].bits;
+    blocks += full + (tail != 0);
+    codes += full * code_bytes(block, block, width, ternary) + code_bytes(tail, 0, width, false);
   }
   return {(2 * scales * blocks + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
 }
 
 inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
-  return coded_size(segments, count, q.block, q.scale == Scale::minmax ? 2 : 1, 0);
+  return coded_size(segments, count, q.block, q.scale == Scale::minmax ? 2 : 1, 0, q.scale != Scale::minmax);
 }
 
 // Elements of at least `threshold` travel as it; 0: it is so many times a block's mean magnitude.

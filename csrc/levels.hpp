@@ -4,6 +4,7 @@
 //   nibbles     whether codes of at most 4 bits come as two nibbles of a byte
 //   stochastic, nearest: the roundings that batches know
 //   small, usual: whether blocks below 128 come in batches, and whether those of 128 have a path of their own
+//   ternary     whether codes of 2 bits stand for three values
 //   by_maximum  whether the scale is always made of the largest magnitude
 //   bound       a block's scale from the bits of its largest magnitude
 //   cells_of    what is needed of 16 scales
@@ -29,7 +30,8 @@ GW_INLINE u32 bound_as_bf16(u32 largest, u32 tiny) {
 template <bool Shifted>
 struct Uniform {
   static constexpr i64 words = Shifted ? 2 : 1;
-  static constexpr bool nibbles = true, stochastic = true, nearest = true, small = true, usual = !Shifted, by_maximum = false;
+  static constexpr bool nibbles = true, stochastic = true, nearest = true, small = true, usual = !Shifted, by_maximum = false,
+                        ternary = !Shifted;
 
   static GW_INLINE_MEMBER u32 bound(u32 largest) { return bound_as_bf16(largest, kTinyBits); }
 

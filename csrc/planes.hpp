@@ -148,6 +148,115 @@ static void unpack_blocks(const u8* __restrict in, i64 count, i64 blocks, u8* __
   }
 }
 
+// ---- codes of three values, in base 3: 8 of them in 13 bits. A block's m codes, a multiple of 64, are cut into eight pieces of
+// S = m/8. Byte j has the codes j of the first five pieces as digits, the first piece's lowest. The digits of the other three are
+// a code of 5 bits, and these S codes follow in planes.
+
+template <int N>
+GW_INLINE void pack_rest(const u8* rest, i64 pieces, u8* out) {
+  if (N != 128) {
+    pack(rest, pieces, 5, out);
+    return;
+  }
+  const Word* from = reinterpret_cast<const Word*>(rest);
+  Word* to = reinterpret_cast<Word*>(out);
+  u32 top = 0;
+  for (int j = 0; j < 4; ++j) top |= ((from[j] >> 4) & 0x01010101u) << (2 * j);
+  for (int j = 0; j < 2; ++j) to[j] = (from[j] & 0x0f0f0f0fu) | ((from[j + 2] & 0x0f0f0f0fu) << 4);
+  const u16 plane = u16(top | (top >> 16 << 1));
+  __builtin_memcpy(out + 8, &plane, 2);
+}
+
+template <int N>
+GW_INLINE void unpack_rest(const u8* in, i64 pieces, u8* rest) {
+  if (N != 128) {
+    unpack(in, pieces, 5, rest);
+    return;
+  }
+  u64 low;
+  u16 plane;
+  __builtin_memcpy(&low, in, 8);
+  __builtin_memcpy(&plane, in + 8, 2);
+  u64 top = (plane & 0xffu) * 0x0001000100010001ull | (plane >> 8) * 0x0100010001000100ull;
+  for (int half = 0; half < 2; ++half, low >>= 4, top >>= 4) {
+    const u64 bits = ((top & 0x0808040402020101ull) + 0x0f0f0f0f0f0f0f0full) & 0x1010101010101010ull;
+    const u64 codes = (low & 0x0f0f0f0f0f0f0f0full) | bits;
+    __builtin_memcpy(rest + 8 * half, &codes, 8);
+  }
+}
+
+// One block of codes, one to a byte.
+GW_INLINE void pack_base_3(const u8* codes, i64 m, u8* out) {
+  alignas(64) u8 rest[kMaxBlock / 8];
+  const i64 s = m / 8;
+  for (i64 j = 0; j < s; ++j) {
+    const u8* const c = codes + j;
+    out[j] = u8(c[0] + 3 * (c[s] + 3 * (c[2 * s] + 3 * (c[3 * s] + 3 * c[4 * s]))));
+    rest[j] = u8(c[5 * s] + 3 * (c[6 * s] + 3 * c[7 * s]));
+  }
+  GW_SETTLE(rest);
+  pack(rest, s, 5, out + s);
+}
+
+// Whole blocks, of pairs of codes as in pack_blocks.
+template <int N>
+static void pack_blocks_base_3(const u8* __restrict pairs, i64 count, i64 blocks, u8* __restrict out) {
+  constexpr u32 low = 0x0f0f0f0fu;
+  alignas(64) u8 rest[N ? N / 8 : kMaxBlock / 8];
+  const i64 m = N ? N : count, words = m / 32;
+  for (i64 b = 0; b < blocks; ++b, out += m / 64 * 13, pairs += m / 2) {
+    const Word* from = reinterpret_cast<const Word*>(pairs);
+    Word *to = reinterpret_cast<Word*>(out), *others = reinterpret_cast<Word*>(rest);
+#pragma GCC ivdep
+    for (i64 j = 0; j < words; ++j) {
+      const u32 p = from[j], q = from[j + words], r = from[j + 2 * words], t = from[j + 3 * words];
+      to[j] = (p & low) + 3 * ((q & low) + 3 * ((r & low) + 3 * ((t & low) + 3 * ((p >> 4) & low))));
+      others[j] = ((q >> 4) & low) + 3 * (((r >> 4) & low) + 3 * ((t >> 4) & low));
+    }
+    GW_SETTLE(rest);
+    pack_rest<N>(rest, m / 8, out + m / 8);
+  }
+}
+
+// The digit of this worth, from 0 to 3, which is taken off x.
+GW_INLINE u8 take_digit(u8& x, u8 worth) {
+  const u8 digit = u8(u8(x >= worth) + u8(x >= u8(2 * worth)) + u8(x >= u8(3 * worth)));
+  x = u8(x - digit * worth);
+  return digit;
+}
+
+// Several blocks at once: there are too few bytes in one for a whole vector.
+template <int N>
+static void unpack_blocks_base_3(const u8* __restrict in, i64 count, i64 blocks, u8* __restrict codes) {
+  constexpr i64 most = N ? 1024 : kMaxBlock;  // elements
+  alignas(64) u8 first[most / 8], rest[most / 8], digits[8][most / 8];
+  const i64 m = N ? N : count, s = m / 8, several = N ? most / N : 1;
+  while (blocks) {
+    const i64 now = blocks < several ? blocks : several;
+    for (i64 b = 0; b < now; ++b, in += m / 64 * 13) {
+      __builtin_memcpy(first + b * s, in, size_t(s));
+      unpack_rest<N>(in + s, s, rest + b * s);
+    }
+    GW_SETTLE(first);
+    GW_SETTLE(rest);
+    for (i64 j = 0; j < now * s; ++j) {
+      u8 x = first[j], y = rest[j];
+      digits[4][j] = take_digit(x, 81);
+      digits[3][j] = take_digit(x, 27);
+      digits[2][j] = take_digit(x, 9);
+      digits[1][j] = take_digit(x, 3);
+      digits[0][j] = x;
+      digits[7][j] = take_digit(y, 9);
+      digits[6][j] = take_digit(y, 3);
+      digits[5][j] = y;
+    }
+    GW_SETTLE(digits);
+    for (i64 b = 0; b < now; ++b)
+      for (int k = 0; k < 8; ++k, codes += s) __builtin_memcpy(codes, digits[k] + b * s, size_t(s));
+    blocks -= now;
+  }
+}
+
 template <int N>
 static void pack_width(const u8* first, const u8* second, i64 m, i64 blocks, int bits, u8* out) {
   switch (bits) {

@@ -4,7 +4,8 @@
 template <bool Natural>
 struct PowerLevels {
   static constexpr i64 words = 1;
-  static constexpr bool nibbles = !Natural, stochastic = true, nearest = !Natural, small = false, usual = false, by_maximum = Natural;
+  static constexpr bool nibbles = !Natural, stochastic = true, nearest = !Natural, small = false, usual = false, by_maximum = Natural,
+                        ternary = false;
   static constexpr int bits = Natural ? 8 : 0;
 
   static GW_INLINE_MEMBER u32 bound(u32 largest) {

@@ -71,21 +71,22 @@ GW_INLINE void quantise(const float* v, i64 half, bool stochastic, bool shifted,
 // A block of n values (v is padded with zeros to a multiple of 8); returns the bytes written. A block that could not be
 // sent keeps the residual it had: one bad step must not poison the next.
 template <bool Residual>
-static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, bool shifted, int bits, u64 key,
+static i64 encode_block(const float* v, i64 n, const Grid& g, bool stochastic, bool shifted, int bits, i64 block, u64 key,
                         u32 counter, u8* out, float* left) {
   alignas(64) u8 codes[kMaxBlock];
   alignas(64) float lost[Residual ? kMaxBlock : 1];
-  const i64 packed = (n + 7) / 8 * 8;
+  const i64 packed = (n + 7) / 8 * 8, nbytes = code_bytes(n, block, bits, !shifted);
   if (!g.finite) {
-    __builtin_memset(out, 0, size_t(packed / 8 * bits));
-    return packed / 8 * bits;
+    __builtin_memset(out, 0, size_t(nbytes));
+    return nbytes;
   }
   quantise<Residual>(v, packed / 2, stochastic, shifted, g, key, counter, codes, lost);
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
   GW_SETTLE(codes);
-  pack(codes, packed, bits, out);
+  if (in_base_3(n, block, bits, !shifted)) pack_base_3(codes, n, out);
+  else pack(codes, packed, bits, out);
   if (Residual) __builtin_memcpy(left, lost, size_t(n) * sizeof(float));
-  return packed / 8 * bits;
+  return nbytes;
 }
 
 #include "levels.hpp"
@@ -96,6 +97,7 @@ template <bool Shifted>
 struct UniformCodec {
   static constexpr i64 words = Shifted ? 2 : 1;
   static constexpr int bits = 0;  // the segment's
+  static constexpr bool ternary = !Shifted;
 
   static bool fast(const Quantiser& q) { return batches(q.block); }
 
@@ -110,26 +112,28 @@ struct UniformCodec {
     const bool finite = find_scale<false>(t.q.scale, v, nullptr, n, scale);
     __builtin_memcpy(t.scales, scale, size_t(2 * words));
     const Grid g = make_grid(t.q.scale, t.bits, finite, scale);
-    return encode_block<Residual>(v, n, g, t.q.rounding == Rounding::stochastic, Shifted, t.bits, t.key, t.counter, t.out, left);
+    return encode_block<Residual>(v, n, g, t.q.rounding == Rounding::stochastic, Shifted, t.bits, t.q.block, t.key, t.counter,
+                                  t.out, left);
   }
 };
 
 // A block of n values. Returns the code bytes read.
 template <class T, bool Add>
-static i64 decode_block(const u8* scales, const u8* in, T* __restrict to, i64 n, Scale kind, int bits) {
+static i64 decode_block(const u8* scales, const u8* in, T* __restrict to, i64 n, const Quantiser& q, int bits) {
   alignas(64) u8 codes[kMaxBlock];
   const i64 packed = (n + 7) / 8 * 8;
-  const bool shifted = kind == Scale::minmax;
+  const bool shifted = q.scale == Scale::minmax;
   u16 scale[2];
   __builtin_memcpy(scale, scales, shifted ? 4 : 2);
-  const Grid g = make_grid(kind, bits, true, scale);
-  unpack(in, packed, bits, codes);
+  const Grid g = make_grid(q.scale, bits, true, scale);
+  if (in_base_3(n, q.block, bits, !shifted)) unpack_blocks_base_3<0>(in, n, 1, codes);
+  else unpack(in, packed, bits, codes);
   GW_SETTLE(codes);
   for (i64 i = 0; i < n; ++i) {
     const float value = code_value(codes[i], shifted, g);
     from_float(Add ? to_float(to[i]) + value : value, to[i]);
   }
-  return packed / 8 * bits;
+  return code_bytes(n, q.block, bits, !shifted);
 }
 
 template <class T, bool Add>
@@ -146,10 +150,10 @@ static void decode_segments(const u8* payload, T* dst, const Segment* segments, 
     if (shifted) decode_batches<T, Add, true>(scales, in, to, blocks, q.block, bits);
     else decode_batches<T, Add, false>(scales, in, to, blocks, q.block, bits);
     scales += scale_bytes * blocks;
-    in += q.block / 8 * bits * blocks;
+    in += blocks * code_bytes(q.block, q.block, bits, !shifted);
     for (i64 at = blocks * q.block; at < seg.numel; at += q.block, scales += scale_bytes) {
       const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
-      in += decode_block<T, Add>(scales, in, to + at, n, q.scale, bits);
+      in += decode_block<T, Add>(scales, in, to + at, n, q, bits);
     }
   }
 }

@@ -2,6 +2,7 @@
 // Included inside a level's namespace. A codec says how:
 //   words     bfloat16 numbers that a block has before its codes
 //   bits      of a code; 0: the segment's
+//   ternary   whether codes of 2 bits stand for three values
 //   fast      whether there are batches for these blocks
 //   several   encodes whole blocks, and returns how many: all, or those before a batch that holds something not finite
 //   one       encodes one block, of which v has room for a multiple of 8 elements, and returns its bytes of codes
@@ -23,7 +24,7 @@ static void encode_run(const float* from, float* left, i64 numel, i64 first, con
       const i64 done = Codec::template several<Residual>(from + at, here_left, task);
       at += done * q.block;
       scales += 2 * Codec::words * done;
-      out += q.block / 8 * bits * done;
+      out += done * code_bytes(q.block, q.block, bits, Codec::ternary);
       fast_until = at + (q.block < kBatch ? kBatch : q.block);  // what is not finite is encoded block by block
       if (done) continue;
     }
@@ -43,7 +44,7 @@ static void encode_segments(const Gradient& src, float* residual, const Segment*
   constexpr i64 most = 4096;  // elements of a tile, or one block: it stays in a core's nearest cache beside the residual
   const i64 whole = q.block < most ? most / q.block * q.block : q.block;
   u8* scales = payload;
-  u8* const first_code = payload + coded_size(segments, count, q.block, Codec::words, Codec::bits).scales;
+  u8* const first_code = payload + coded_size(segments, count, q.block, Codec::words, Codec::bits, Codec::ternary).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];

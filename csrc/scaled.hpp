@@ -72,6 +72,7 @@ template <class Levels>
 struct ScaledCodec {
   static constexpr i64 words = 1;
   static constexpr int bits = Levels::bits;
+  static constexpr bool ternary = false;
 
   static bool fast(const Quantiser& q) {
     const bool stochastic = Levels::stochastic && q.rounding == Rounding::stochastic;

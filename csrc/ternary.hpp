@@ -252,18 +252,19 @@ GW_INLINE float ternary_rest(float x, u32 code, float bound) { return x - float(
 
 // A block of n elements of which the first takes the random number of this counter; returns the bytes written.
 template <bool Residual>
-static i64 send_ternary(const float* __restrict from, float* __restrict left, i64 n, const Clipped& scale, u64 key, u32 counter,
-                        u8* __restrict out) {
-  const i64 packed = (n + 7) / 8 * 8, stride = packed / 4, half = packed / 2;
+static i64 send_ternary(const float* __restrict from, float* __restrict left, i64 n, i64 block, const Clipped& scale, u64 key,
+                        u32 counter, u8* __restrict out) {
+  alignas(64) u8 codes[kMaxBlock];
+  const i64 packed = (n + 7) / 8 * 8, stride = packed / 4, half = packed / 2, nbytes = code_bytes(n, block, 2, true);
   const u32 key_low = u32(key), key_high = u32(key >> 32);
   const float bound = scale.bound, by = bound >= kTiny ? 0x1p16f * kShort / bound : 0.0f;
   if (!scale.finite) {
-    __builtin_memset(out, 0, size_t(stride));
-    return stride;
+    __builtin_memset(out, 0, size_t(nbytes));
+    return nbytes;
   }
   if (n % (4 * kCodeRun) == 0) {
     for (i64 c = 0; c < stride; c += kCodeRun) {
-      alignas(64) u32 bytes[kCodeRun], near[16], far[16];
+      alignas(64) u32 near[16], far[16];
       for (u32 l = 0; l < 16; ++l) near[l] = random_hash(counter + u32(c) + l, key_low, key_high);
       for (u32 l = 0; l < 16; ++l) far[l] = random_hash(counter + u32(c + stride) + l, key_low, key_high);
 #pragma GCC ivdep
@@ -271,25 +272,23 @@ static i64 send_ternary(const float* __restrict from, float* __restrict left, i6
 #pragma GCC unroll 4
         for (int group = 0; group < 4; ++group) {
           const u32 words[2] = {random_fold(near[l], group), random_fold(far[l], group)};
-          u32 byte = 0;
 #pragma GCC unroll 4
           for (int k = 0; k < 4; ++k) {
             const i64 i = c + 16 * group + l + k * stride;
             const float x = given<float, Residual>(from, left, i);
             const u32 code = ternary_code(x, bound, by, k < 2 ? words[k] & 0xffffu : words[k - 2] >> 16);
-            byte |= code << (2 * k);
+            codes[i] = u8(code);
             if (Residual) left[i] = ternary_rest(x, code, bound);
           }
-          bytes[16 * group + l] = byte;
         }
       }
-      GW_SETTLE(bytes);
-      for (int j = 0; j < kCodeRun; ++j) out[c + j] = u8(bytes[j]);
     }
-    return stride;
+    GW_SETTLE(codes);
+    if (in_base_3(n, block, 2, true)) pack_base_3(codes, n, out);
+    else pack_plane<2>(codes, n, 0, out);
+    return nbytes;
   }
   alignas(64) float v[kMaxBlock];
-  alignas(64) u8 codes[kMaxBlock];
   take_block<Residual>(from, left, n, v);
   for (i64 j = 0; j < half; j += 16) {
     const u32 group = (counter + u32(j)) / 16 % 4, base = counter + u32(j) - 16 * group;
@@ -303,8 +302,9 @@ static i64 send_ternary(const float* __restrict from, float* __restrict left, i6
   if (Residual) for (i64 i = 0; i < n; ++i) left[i] = ternary_rest(v[i], codes[i], bound);
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
   GW_SETTLE(codes);
-  pack_plane<2>(codes, packed, 0, out);
-  return stride;
+  if (in_base_3(n, block, 2, true)) pack_base_3(codes, n, out);
+  else pack_plane<2>(codes, packed, 0, out);
+  return nbytes;
 }
 
 template <bool Residual>
@@ -312,7 +312,7 @@ static void terngrad_encode_as(const Gradient& src, float* residual, const Segme
                                i64 block, double clip, u8* payload) {
   alignas(64) float tiles[2][kMaxBlock];
   u8* scales = payload;
-  u8* const first_code = payload + coded_size(segments, count, block, 1, 2).scales;
+  u8* const first_code = payload + coded_size(segments, count, block, 1, 2, true).scales;
   u8* out = first_code;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];
@@ -336,7 +336,7 @@ static void terngrad_encode_as(const Gradient& src, float* residual, const Segme
         next = find(next_from, at + block);
       }
       const u32 counter = u32((seg.first + at) / 2);
-      out += send_ternary<Residual>(from, Residual ? left + at : nullptr, size_of(at), now, key, counter, out);
+      out += send_ternary<Residual>(from, Residual ? left + at : nullptr, size_of(at), block, now, key, counter, out);
     }
   }
   while (scales < first_code) *scales++ = 0;

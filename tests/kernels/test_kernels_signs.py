@@ -357,7 +357,7 @@ def test_terngrad_clips_at_root_mean_squares_and_is_unbiased_below() -> None:
     x[7], bound = 40.0, 0.0
     segments, mean = segments_of(spec, (1024,)), torch.zeros(1024)
     for step in range(400):
-        payload = torch.zeros(272, dtype=torch.uint8)
+        payload = torch.zeros(224, dtype=torch.uint8)
         with BEST.chosen():
             BEST.kernels.terngrad_encode(x, None, segments, torch.tensor([0, step, 0, 0]), 1024, 1.5, payload)
         decoded = decode(BEST, spec, payload, segments, False, torch.zeros(1024))

@@ -35,10 +35,10 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "no clip": (lambda: cpu.terngrad_encode(X, None, WHOLE, STREAM, 128, 0.0, bytes_of(92)), "clipping at 0"),
     "terngrad of runs": (lambda: cpu.terngrad_encode(X, None, WHOLE, STREAM, 0, 2.5, bytes_of(92)), "block of 0"),
     "terngrad's bits": (
-        lambda: cpu.terngrad_encode(X, None, Segments.of([Segment(0, 300, 1, 0, 0)]), STREAM, 128, 2.5, bytes_of(92)),
+        lambda: cpu.terngrad_encode(X, None, Segments.of([Segment(0, 300, 1, 0, 0)]), STREAM, 128, 2.5, bytes_of(80)),
         "impossible bits",
     ),
-    "short stream": (lambda: cpu.terngrad_encode(X, None, WHOLE, STREAM[:3], 128, 2.5, bytes_of(92)), "four int64"),
+    "short stream": (lambda: cpu.terngrad_encode(X, None, WHOLE, STREAM[:3], 128, 2.5, bytes_of(80)), "four int64"),
     "short momentum": (lambda: cpu.sign_encode(X, X[:9], 0.9, WHOLE, bytes_of(38)), "residual must be float32"),
     "past the end": (lambda: cpu.sign_encode(X[:299], None, 0.9, WHOLE, bytes_of(38)), "reaches past"),
     "cut inside a block": (

@@ -153,7 +153,14 @@ CAST = {"payload": "*i16", "numel": "i32"}
 
 def qsgd_constants(block: int, scale: int, aligned: bool, **others: bool) -> dict[str, Any]:
     rows = 32 if aligned else 4  # fewer than in earnest compile faster, to the same operations
-    each = {"ROWS": rows, "BLOCK": block, "CODE": scale == 1, "ALIGNED": aligned, **others}
+    each = {
+        "ROWS": rows,
+        "BLOCK": block,
+        "CODE": scale == 1,
+        "TERNARY": scale != 1 and block >= 64,
+        "ALIGNED": aligned,
+        **others,
+    }
     return each | {"FACTOR": 0.0} | ({"NORM": scale == 2} if "STOCHASTIC" in others else {})
 
 

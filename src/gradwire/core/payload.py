@@ -18,10 +18,25 @@ class Sections(NamedTuple):
     codes: int
 
 
-def coded_bytes(runs: Iterable[tuple[int, int]], block: int, scales: int = 1) -> Sections:
+def in_base_3(numel: int, block: int, bits: int, ternary: bool) -> bool:
+    """Whether a block's codes are packed in base 3: codes of 2 bits that stand for three values, in whole blocks."""
+    return ternary and bits == 2 and numel == block and block % 64 == 0
+
+
+def code_bytes(numel: int, block: int, bits: int, ternary: bool) -> int:
+    """Bytes of the codes of `numel` elements, where whole blocks have `block`.
+
+    >>> code_bytes(128, 128, 2, ternary=False), code_bytes(128, 128, 2, ternary=True)
+    (32, 26)
+    """
+    return numel // 64 * 13 if in_base_3(numel, block, bits, ternary) else (numel + 7) // 8 * bits
+
+
+def coded_bytes(runs: Iterable[tuple[int, int]], block: int, scales: int = 1, ternary: bool = False) -> Sections:
     """A payload that holds runs of (numel elements, bits), each beginning a new block; block 0: a run is one block.
 
-    A block of n elements has `scales` bfloat16 scales and ceil(n / 8) * bits code bytes.
+    A block of n elements has `scales` bfloat16 scales and ceil(n / 8) * bits code bytes. ternary: codes of 2 bits stand for three
+    values, and whole blocks are packed in base 3.
 
     >>> coded_bytes([(256, 4), (1, 4)], block=128)
     Sections(scales=16, codes=132)
@@ -30,13 +45,14 @@ def coded_bytes(runs: Iterable[tuple[int, int]], block: int, scales: int = 1) ->
     for numel, bits in runs:
         full, tail = divmod(numel, block) if block else (0, numel)
         blocks += full + (tail > 0)
-        codes += (full * (block // 8) + (tail + 7) // 8) * bits
+        codes += full * code_bytes(block, block, bits, ternary) + code_bytes(tail, 0, bits, False)
     return Sections(-(-blocks * 2 * scales // SCALE_ALIGN) * SCALE_ALIGN, codes)
 
 
-def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str) -> Sections:
-    """`coded_bytes` of a QSGD payload: 'minmax' has two scales a block, the others one."""
-    return coded_bytes(runs, block, 2 if scale == "minmax" else 1)
+def qsgd_bytes(runs: Iterable[tuple[int, int]], block: int, scale: str, levels: str = "uniform") -> Sections:
+    """`coded_bytes` of a QSGD payload: 'minmax' has two scales a block, the others one. With uniform levels around zero 2 bits
+    are minus one, zero or one."""
+    return coded_bytes(runs, block, 2 if scale == "minmax" else 1, scale != "minmax" and levels == "uniform")
 
 
 def kept_of(numel: int, ratio: float) -> int:

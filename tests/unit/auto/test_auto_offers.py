@@ -143,7 +143,7 @@ def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
 def test_delayed_runs_only_with_specs_that_have_a_row_of_losses() -> None:
     specs, schedules = specs_of("safe", TENSORS), schedules_of("safe", ("delayed",))
     four = ErrorFeedback(QSGD(bits=4))
-    made = offers(profile(), cluster(0.1), costs((*specs, four, QSGD(bits=8))), specs, seconds=0.2, schedules=schedules)
+    made = offers(profile(), cluster(0.2), costs((*specs, four, QSGD(bits=8))), specs, seconds=0.2, schedules=schedules)
     later = [offer.plan for offer in made if offer.plan.schedule.word == "delayed"]
     assert later and {spec for plan in later for bucket in plan.buckets for spec in bucket.specs} <= {four, Identity()}
 

@@ -442,7 +442,9 @@ def formula(spec: Spec, numels: tuple[int, ...], dtype: torch.dtype) -> int:
     if inner.blocks == "bucket":
         numels = (sum(numels),)
     scales = sum(-(-n // inner.block) for n in numels) * (4 if inner.scale == "minmax" else 2)
-    codes = sum(-(-m // 8) * inner.bits for n in numels for m in [*[inner.block] * (n // inner.block), n % inner.block])
+    in_base_3 = inner.bits == 2 and inner.scale != "minmax" and inner.levels == "uniform" and inner.block % 64 == 0
+    whole = inner.block * (13 / 64 if in_base_3 else inner.bits / 8)
+    codes = sum(n // inner.block * int(whole) + -(-(n % inner.block) // 8) * inner.bits for n in numels)
     return -(-scales // 16) * 16 + codes
 
 
@@ -457,7 +459,7 @@ def test_exactly_the_payload_is_written(spec: Spec, dtype: torch.dtype) -> None:
             assert size == codec.compressor.payload_bytes(codec.segments, dtype) == formula(spec, numels, dtype)
             if isinstance(spec, QSGD):
                 laid = numels if spec.blocks == "tensor" else (sum(numels),)
-                assert size == sum(qsgd_bytes([(n, spec.bits) for n in laid], spec.block, spec.scale))
+                assert size == sum(qsgd_bytes([(n, spec.bits) for n in laid], spec.block, spec.scale, spec.levels))
             around = torch.full((size + 128,), fill, dtype=torch.uint8)
             codec.payload = around[64 : 64 + size]
             codec.encode(x)

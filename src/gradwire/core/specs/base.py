@@ -150,6 +150,8 @@ class BlockSpec(Spec, frozen=True):
     """Bits of an element in the payload, if all tensors have the same."""
     scales: ClassVar[int] = 1
     """bfloat16 numbers of each block in the payload."""
+    ternary: ClassVar[bool] = False
+    """Whether codes of 2 bits stand for three values, and are packed in base 3."""
     if TYPE_CHECKING:
         block: int
 
@@ -158,7 +160,8 @@ class BlockSpec(Spec, frozen=True):
         return self.block or 8192
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        return sum(coded_bytes([(run.numel, self.code_bits) for run in runs], self.block, self.scales))
+        coded = [(run.numel, self.code_bits) for run in runs]
+        return sum(coded_bytes(coded, self.block, self.scales, self.ternary))
 
 
 S = TypeVar("S", bound=Spec)

@@ -80,7 +80,7 @@ class QSGD(BlockSpec, frozen=True):
         coded = [(run.numel, run.bits) for run in runs]
         if self.blocks == "bucket":
             coded = [(sum(numel for numel, _ in alike), bits) for bits, alike in groupby(coded, itemgetter(1))]
-        return sum(qsgd_bytes(coded, self.block, self.scale))
+        return sum(qsgd_bytes(coded, self.block, self.scale, self.levels))
 
 
 @register_spec
@@ -89,6 +89,7 @@ class TernGrad(BlockSpec, frozen=True):
 
     id: ClassVar[str] = "terngrad"
     code_bits: ClassVar[int] = 2
+    ternary: ClassVar[bool] = True
     element_bits: ClassVar[int] = 2
 
     block: int = 1024

@@ -96,3 +96,17 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
         codes |= (((part >> shifts) & ((1 << width) - 1)) << shift).reshape(packed.shape[0], m)
         at += size
     return codes[:, :n]
+
+
+def pack_base_3(codes: Tensor) -> Tensor:
+    """Codes of three values, of shape (blocks, m), m a multiple of 64: see `gradwire.kernels.reference.scaled`."""
+    pieces = codes.reshape(codes.shape[0], 8, -1)
+    digits = torch.tensor([1, 3, 9, 27, 81], device=codes.device).reshape(1, -1, 1)
+    first, rest = (pieces[:, :5] * digits).sum(dim=1), (pieces[:, 5:] * digits[:, :3]).sum(dim=1)
+    return torch.cat([first.to(torch.uint8), pack(rest, 5)], dim=1)
+
+
+def unpack_base_3(packed: Tensor, m: int) -> Tensor:
+    first, rest = packed[:, : m // 8].to(torch.int64), unpack(packed[:, m // 8 :], m // 8, 5)
+    digits = [first // 3**k % 3 for k in range(4)] + [first // 81, rest % 3, rest // 3 % 3, rest // 9]
+    return torch.cat(digits, dim=1)

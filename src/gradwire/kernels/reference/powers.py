@@ -43,6 +43,10 @@ class _Natural(Coder):
 class _Exponential(UniformLevels):
     """Levels that halve from the scale on; scales as those of equal steps."""
 
+    def __init__(self, scale: str) -> None:
+        super().__init__(scale)
+        self.ternary = False  # zero has two signs
+
     def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
         levels = (1 << (bits - 1)) - 1
         size = (v.abs() * (1.0 / bf16_value(raw))).clamp(max=1.0)

@@ -26,6 +26,7 @@ class UniformLevels(Coder):
 
     def __init__(self, scale: str) -> None:
         self.scale, self.per_block = scale, 2 if scale == "minmax" else 1
+        self.ternary = scale != "minmax"
 
     def scales(self, v: Tensor) -> Tensor:
         """Bits of the bfloat16 scales of the rows of v, int64 of shape (rows, 1 or 2)."""

@@ -4,6 +4,10 @@ A payload holds the bfloat16 scales of all blocks, zero bytes up to a multiple o
 elements is padded to m, a multiple of 8, and its b-bit codes are cut into planes of 4, 2 and 1 bits (7 = 4 + 2 + 1): a plane of
 width w takes m*w/8 bytes, and byte j of the plane holds codes j, j+S, j+2S, .. with S = m*w/8.
 
+Codes of 2 bits that stand for three values (0, 1 and 2) are packed in base 3 in whole blocks of 64, 128, 192.. elements: 8 codes
+take 13 bits. With S = m/8 byte j has codes j, j+S, .. j+4S as digits, the first one lowest. The digits j+5S, j+6S and j+7S are a
+code of 5 bits. These S codes follow in planes.
+
 A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale. Such a block decodes to NaN throughout, and its
 residual stays as it was: nothing non-finite becomes finite.
 """
@@ -13,8 +17,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import coded_bytes
-from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, unpack
+from gradwire.core.payload import code_bytes, coded_bytes, in_base_3
+from gradwire.kernels.reference.numbers import (
+    HUGE,
+    equal_blocks,
+    given,
+    narrow,
+    pack,
+    pack_base_3,
+    unpack,
+    unpack_base_3,
+)
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segment, Segments, State
 
@@ -31,6 +44,8 @@ class Coder:
     """The code of an element that is not finite."""
     width = 8
     """Bits of a code; 0: those of its segment."""
+    ternary = False
+    """Whether codes of 2 bits stand for three values."""
 
     def bits(self, segment: Segment) -> int:
         return self.width or segment.bits
@@ -60,7 +75,8 @@ def scaled_encode(
 
     With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
     """
-    scale_bytes = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block, coder.per_block).scales
+    coded = [(s.numel, coder.bits(s)) for s in segments.rows]
+    scale_bytes = coded_bytes(coded, block, coder.per_block).scales
     payload[:scale_bytes] = 0
     for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, src.device):
         count, n = at.numel(), (where.stop - where.start) // at.numel()
@@ -76,7 +92,8 @@ def scaled_encode(
         if stream is not None:
             u = _random_halves((seg.first + at) // 2, n, stream_key([*stream.tolist(), seg.key]))
         codes = torch.where(finite, coder.codes(safe, raw, bits, u), coder.missing)
-        codes_at.copy_(pack(codes, bits).reshape(-1))
+        packed = pack_base_3(codes) if in_base_3(n, block, bits, coder.ternary) else pack(codes, bits)
+        codes_at.copy_(packed.reshape(-1))
         if residual is not None:
             lost = v - coder.values(codes, raw, bits)
             residual[where] = torch.where(finite, lost, residual[where].reshape(count, n)).reshape(-1)
@@ -87,8 +104,9 @@ def scaled_decode(coder: Coder, payload: Tensor, segments: Segments, block: int,
     for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, dst.device):
         count, n = at.numel(), (where.stop - where.start) // at.numel()
         raw = scales.clone().view(torch.int16).to(torch.int64).reshape(count, coder.per_block) & 0xFFFF
-        codes = unpack(codes_at.reshape(count, -1), n, coder.bits(seg))
-        value = coder.values(codes, raw, coder.bits(seg)).reshape(-1)
+        packed, bits = codes_at.reshape(count, -1), coder.bits(seg)
+        codes = unpack_base_3(packed, n) if in_base_3(n, block, bits, coder.ternary) else unpack(packed, n, bits)
+        value = coder.values(codes, raw, bits).reshape(-1)
         dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 
@@ -102,7 +120,7 @@ def _runs(
     for seg in segments.rows:
         for start, count, n in equal_blocks(seg.numel, block):
             scale_end = scale_at + 2 * coder.per_block * count
-            code_end = code_at + count * ((n + 7) // 8) * coder.bits(seg)
+            code_end = code_at + count * code_bytes(n, block, coder.bits(seg), coder.ternary)
             where = slice(seg.offset + start, seg.offset + start + count * n)
             at = start + n * torch.arange(count, device=device)
             yield seg, at, where, payload[scale_at:scale_end], payload[code_at:code_end]

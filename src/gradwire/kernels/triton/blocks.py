@@ -115,6 +115,33 @@ def unpack(at, bits, width, column, mask):
 
 
 @triton.jit
+def pack_base_3(codes, present, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Eight pieces of codes 0, 1 and 2 of ROWS whole blocks, of shape (ROWS, WIDTH); out points to the first byte of each block,
+    of shape (ROWS, 1)."""
+    column, mask = tl.arange(0, WIDTH)[None, :], present[:, None]
+    first = codes[0] + 3 * (codes[1] + 3 * (codes[2] + 3 * (codes[3] + 3 * codes[4])))
+    tl.store(out + column, first.to(tl.uint8), mask=mask)
+    rest = codes[5] + 3 * (codes[6] + 3 * codes[7])
+    low = tl.reshape(rest & 15, [ROWS, 2, WIDTH // 2]) << (4 * tl.arange(0, 2))[None, :, None]
+    tl.store(out + WIDTH + tl.arange(0, WIDTH // 2)[None, :], tl.sum(low, axis=1).to(tl.uint8), mask=mask)
+    top = tl.reshape(rest >> 4, [ROWS, 8, WIDTH // 8]) << tl.arange(0, 8)[None, :, None]
+    place = out + (WIDTH + WIDTH // 2) + tl.arange(0, WIDTH // 8)[None, :]
+    tl.store(place, tl.sum(top, axis=1).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def unpack_base_3(at, column, mask, WIDTH: tl.constexpr):
+    """Eight pieces of codes, the opposite of pack_base_3; at points to the first byte of each block."""
+    first = load_byte(at + column, mask)
+    low = load_byte(at + WIDTH + column % (WIDTH // 2), mask) >> (column // (WIDTH // 2) * 4)
+    top = load_byte(at + (WIDTH + WIDTH // 2) + column % (WIDTH // 8), mask) >> (column // (WIDTH // 8))
+    rest = (low & 15) | ((top & 1) << 4)
+    return (
+        first % 3, first // 3 % 3, first // 9 % 3, first // 27 % 3, first // 81, rest % 3, rest // 3 % 3, rest // 9,
+    )  # fmt: skip
+
+
+@triton.jit
 def load_byte(at, mask):
     return tl.load(at, mask=mask, other=0).to(tl.int32)
 

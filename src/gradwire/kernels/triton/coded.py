@@ -10,7 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.segments import Segments, State
-from gradwire.kernels.triton.blocks import halves, load_pieces, load_scale, pack, store_piece, store_scale, unpack
+from gradwire.kernels.triton.blocks import (
+    halves,
+    load_pieces,
+    load_scale,
+    pack,
+    pack_base_3,
+    store_piece,
+    store_scale,
+    unpack,
+    unpack_base_3,
+)
 from gradwire.kernels.triton.launch import (
     Programs,
     blocks_each,
@@ -44,6 +54,8 @@ _BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8, THRES
 """Of an element, where they are not those of its segment."""
 _SCALES = {MINMAX.value: 2, FIXED.value: 0}
 """Of a block, where there is not one."""
+_TERNARY = (MAX.value, CLIPPED.value)
+"""Whose codes of 2 bits stand for three values."""
 
 
 @triton.jit
@@ -64,7 +76,7 @@ def encode_piece(values, inside, finite, sends, grid, bits, u, at, CODE: tl.cons
 def encode_blocks(
     src, residual, scales, codes, blocks, n, counter, key, bits,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, TERNARY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Up to ROWS blocks of n elements; WHOLE: n is BLOCK. All pointers are to the first block's; bits is a number."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
@@ -94,14 +106,21 @@ def encode_blocks(
         lower += (encode_piece(values[k], insides[k], finite, sends, grid, bits, even, at, CODE, RESIDUAL),)
         at += 4 * width
         upper += (encode_piece(values[k + 4], insides[k + 4], finite, sends, grid, bits, odd, at, CODE, RESIDUAL),)
-    out = codes + block * (BLOCK // 8 * bits) + column
-    pack(lower + upper, bits, width, out, present[:, None] & (column < width))
+    out, mask = codes + block * (BLOCK // 8 * bits) + column, present[:, None] & (column < width)
+    if WHOLE and TERNARY:
+        if bits == 2:
+            pack_base_3(lower + upper, present, codes + block * (BLOCK // 64 * 13), ROWS, BLOCK // 8)
+        else:
+            pack(lower + upper, bits, width, out, mask)
+    else:
+        pack(lower + upper, bits, width, out, mask)
 
 
 @triton.jit
 def decode_blocks(
     dst, scales, codes, blocks, n, bits,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
+    TERNARY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """As encode_blocks."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
@@ -114,7 +133,14 @@ def decode_blocks(
         high = tl.zeros([ROWS], tl.int32) if CODE == FIXED else load_scale(scales + row * 2, present)
         low = high
     grid = grid_of(low[:, None], high[:, None], bits, CODE, FACTOR)
-    pieces = unpack(codes + block * (BLOCK // 8 * bits) + column, bits, width, column, mask)
+    packed = codes + block * (BLOCK // 8 * bits) + column
+    if WHOLE and TERNARY:
+        if bits == 2:
+            pieces = unpack_base_3(codes + block * (BLOCK // 64 * 13), column, mask, BLOCK // 8)
+        else:
+            pieces = unpack(packed, bits, width, column, mask)
+    else:
+        pieces = unpack(packed, bits, width, column, mask)
     for k in tl.static_range(8):
         value = value_of(pieces[k], grid, bits, CODE)
         store_piece(dst + block * BLOCK, k * width + column, value, mask, n, ADD, WHOLE)
@@ -124,7 +150,7 @@ def decode_blocks(
 def coded_encode_kernel(
     src, residual, table, stream, payload,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
     first, numel, scale, padding, code, counter, tensor, bits = program(table, ALIGNED)
@@ -136,13 +162,13 @@ def coded_encode_kernel(
     if blocks > 0:
         encode_blocks(
             src, residual, scales, codes, blocks, BLOCK, counter, key, bits,
-            ROWS, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, True,
+            ROWS, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, TERNARY, True,
         )  # fmt: skip
     else:
         blocks = 1
         encode_blocks(
             src, residual, scales, codes, blocks, numel, counter, key, bits,
-            1, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, False,
+            1, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, TERNARY, False,
         )  # fmt: skip
     byte = tl.arange(0, 16)
     used = blocks * (4 if CODE == MINMAX else 2)
@@ -153,23 +179,23 @@ def coded_encode_kernel(
 def coded_decode_kernel(
     payload, table, dst,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
     first, numel, scale, _, code, _, _, bits = program(table, ALIGNED)
     dst, scales, codes = dst + first, payload + scale, payload + code
     blocks = numel // BLOCK
     if blocks > 0:
-        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, True)
+        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, TERNARY, True)
     else:
-        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, False)
+        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, TERNARY, False)
 
 
 def _encode(
     code: int, src: Tensor, residual: State, segments: Segments, stream: Tensor | None, block: int, payload: Tensor,
     norm: bool = False, factor: float = 0.0,
 ) -> None:  # fmt: skip
-    programs = programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
+    programs = _programs(segments, block, code)
     check_flat(src, programs.numel, [residual])
     check_payload(payload, programs.payload_bytes)
     if stream is not None:
@@ -184,7 +210,7 @@ def _encode(
 def _decode(
     code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0
 ) -> None:
-    programs = programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0))
+    programs = _programs(segments, block, code)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)
     launch(
@@ -193,10 +219,14 @@ def _decode(
     )  # fmt: skip
 
 
+def _programs(segments: Segments, block: int, code: int) -> Programs:
+    return programs_of(segments, block, _SCALES.get(code, 1), _BITS.get(code, 0), code in _TERNARY)
+
+
 def _constants(programs: Programs, block: int, code: int) -> dict[str, Any]:
     """The constants that the kernels are compiled for."""
     each = {"ROWS": blocks_each(block), "BLOCK": block, "CODE": code, "ALIGNED": programs.aligned}
-    return {**each, "num_warps": 8 if block > 4096 else 4}
+    return {**each, "TERNARY": code in _TERNARY and block >= 64, "num_warps": 8 if block > 4096 else 4}
 
 
 natural_encode = partial(_encode, NATURAL.value)

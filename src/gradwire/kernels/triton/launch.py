@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import coded_bytes
+from gradwire.core.payload import code_bytes, coded_bytes
 from gradwire.kernels import is_float
 from gradwire.kernels.segments import Segments
 
@@ -87,8 +87,8 @@ def table_of(rows: Sequence[tuple[int, ...]], columns: int, segments: Segments) 
 
 
 @made_once
-def programs_of(segments: Segments, block: int, scales: int, bits: int) -> Programs:
-    """The programs of these segments; bits 0: an element has those of its segment."""
+def programs_of(segments: Segments, block: int, scales: int, bits: int, ternary: bool = False) -> Programs:
+    """The programs of these segments; bits 0: an element has those of its segment. ternary: as for `coded_bytes`."""
     if block & (block - 1) or not 32 <= block <= 8192:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
     reach_of(segments)
@@ -96,7 +96,7 @@ def programs_of(segments: Segments, block: int, scales: int, bits: int) -> Progr
     for index, row in enumerate(segments.rows):
         if not 2 <= (bits or row.bits) <= 8 or row.first < 0 or row.first % block:
             raise RuntimeError(f"segment {index} has impossible bits or start: {row}")
-    sizes = coded_bytes([(row.numel, bits or row.bits) for row in segments.rows], block, scales)
+    sizes = coded_bytes([(row.numel, bits or row.bits) for row in segments.rows], block, scales, ternary)
     rows: list[Tensor] = []
     scale_at, code_at = 0, sizes.scales
     for row in segments.rows:
@@ -108,12 +108,13 @@ def programs_of(segments: Segments, block: int, scales: int, bits: int) -> Progr
         columns[:, 0] = row.offset + start * block
         columns[:, 1] = torch.where(start < full, (full - start).clamp(max=each) * block, tail)
         columns[:, 2] = scale_at + start * scale_bytes
-        columns[:, 4] = code_at + start * (block // 8 * width)
+        block_bytes = code_bytes(block, block, width, ternary)
+        columns[:, 4] = code_at + start * block_bytes
         columns[:, 5] = (row.first + start * block) // 2
         columns[:, 6], columns[:, 7] = row.key, width
         rows.append(columns)
         scale_at += (full + (tail > 0)) * scale_bytes
-        code_at += (full * (block // 8) + (tail + 7) // 8) * width
+        code_at += full * block_bytes + code_bytes(tail, 0, width, False)
     table = torch.cat(rows) if rows else torch.zeros(0, 8, dtype=torch.int64)
     if len(table):
         table[-1, 3] = sizes.scales - scale_at
