@@ -25,7 +25,8 @@ class QSGD(BlockSpec, frozen=True):
     varies_in_family: ClassVar[tuple[str, ...]] = ("bits",)
 
     bits: int = 4
-    """2 to 8 bits an element, sign included. Fewer bits: fewer bytes, more error."""
+    """2 to 8 bits an element, sign included. Fewer bits: fewer bytes, more error. At 2 bits there
+    are three values, which take 1.6 bits."""
     block: int = 128
     """Elements that share one scale: a power of two from 32 to 8192. Larger: fewer scale bytes, more error."""
     scale: str = "max"
@@ -85,7 +86,7 @@ class QSGD(BlockSpec, frozen=True):
 
 @register_spec
 class TernGrad(BlockSpec, frozen=True):
-    """Minus the scale, zero or the scale, at random so that the mean is right (Wen et al. 2017). 2 bits an element."""
+    """Minus the scale, zero or the scale, at random so that the mean is right (Wen et al. 2017). 1.6 bits an element."""
 
     id: ClassVar[str] = "terngrad"
     code_bits: ClassVar[int] = 2
