@@ -326,10 +326,14 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
   return 0;
 }
 
-// Copies a tensor, in the dtype of `into`. float32, bfloat16 and float16.
+// Copies a tensor, in the dtype of `into`. float32, bfloat16 and float16; or bytes.
 GW_API gw_copy_into(const Tensor* into, const Tensor* source) {
   return guarded([&] {
     GW_CHECK(into->contiguous && source->contiguous && into->numel == source->numel, "a copy is as long as its source");
+    if (into->dtype == kUint8 && source->dtype == kUint8) {
+      std::memcpy(into->data, source->data, size_t(into->numel));
+      return;
+    }
     kernels().cast_decode(bytes_of(*source), dtype_of(*source), into->data, dtype_of(*into), false, into->numel);
   });
 }

@@ -149,7 +149,8 @@ def _plan_of(method: str, found: _Found) -> Plan:
     policy = parse_policy(method.removeprefix(GRADWIRE_PREFIX))
     if isinstance(policy, str):
         return Plan.load(policy)
-    return policy.plan(found.profile.tensor_infos(rules_of("cpu").device), found.cluster.world_size)
+    infos = found.profile.tensor_infos(rules_of("cpu").device)
+    return policy.plan(infos, found.cluster.world_size, found.cluster.ranks_per_node)
 
 
 def _predicted(job: str, link: str, method: str, timeline: Timeline) -> Predicted:

@@ -152,6 +152,8 @@ def test_a_route_does_what_the_fast_way_does(scheme: str, spec: Spec, residual_d
 class Recorder:
     """A codec that tells where it was asked to work, and on which encode of the option."""
 
+    runs_in_c = False
+
     def __init__(self, codec: Any, device: str, told: set[tuple[str, int]]) -> None:
         self.codec, self.device, self.told = codec, device, told
         self.state, self.encodes_own_part = codec.state, codec.encodes_own_part

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from beside_ddp import in_buckets
 from options import Ranks, gradients, plan_for
+from test_options_run import FOUR_ENCODES, ROOTED, SKIPPING, TWO_ENCODES
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
 from gradwire.collectives import Grid
 from gradwire.core import Spec
-from gradwire.core.collectives import COLLECTIVES
+from gradwire.core.collectives import COLLECTIVES, uncompressed
 from gradwire.exchange import wires
 
+NESTED_SUM = "reducescatter:intra allreduce:inter allgather:intra"
 SCHEMES = ["alltoall", "allgather", "ring", "tree"]
 SPECS = [
     gw.QSGD(bits=4),
@@ -52,6 +54,32 @@ def test_the_bits_are_those_of_python(scheme: str, world_size: int, spec: Spec, 
         assert all(
             torch.equal(each, in_c[0]) and torch.equal(each, mine) for each, mine in zip(in_c, python, strict=True)
         )
+        states = [[rank.memory.state() for rank in ranks.ranks] for ranks in made]
+        for mine, theirs in zip(*states, strict=True):
+            assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2)), gw.TopK(0.05)], ids=repr)
+@pytest.mark.parametrize("names", ["aabb", "abcabc"])
+@pytest.mark.parametrize("option", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, NESTED_SUM])
+def test_routes_have_the_bits_of_python(option: str, names: str, spec: Spec, dtype: str) -> None:
+    """What another plan left unsent too."""
+    tasks = option.split() if spec.encodes else uncompressed(tuple(option.split()))
+    if spec.encodes and "comp:cpu" not in tasks:
+        return
+    grid = [Grid.of(names, rank) for rank in range(len(names))]
+    plan = plan_for(tasks, spec, dtype=dtype, chunk_bytes=1500)
+    made = [Ranks(plan, grid, dtype=getattr(torch, dtype), root=1, wired=wired) for wired in (False, True)]
+    assert all(chunk.runs_in_c for bucket in made[1].buckets for chunk in bucket.chunks)
+    for step in range(3):
+        for ranks in made:
+            for bucket in ranks.buckets:
+                if step == 1 and spec.feedback:
+                    bucket.chunks[0].take_over("residual", 0, torch.full((bucket.bounds[1],), 0.25))
+            ranks.step(step, [gradients(rank, step) for rank in range(len(grid))])
+        python, in_c = (ranks.results() for ranks in made)
+        assert all(torch.equal(each, in_c[0]) and torch.equal(each, python[0]) for each in in_c)
         states = [[rank.memory.state() for rank in ranks.ranks] for ranks in made]
         for mine, theirs in zip(*states, strict=True):
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)

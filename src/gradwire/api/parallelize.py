@@ -71,8 +71,8 @@ def parallelize(
             driver = Bits(plan)
         elif isinstance(plan, Tuned):
             driver = Tuning(plan)
-        ranks = lanes.group.world_size
-        prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks), None
+        ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
+        prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks, per_node), None
         optimizers = check_optimizers(optimizer, prepared)
         if driver is not None and prepared.plan.shards_optimizer:
             raise PlanError(

@@ -49,6 +49,7 @@ from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner.policy import Policy, Uniform
+from gradwire.planner.schemes import FLAT
 from gradwire.profiler.clock import Clock
 from gradwire.record.run import Decision as Recorded
 
@@ -218,7 +219,7 @@ class Auto:
         (spent_us,) = live.exchange([self._spent_us])()[0]
         if not self._offers:
             if self._current is None:
-                live.change_to(live.plan_of(Uniform(Identity())))
+                live.change_to(live.plan_of(Uniform(Identity(), scheme=FLAT)))
             self._watch_from_now(live, live.plan)
             return
         kept = self._kept()

@@ -19,6 +19,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import EVALUATIONS, joint
 from gradwire.planner.policy import Policy, Uniform, launch_of
+from gradwire.planner.schemes import FLAT
 from gradwire.planner.starts import ddp
 
 MOST_TRIED = 3
@@ -28,7 +29,10 @@ _WORTH = 1.5
 _CLOSE = 1.05
 """Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
-_PLAIN = (Uniform(Identity()), Uniform(Identity(), bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
+_PLAIN = (
+    Uniform(Identity(), scheme=FLAT),
+    Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET),
+)
 """Of these the better by prediction is plain all-reduce."""
 _FEWEST_EVALUATIONS = 20
 
@@ -54,12 +58,14 @@ def offers(
 
     specs: the allowed specs, the most accurate first. schedules: those allowed beside `backward`, in the same order; the best
     plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's search, which takes about
-    `seconds`, and one policy for each spec.
+    `seconds`, and one policy for each spec; where ranks share nodes, one hierarchical and one flat.
     """
     found = _Plans(profile, cluster, costs, specs, schedules)
     began = time.perf_counter()
     for spec in specs:
         found.policy(policy_of(spec, found.infos))
+    if found.shared:
+        found.policy(Uniform(Identity()))
     uncompressed = [found.policy(policy) for policy in _PLAIN]
     plain = min(uncompressed, key=found.us)
     evaluations = min(EVALUATIONS, int(seconds * len(found.plans) / (time.perf_counter() - began)))
@@ -103,7 +109,9 @@ class _Plans:
         self, profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
     ) -> None:
         device = "cpu" if profile.device == "cpu" else "gpu"
-        self.infos, self.ranks = profile.tensor_infos(device), cluster.world_size
+        self.infos, self.ranks, self.per_node = profile.tensor_infos(device), cluster.world_size, cluster.ranks_per_node
+        self.shared = 1 < self.per_node < self.ranks
+        """Whether several ranks share each of several nodes."""
         self.job = PlanningJob(profile, cluster, costs, specs)
         self.plans: dict[str, Plan] = {}
         """By digest."""
@@ -111,10 +119,18 @@ class _Plans:
         self._specs, self._schedules = specs, schedules
 
     def policy(self, policy: Policy) -> Plan:
-        """Add the plan of a policy."""
-        plan = policy.plan(self.infos, self.ranks)
-        self.add(plan)
-        return plan
+        """Add the plan of a policy; if ranks share nodes, the flat one too."""
+        plans = [self._plan(way) for way in self._ways(policy)]
+        self.add(*plans)
+        return plans[0]
+
+    def _plan(self, policy: Policy) -> Plan:
+        return policy.plan(self.infos, self.ranks, self.per_node)
+
+    def _ways(self, policy: Policy) -> list[Policy]:
+        """The policy; if ranks share nodes and the policy leaves it open, the flat one too."""
+        flat = [msgspec.structs.replace(policy, scheme=FLAT)] if self.shared and policy.scheme is None else []
+        return [policy, *flat]
 
     def add(self, *plans: Plan) -> None:
         for plan in plans:
@@ -129,7 +145,8 @@ class _Plans:
             policies = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
             if not schedule.costs_accuracy:
                 policies.append(Uniform(Identity()))
-            plans = [msgspec.structs.replace(p, schedule=schedule).plan(self.infos, self.ranks) for p in policies]
+            scheduled = [msgspec.structs.replace(policy, schedule=schedule) for policy in policies]
+            plans = [self._plan(way) for policy in scheduled for way in self._ways(policy)]
             for plan in () if schedule.costs_accuracy else planned:
                 launch = launch_of(plan.buckets, schedule)
                 plans.append(msgspec.structs.replace(plan, schedule=schedule, launch=launch, prediction=None))
@@ -192,6 +209,8 @@ def words_of(plan: Plan) -> str:
         what = " and ".join(sorted(encoding)) or "uncompressed"
     count = len(plan.buckets)
     words = f"{what} in {count} bucket{'s' if count > 1 else ''}"
+    if any(task.endswith(":intra") for bucket in plan.buckets for task in bucket.option):
+        words += ", hierarchical"
     schedule = plan.schedule
     if schedule == Backward():
         return words

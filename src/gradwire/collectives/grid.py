@@ -53,6 +53,11 @@ class Grid:
             )
         return sizes[0]
 
+    @property
+    def ranks_per_node_if_even(self) -> int:
+        """`ranks_per_node`; 1 if nodes have different numbers of ranks, since plans are flat then."""
+        return self.ranks_per_node if len({len(members) for members in self.members}) == 1 else 1
+
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""
         return next(number for number, members in enumerate(self.members) if rank in members)

@@ -14,9 +14,11 @@ import torch
 
 from gradwire.collectives.grid import Grid
 from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
+from gradwire.collectives.link import Link
 from gradwire.collectives.memory import Memory
+from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece
-from gradwire.collectives.streams import Streams
+from gradwire.collectives.streams import Mark, Streams
 from gradwire.collectives.works import (
     Add,
     Copy,
@@ -25,9 +27,11 @@ from gradwire.collectives.works import (
     Transfer,
     Transfers,
     Work,
+    in_c,
     joined,
     payload_buffers,
 )
+from gradwire.kernels.cpu import Call
 
 
 class Route(Transfers):
@@ -38,12 +42,17 @@ class Route(Transfers):
         self.piece, self._packing = piece, _Packing(codecs, piece, grid)
         legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
         phases = [self._packing.leg(leg) for leg in legs]
-        phases[0][0].before.insert(0, _AddLeft(self))
+        self._add_left = _AddLeft(self)
+        phases[0][0].before.insert(0, self._add_left)
         phases[-1][-1].after += self._packing.into_flat()
         super().__init__(phases, grid.rank, grid.world_size)
         self.aliases = [piece.flat, *self._packing.aliases]
-        codes = any(task.startswith("comp:") for task in tasks)
-        self.remembers = next(iter(codecs.values())).state if codes else ()
+        used = [codecs[task.partition(":")[2]] for task in tasks if task.startswith(("comp:", "decomp:"))]
+        self.remembers = used[0].state if used else ()
+        like = (
+            [piece.memory(used[0], 0, 0, 0, piece.runs.between(0, 0))] if used else []
+        )  # of ranks that encode nothing, too
+        self.runs_in_c = in_c([each for codec in used for each in (codec, codec.for_sum())], piece, like)
         self.voices = self._packing.voices
         """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
         self.left: Memory | None = None
@@ -53,6 +62,11 @@ class Route(Transfers):
     def memory(self) -> list[Memory]:
         """The memory of each encode, and the values to add to the next gradient."""
         return [*self._packing.memory, *([self.left] if self.left else [])]
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if phase == 0 and self.runs_in_c and link.wire is not None:
+            self._add_left.run(link.streams, None)
+        super().run(phase, link, meter, ready)
 
     def take_back(self, start: int, end: int) -> None:
         if "residual" in self.remembers and self.rank == 0:
@@ -82,6 +96,10 @@ class _AddLeft:
             (left,) = self.route.left.state
             self.route.piece.flat.add_(left)
             left.zero_()
+
+    def calls(self) -> list[Call]:
+        """None: there is something left after a change of plans only. `Route.run` adds it before the list."""
+        return []
 
 
 class _Packing:

@@ -17,7 +17,6 @@ from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
 from gradwire.collectives.works import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
-from gradwire.kernels.cpu import available
 from gradwire.kernels.scattered import Scattered
 
 
@@ -247,7 +246,7 @@ class ShardedSum(Transfers, OneEncode):
             reduce.arrivals[source] = [Add(self.total, part) if source else Copy(self.total, part)]
         gather = Transfer([], [sent[rank]] * world_size, sent, {source: [] for source in range(world_size)})
         super().__init__([[reduce], [gather]], rank, world_size)
-        self.runs_in_c = in_c([], piece, []) and available() is None
+        self.runs_in_c = in_c([], piece, [])
 
     def take_shard(self, streams: Streams) -> None:
         """See `TwoPhase.take_shard`: the gather phase sends the flat buffer anyway."""

@@ -267,6 +267,7 @@ def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> boo
     return (
         piece.flat.is_cpu
         and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+        and cpu.available() is None
         and all(codec.runs_in_c for codec in codecs)
         and not any(each.narrow for each in memory)
     )
@@ -297,6 +298,8 @@ def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[tor
     if not payloads:
         return nothing, []
     first = payloads[0]
+    if len(payloads) == 1:
+        return first, []
     starts, end = _places([payload.numel() for payload in payloads])
     at = [payload.storage_offset() - first.storage_offset() for payload in payloads]
     if at == starts and len({payload.untyped_storage().data_ptr() for payload in payloads}) == 1:

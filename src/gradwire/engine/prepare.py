@@ -30,7 +30,9 @@ class Prepared(NamedTuple):
     """What the plan was made from and will be made from again."""
 
 
-def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Parameter] = ()) -> Prepared:
+def prepare(
+    model: Any, plan: Any, ranks: int, ranks_per_node: int = 1, ours: Collection[torch.nn.Parameter] = ()
+) -> Prepared:
     """Raises PlanError or StepStateError where model and plan cannot be run. `ours` may belong to a handle already."""
     if not isinstance(model, torch.nn.Module):
         raise PlanError(
@@ -62,7 +64,7 @@ def prepare(model: Any, plan: Any, ranks: int, ours: Collection[torch.nn.Paramet
         raise PlanError(f"the model's parameters lie on {', '.join(devices)}; a handle works on one device.")
     tensors = [info_of(name, parameter) for name, parameter in parameters.items()]
     # before the first step the best guess is that gradients come in the reverse order of registration
-    made, policy = plan_for(plan, tensors[::-1], ranks)
+    made, policy = plan_for(plan, tensors[::-1], ranks, ranks_per_node)
     return Prepared(parameters, tensors, made, policy)
 
 

@@ -152,7 +152,7 @@ class Session(Observer):
         """The plan that a policy makes of the tensors, in this order or in the order in which their gradients become ready. The
         same on all ranks."""
         tensors = [self.tensors[index] for index in (self.order if order is None else order)]
-        return policy.plan(tensors, self.group.world_size)
+        return policy.plan(tensors, self.group.world_size, self.group.grid.ranks_per_node_if_even)
 
     def why_not(self, plan: Plan) -> str:
         """Why the plan's schedule cannot run with this rank's optimizers, or gains nothing with them; '' if it can."""
@@ -225,7 +225,8 @@ class Session(Observer):
         announce_change(self.reducer)
         prepared, problem = None, None
         try:
-            prepared = prepare(model, self.policy or self.plan, self.group.world_size, self.parameters.values())
+            ranks, per_node = self.group.world_size, self.group.grid.ranks_per_node_if_even
+            prepared = prepare(model, self.policy or self.plan, ranks, per_node, self.parameters.values())
             if (device := next(iter(prepared.parameters.values())).device) != self.device:
                 raise PlanError(
                     f"the model moved from {self.device} to {device}; a handle works on one device. Call its "

@@ -69,7 +69,7 @@ class Exchange:
         try:
             checked = checked_tensors(tensors)
             infos = [info_of(name, like(tensor)) for name, tensor in checked.items()]
-            made, _ = plan_for(plan, infos, lanes.group.world_size)
+            made, _ = plan_for(plan, infos, lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even)
             device = like(next(iter(checked.values()))).device
         except Exception as error:
             problem = error

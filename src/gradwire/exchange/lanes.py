@@ -1,5 +1,6 @@
 """The lanes of one group, and the failure that ended their work, if one did."""
 
+import logging
 import threading
 import time
 import weakref
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from gradwire.exchange.executor import Executor, TaskTimes
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 CPU_LANES = 2
 """A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
@@ -60,6 +63,13 @@ class Lanes:
         """What the lanes did."""
         self.control = self._lane("control", torch.device("cpu"))
         """For what ranks tell each other."""
+        try:
+            names = self._told_first(lambda link: gather_bytes(link, node_name().encode()))
+        except CommunicationError:
+            self.control.stop()
+            raise
+        self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
+        _say_if_uneven(self.group)
         self.data: list[Lane] = []
         """For gradients."""
         self.failure: GradwireError | None = None
@@ -90,24 +100,26 @@ class Lanes:
     def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
         """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
         failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
+        self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
+        if device is None:
+            return
+        for number in range(CPU_LANES if device.type == "cpu" else 1):
+            self.data.append(self._lane(str(number), device))
+        if device.type == "cpu" and self.group.world_size > 1:
+            wires = self._told_first(lambda link: connect_wires(link, CPU_LANES))
+            for lane, wire in zip(self.data, wires, strict=False):
+                lane.link.wire = wire
+        self._roll_call = RollCall(self.group, self._name)
+
+    def _told_first(self, job: Callable[[Link], T]) -> T:
+        """The result of a job on the control lane, before there is a roll call."""
         try:
-            self.control.submit(lambda link: agree(link, facts, self.group.global_ranks)).result()
-            if device is None:
-                return
-            names = self.control.submit(lambda link: gather_bytes(link, node_name().encode())).result()
-            self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
-            for number in range(CPU_LANES if device.type == "cpu" else 1):
-                self.data.append(self._lane(str(number), device))
-            if device.type == "cpu" and self.group.world_size > 1:
-                wires = self.control.submit(lambda link: connect_wires(link, CPU_LANES)).result()
-                for lane, wire in zip(self.data, wires, strict=False):
-                    lane.link.wire = wire
+            return self.control.submit(job).result()
         except LinkError as error:
             raise CommunicationError(
                 f"rank {self._own_rank}: ranks could not compare models and plans: one died, stalled "
                 f"or did not make the same call; see its own log. (The backend said: {error})"
             ) from error
-        self._roll_call = RollCall(self.group, self._name)
 
     def stop(self) -> None:
         """End the threads. A collective that one of them is stuck in fails, here and on the other ranks."""
@@ -231,6 +243,18 @@ class Lanes:
             yield
         except LinkError as error:
             raise self.broken(what, error, step) from error
+
+
+def _say_if_uneven(group: Group) -> None:
+    """One rank says why ranks that share a node exchange as if they did not."""
+    sizes = sorted({len(members) for members in group.grid.members})
+    if group.rank == 0 and len(sizes) > 1:
+        log.warning(
+            "nodes have %d to %d ranks. Policies then treat all ranks as one group, which sends more bytes between nodes. Start "
+            "equally many ranks on every node.",
+            sizes[0],
+            sizes[-1],
+        )
 
 
 class RollCall:

@@ -158,13 +158,14 @@ class QuantisingGroup(dist.ProcessGroup):
             policy = Policy(
                 default=QSGD(bits=_settings.bits, blocks=blocks), rules=rules, exempt_vectors=bool(_settings.parameters)
             )
-            plan = policy.plan([info_of(*each) for each in parts.items()], self.size())
+            fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
+            lanes = self._lanes
+            per_node = lanes.group.grid.ranks_per_node_if_even
+            plan = policy.plan([info_of(*each) for each in parts.items()], self.size(), per_node)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))
-            if self._lanes is None:
-                self._lanes = Lanes(self)
-                self._lanes.open(facts, torch.device("cpu"))
-            lanes = self._lanes
+            if fresh:
+                lanes.open(facts, torch.device("cpu"))
             with lanes.told("all ranks to compare an all-reduce", 0):
                 lanes.control.submit(partial(agree, facts=facts, global_ranks=lanes.group.global_ranks)).result()
             self._exchanges[key] = Exchange.on(lanes, parts, plan, 0)

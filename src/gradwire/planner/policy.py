@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import msgspec
 
 from gradwire.core.checks import DTYPE_BYTES, changed, freeze, show, text, under, unique, whole, word
-from gradwire.core.collectives import ALL_REDUCE, collective
+from gradwire.core.collectives import ALL_REDUCE, collective, uncompressed
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Identity, Spec, as_spec
 from gradwire.core.strict import Document, convert
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner.schemes import check_scheme, tasks_of
+from gradwire.planner.schemes import FLAT, HIERARCHICAL, between_nodes, carries, check_scheme, tasks_of
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
@@ -136,9 +136,11 @@ class Policy(Document, frozen=True, kw_only=True):
     schedule: ScheduleField = Backward()
     """A schedule or its bare word."""
     scheme: str | None = None
-    """How all buckets travel. None: the first of each spec's `schemes`. Else the name of a collective (`gradwire options
-    --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of any option of docs/options.md,
-    with spaces between. Uncompressed buckets use the same links."""
+    """How all buckets travel. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
+    added uncompressed inside each node, and nodes exchange the compressed sums in this way; specs that cannot encode a sum
+    travel flat. None: "hierarchical" if all nodes have equally many ranks and more than one, else "flat". Or the name of a
+    collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of
+    any option of docs/options.md, with spaces between. Uncompressed buckets use the same links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
@@ -170,7 +172,7 @@ class Policy(Document, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
-    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2) -> Plan:
+    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2, ranks_per_node: int = 1) -> Plan:
         """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
 
         Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. Vectors that are
@@ -184,9 +186,13 @@ class Policy(Document, frozen=True, kw_only=True):
         if not tensors:
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
+        schedule = as_schedule(self.schedule)
+        if self.scheme is None:
+            shared = 1 < ranks_per_node < ranks and not schedule.shards_optimizer  # whose shards are of all ranks
+            chosen = msgspec.structs.replace(self, scheme=HIERARCHICAL if shared else FLAT)
+            return chosen.plan(tensors, ranks)
         specs = self._assign(tensors)
         buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
-        schedule = as_schedule(self.schedule)
         launch = launch_of(buckets, schedule)
         return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
 
@@ -250,14 +256,22 @@ class Policy(Document, frozen=True, kw_only=True):
         correction = getattr(as_schedule(self.schedule), "correction", None)
         if not spec.carries_uncompressed or not (correction is None or correction.carries_uncompressed):
             return False
-        links = [
-            task for task in tasks_of(self._scheme(spec), "cpu", spec) if not task.startswith(("comp:", "decomp:"))
-        ]
+        links = [task for task in self._option("cpu", spec) if not task.startswith(("comp:", "decomp:"))]
         return ranks <= _FEW_RANKS or any(not task.startswith("allgather:") for task in links)
 
     def _scheme(self, spec: Spec) -> str:
         divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in spec.schemes
-        return self.scheme or ("alltoall" if divisible else spec.schemes[0])
+        own = "alltoall" if divisible else spec.schemes[0]
+        return own if self.scheme in (None, FLAT, HIERARCHICAL) else self.scheme
+
+    def _option(self, device: str, spec: Spec) -> tuple[str, ...]:
+        flat = tasks_of(self._scheme(spec), device, spec)
+        if self.scheme != HIERARCHICAL:
+            return flat
+        nested = between_nodes(flat)
+        if not spec.encodes:
+            return uncompressed(nested)
+        return nested if carries(nested, spec, device) else flat
 
     def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
         """Fill and close buckets of one class each."""
@@ -298,7 +312,7 @@ class Policy(Document, frozen=True, kw_only=True):
                 f"scheme is {scheme!r}, but tensor {first.name!r} has spec {spec!r}, which that scheme cannot carry. "
                 f"Use scheme={' or '.join(map(repr, spec.schemes))}, or leave it out."
             )
-        option = tasks_of(scheme, first.device, spec)
+        option = self._option(first.device, spec)
         on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
         cut = not on_wire and sum(tensor.nbytes for tensor in members) > self.chunk_bytes
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.

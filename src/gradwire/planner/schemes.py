@@ -36,18 +36,26 @@ def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(COLLECTIVES[name].on(device) for device in DEVICES)
 
 
-def _between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
+def between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """These tasks between nodes, with uncompressed sums inside each node.
+
+    >>> between_nodes(("comp:cpu", "allgather:inter", "decomp:cpu"))
+    ('reducescatter:intra', 'comp:cpu', 'allgather:inter', 'decomp:cpu', 'allgather:intra')
+    """
     return ("reducescatter:intra", *tasks, "allgather:intra")
 
+
+FLAT, HIERARCHICAL = "flat", "hierarchical"
+"""Words for a policy's `scheme`: each spec travels by its own collective, between all ranks or only between nodes."""
 
 SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "DDP": (ALL_REDUCE,),
     "DeAR": (COLLECTIVES["ring"].uncompressed,),
     "GRACE": (COLLECTIVES["allgather"].on("gpu"),),
-    "HiTopKComm": (_between_nodes(COLLECTIVES["allgather"].on("gpu")),),
-    "BytePS-Compress": (_between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
+    "HiTopKComm": (between_nodes(COLLECTIVES["allgather"].on("gpu")),),
+    "BytePS-Compress": (between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
     "CGX": (COLLECTIVES["alltoall"].on("gpu"),),
-    "CGX between nodes": (_between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
+    "CGX between nodes": (between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
     "gradwire allreduce": (ALL_REDUCE,),
     "gradwire allgather": _everywhere("allgather"),
     "gradwire alltoall": _everywhere("alltoall"),
@@ -118,14 +126,15 @@ def check_known(tasks: Sequence[str]) -> None:
 
 
 def check_scheme(scheme: object) -> None:
-    """Raises FormatError unless it is the name of a collective, one of SYSTEMS, or an option's tasks with spaces between."""
+    """Raises FormatError unless it is FLAT, HIERARCHICAL, the name of a collective, one of SYSTEMS, or an option's tasks with
+    spaces between."""
     if isinstance(scheme, str) and ":" in scheme:
         try:
             check_known(scheme.split())
         except PlanError as error:
             raise FormatError(f"scheme is {show(scheme)}: {error}") from None
-    elif not isinstance(scheme, str) or (collective(scheme) is None and scheme not in _SYSTEMS):
-        names = (*installed_collectives(), *_SYSTEMS)
+    elif scheme not in (FLAT, HIERARCHICAL, *_SYSTEMS) and (not isinstance(scheme, str) or collective(scheme) is None):
+        names = (FLAT, HIERARCHICAL, *installed_collectives(), *_SYSTEMS)
         raise FormatError(
             f"scheme is {show(scheme)}: it must be one of {', '.join(names)}, or the tasks of an option with spaces between"
             f"{near(str(scheme), names)}.{entry_points.absent(entry_points.COLLECTIVES, scheme)}"

@@ -200,7 +200,7 @@ def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
             yield fused(job, partial(close_before, limit=limit * _MIB), choice)
         if choice.spec not in by_policy:
             policy = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors)
-            buckets = policy.plan(infos, job.cluster.world_size).buckets
+            buckets = policy.plan(infos, job.cluster.world_size, job.cluster.ranks_per_node).buckets
             by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
         parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
         yield Draft(sorted_parts(parts))

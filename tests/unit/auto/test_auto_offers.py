@@ -29,6 +29,10 @@ def cluster(gbps: float) -> Cluster:
     return Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, gbps), inter=Link(50.0, gbps))
 
 
+def shared_nodes(intra: Link, inter: Link) -> Cluster:
+    return Cluster(nodes=2, ranks_per_node=2, intra=intra, inter=inter)
+
+
 def costs(specs: tuple[Spec, ...]) -> Costs:
     points = ((4096, 5.0), (2**20, 200.0), (2**22, 800.0))
     return Costs(codecs=[CodecCosts(spec=spec, device="cpu", encode=points, decode=points) for spec in specs])
@@ -59,6 +63,21 @@ def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_p
     assert all(offer.candidate.predicted_us * offer.candidate.steps_for_one <= 1.5 * least for offer in others)
     plain = next(offer.candidate for offer in made if offer.candidate.plain)
     assert plain.steps_for_one == 1.0
+
+
+@pytest.mark.parametrize(
+    ("links", "hierarchical"),
+    [((Link(50.0, 40.0), Link(50.0, 0.1)), True), ((Link(20_000.0, 1.0), Link(50.0, 40.0)), False)],
+)
+@pytest.mark.parametrize("accuracy", ["exact", "safe"])
+def test_where_ranks_share_nodes_the_faster_way_comes_first_and_plain_stays_flat(
+    accuracy: str, links: tuple[Link, Link], hierarchical: bool
+) -> None:
+    specs = specs_of(accuracy, TENSORS)
+    made = offers(profile(), shared_nodes(*links), costs(specs), specs, seconds=0.0)
+    fastest = min(made, key=lambda offer: offer.candidate.predicted_us)
+    assert ("hierarchical" in fastest.candidate.name) == hierarchical
+    assert all("hierarchical" not in offer.candidate.name for offer in made if offer.candidate.plain)
 
 
 def test_a_running_plan_is_offered_once() -> None:

@@ -36,6 +36,7 @@ def test_bytes_by_link() -> None:
 
 def test_uneven_nodes_are_refused_only_where_it_matters() -> None:
     grid = Grid.of(["a", "a", "a", "b"], rank=0)
+    assert grid.ranks_per_node_if_even == 1 and Grid.even(2, 3, 0).ranks_per_node_if_even == 3
     assert grid.nodes == 2 and grid.group("all") == (0, 1, 2, 3) and grid.split([0, 1, 1, 5]) == (2, 5)
     with pytest.raises(PlanError, match="nodes have 1 and 3 ranks"):
         grid.group("inter")

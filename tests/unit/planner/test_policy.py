@@ -439,3 +439,30 @@ def test_the_gate_of_a_plan_by_hand_is_before_its_last_gathers() -> None:
     plan = Policy(default=QSGD(), schedule="pipelined", bucket_bytes=1).plan(tensors)
     by_hand = ((0, "alltoall"), (0, "allgather"), (1, "alltoall"), (1, "allgather"))
     assert replace(plan, launch=by_hand).gate == 3
+
+
+NESTED = ("reducescatter:intra", *TWO_PHASES, "allgather:intra")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "ranks_per_node", "option"),
+    [
+        (None, 4, 2, NESTED),
+        (None, 4, 1, TWO_PHASES),
+        (None, 4, 4, TWO_PHASES),
+        ("flat", 4, 2, TWO_PHASES),
+        ("hierarchical", 4, 1, NESTED),
+        ("CGX", 4, 2, TWO_PHASES),
+    ],
+)
+def test_schemes_by_nodes(scheme: str | None, ranks: int, ranks_per_node: int, option: tuple[str, ...]) -> None:
+    policy = Uniform(QSGD(bits=4), scheme=scheme)
+    assert policy.plan([tensor("a", 1000)], ranks, ranks_per_node).buckets[0].option == option
+    assert Policy.from_json(policy.to_json()) == policy
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_uncompressed_buckets_travel_between_nodes_too(schedule: str) -> None:
+    plan = Uniform(Identity(), schedule=schedule).plan([tensor("a", 1000)], 4, 2)
+    between = ("allreduce:inter",) if schedule == "backward" else ("reducescatter:inter", "allgather:inter")
+    assert plan.buckets[0].option == ("reducescatter:intra", *between, "allgather:intra")

@@ -1,0 +1,87 @@
+"""Where ranks share nodes, what a policy leaves open is hierarchical: exact inside nodes, compressed between them."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from options import on_grid
+from test_options_run import train
+from worlds import Given, Worlds
+
+import gradwire as gw
+from gradwire.exchange import lanes
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined", "delayed"])
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(0.1))], ids=repr)
+def test_default_sends_fewer_bytes_between_nodes(worlds: Worlds, spec: gw.Spec, schedule: str) -> None:
+    """Half, but for an all-reduce around a ring: two thirds."""
+    flat, usual = (worlds.run(4, train, scheme, spec, schedule) for scheme in ("flat", None))
+    exact = isinstance(spec, gw.Identity)
+    sent, sent_flat = (sum(between for _, (_, _, between) in each) for each in (usual, flat))
+    assert sent < (0.67 if exact and schedule != "pipelined" else 0.53) * sent_flat
+    for (weights, _), (others, (_, inside, _)) in zip(flat, usual, strict=True):
+        assert inside and all(torch.equal(one, first) for one, first in zip(others, usual[0][0], strict=True))
+        if exact:
+            assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, others, strict=True))
+
+
+def options_of(spec: gw.Spec, schedule: Any, names: str, **fields: Any) -> tuple[set[tuple[str, ...]], list[str]]:
+    """The options of the plan, where this rank says that it is on the node of its letter; and what was logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    lanes.log.addHandler(handler)
+    with on_grid(1):
+        os.environ["GROUP_RANK"] = names[dist.get_rank()]
+        model = Given([300, 7])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, schedule, **fields))
+        model(model.random_gradients(dist.get_rank())).backward()
+        optimizer.step()
+        handle.flush()
+        found = {bucket.option for bucket in handle.plan.buckets}
+        handle.detach()
+    lanes.log.removeHandler(handler)
+    return found, told
+
+
+SHARDED = gw.Pipelined(shard_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "spec", "schedule", "hierarchical"),
+    [
+        ("aabb", gw.QSGD(bits=4), "backward", True),
+        ("abab", gw.QSGD(bits=4), "pipelined", True),
+        ("aaaa", gw.QSGD(bits=4), "backward", False),
+        ("abcd", gw.QSGD(bits=4), "pipelined", False),
+        ("aabb", gw.SignSGD(), "backward", False),
+        ("aabb", gw.PowerSGD(rank=1), "backward", False),
+        ("aabb", gw.DGC(0.1), "backward", False),
+        ("aabb", gw.Identity(), SHARDED, False),
+    ],
+    ids=repr,
+)
+def test_only_what_can_be_added_inside_nodes_is(
+    worlds: Worlds, names: str, spec: gw.Spec, schedule: Any, hierarchical: bool
+) -> None:
+    for options, told in worlds.run(4, options_of, spec, schedule, names):
+        assert all(("reducescatter:intra" in option) == hierarchical for option in options) and told == []
+
+
+def test_uneven_nodes_run_flat_and_one_rank_says_so(worlds: Worlds) -> None:
+    (first, said), *others = worlds.run(4, options_of, gw.QSGD(bits=4), "backward", "aaab")
+    assert not any("reducescatter:intra" in option for option in first)
+    assert len(said) == 1 and said[0].startswith("nodes have 1 to 3 ranks") and not any(told for _, told in others)
