@@ -19,7 +19,7 @@ SMALL = 2000
 """Bytes of a bucket: models here have several."""
 
 
-def policy(spec: Any, schedule: str) -> gw.Policy:
+def policy(spec: Any, schedule: str | gw.Pipelined) -> gw.Policy:
     return gw.Uniform(
         spec, schedule=schedule, scheme="alltoall", bucket_bytes=SMALL, edge_bytes=SMALL, chunk_bytes=1024
     )

@@ -1,10 +1,12 @@
 """Pipelined steps that are interrupted, resumed, looked at by one rank alone, or cut off by a dead rank: nobody hangs."""
 
+import gc
 import io
 import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ TIMEOUT_S = 6.0
 class Run:
     """A training that can be saved and taken up."""
 
-    def __init__(self, schedule: str, spec: Any = LOSSY) -> None:
+    def __init__(self, schedule: str | gw.Pipelined, spec: Any = LOSSY) -> None:
         self.model = tied()
         self.optimizer = adamw(self.model)
         self.handle = gw.parallelize(self.model, self.optimizer, plan=policy(spec, schedule))
@@ -174,6 +176,58 @@ def test_a_rank_that_dies_before_its_gathers_is_named_by_the_others() -> None:
             words, seconds = outcome.value[0]
             assert words.startswith("CommunicationError") and "allgather" in words
             assert seconds < TIMEOUT_S + 4
+
+
+def drop_after_a_step(schedule: gw.Pipelined, victim: int | None) -> tuple[list[bool], str]:
+    """Drop all but one parameter while a step is under way. What of the rest is alive, and what the parameter says. The harness
+    checks that no thread is left."""
+    run, twin = Run(schedule, PLAIN), Run(schedule, PLAIN)
+    run.steps(0, 2)
+    twin.steps(0, 3)
+    expected = digest([twin.model.embed.weight])
+    held = Held(run.handle)
+    loss_of(run.model, 2).backward()
+    run.handle.session.exchange.await_gate()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim is None:
+        held.may_go.set()
+    else:
+        threading.Timer(0.5, held.may_go.set).start()
+    run.optimizer.step()
+    weight, parts = run.model.embed.weight, [weakref.ref(part) for part in (*run.parts, run.handle.session.lanes)]
+    assert is_later(weight)
+    del run, held
+    gc.collect()
+    try:
+        said = str(digest([weight]) == expected)
+    except gw.GradwireError as error:
+        said = str(error)
+    twin.handle.detach()
+    return [part() is not None for part in parts], said
+
+
+SCHEDULES = [gw.Pipelined(), gw.Pipelined(shard_optimizer=True)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["pipelined", "sharded"])
+def test_a_model_that_is_dropped_after_a_step_is_stepped_and_freed(worlds: Worlds, schedule: gw.Pipelined) -> None:
+    for alive, said in worlds.run(2, drop_after_a_step, schedule, None):
+        assert not any(alive)
+        assert said == "True", "the weights are not those of the last step"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["pipelined", "sharded"])
+def test_a_model_that_is_dropped_after_a_failure_is_freed(schedule: gw.Pipelined) -> None:
+    """What is left of it raises the failure."""
+    with World(2, TIMEOUT_S) as world:
+        world.start(drop_after_a_step, schedule, 1)
+        outcome = world.collect(TIMEOUT_S + 25, needed={0})[0]
+    assert outcome.kind == "returned", outcome.value
+    alive, said = outcome.value
+    assert not any(alive)
+    assert "rank 1 did not answer" in said
 
 
 SCRIPT = """

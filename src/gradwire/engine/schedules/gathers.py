@@ -3,23 +3,27 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
+from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import ScheduleEvents
 from gradwire.engine.seams.hooks import ModelHook
+from gradwire.engine.seams.later import raise_later
+from gradwire.errors import GradwireError
 from gradwire.exchange import Exchange, StepReport
 
 
 class Gathers:
     """What is under way between two steps. Nothing here launches an exchange: what is waited for comes, whichever rank waits."""
 
-    def __init__(self, reducer: Reducer, arrived: Callable[[int], None]) -> None:
+    def __init__(self, reducer: Reducer, model: torch.nn.Module, arrived: Callable[[int], None]) -> None:
         """`arrived`, a bound method, is called for each bucket when its tasks are done; its owner is not kept alive."""
         self._reducer, self._arrived = reducer, weakref.WeakMethod(arrived)
+        weakref.finalize(model, ModelHook(self, Gathers._without_model)).atexit = False
         self.under_way: dict[int, None] = {}
         """Buckets that were not waited for yet, in launch order of their gathers."""
         self.exposed_s = 0.0
@@ -60,6 +64,7 @@ class Gathers:
             if (arrived := self._arrived()) is not None:
                 arrived(bucket)
 
+    @told_to_all
     def flush(self) -> bool:
         """Wait for all buckets. Returns whether any was under way."""
         if not self._running_out.is_set():
@@ -75,6 +80,24 @@ class Gathers:
             self._running_out.clear()
             self._reducer.observers.measured(StepReport(meters, self.exposed_s))
             return True
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that may wait: gradients and parameters that are still there."""
+        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
+            yield from (tensor for tensor in (gradient.handed, parameter) if tensor is not None)
+
+    def _without_model(self) -> None:
+        """The model is gone: wait now. A tensor that waits keeps the schedule, which keeps the optimizer and its parameters, and
+        these keep the tensor through C++, where nothing looks for circles. After a failure each use of the tensor raises it."""
+        # a lane that collected garbage must not wait for itself
+        if threading.current_thread().name.startswith("gradwire-"):
+            threading.Thread(target=self._without_model, name="settle without a model", daemon=True).start()
+            return
+        try:
+            self.flush()
+        except GradwireError as error:
+            for tensor in self.tensors():
+                raise_later(tensor, error)
 
     def forget(self) -> None:
         """Wait for nothing any more."""

@@ -59,7 +59,7 @@ class PipelinedSchedule:
     traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True)
 
     def __init__(self, reducer: Reducer, schedule: Pipelined, job: TrainingJob) -> None:
-        self._reducer, self._gathers = reducer, Gathers(reducer, self._arrived)
+        self._reducer, self._gathers = reducer, Gathers(reducer, job.model, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._not_used: dict[int, list[Missing]] = defaultdict(list)
         """By bucket, parameters that no rank used."""
@@ -92,10 +92,8 @@ class PipelinedSchedule:
         self._gathers.forget()
         self._later_steps = []
         self._not_used.clear()
-        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
-            for tensor in (gradient.handed, parameter):
-                if tensor is not None:
-                    make_current(tensor)
+        for tensor in self._gathers.tensors():
+            make_current(tensor)
 
     def on_forward(self, module: torch.nn.Module) -> None:
         if not torch.is_grad_enabled():
@@ -218,7 +216,6 @@ class PipelinedSchedule:
 
     # ---- waiting
 
-    @told_to_all
     def settle(self) -> None:
         with self._gathers.lock:
             if self._gathers.flush():
@@ -226,7 +223,7 @@ class PipelinedSchedule:
 
     @told_to_all
     def _settle_bucket(self, bucket: int) -> None:
-        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it, also when the model is gone."""
+        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it."""
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:

@@ -50,7 +50,7 @@ class ShardedSchedule:
     )
 
     def __init__(self, reducer: Reducer, schedule: Pipelined, job: TrainingJob) -> None:
-        self._reducer, self._gathers = reducer, Gathers(reducer, self._arrived)
+        self._reducer, self._gathers = reducer, Gathers(reducer, job.model, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._optimizer = weakref.ref(job.optimizers[0])
         self._shards: Shards | None = None
@@ -363,7 +363,6 @@ class ShardedSchedule:
             "parallelize again."
         )
 
-    @told_to_all
     def settle(self) -> None:
         self._gathers.flush()
 

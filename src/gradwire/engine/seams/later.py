@@ -11,7 +11,8 @@ compiled by torch.compile or torch.jit, and C++ extensions that take tensors wit
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -77,6 +78,16 @@ def use_later(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
     """Call `wait()` before the tensor's next use; it makes the tensor current, or raises."""
     tensor._gradwire_wait = wait  # type: ignore[attr-defined]
     tensor.__class__ = _LATER[type(tensor)]
+
+
+def raise_later(tensor: torch.Tensor, error: Exception) -> None:
+    """What the tensor waits for never comes: each use raises such an error. It keeps nothing but the error's words."""
+    if is_later(tensor):
+        vars(tensor)["_gradwire_wait"] = partial(_raise, type(error), error.args)
+
+
+def _raise(kind: type[Exception], words: tuple[Any, ...]) -> NoReturn:
+    raise kind(*words)
 
 
 def make_current(tensor: torch.Tensor, wait: bool = False) -> None:
