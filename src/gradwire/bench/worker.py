@@ -38,7 +38,6 @@ from gradwire.errors import GradwireError
 from gradwire.profiler.links import measure_links, measured_links
 
 LINK_SECONDS = 0.25
-DECIDING_TURN_STEPS = 5
 GO_ON_TURN_STEPS = 25
 RACE_TURN_S = 3.0
 HELD_OUT = 8
@@ -135,11 +134,9 @@ class Contest:
             self._guarded(contestant, self._look_at_plan)
 
     def _let_decide(self, contestant: Contestant) -> None:
-        """All ranks decide in the same step, so all ranks leave the loop together."""
-        while (left := self.order.deciding_steps - len(contestant.loss)) > 0 and contestant.failure is None:
-            if contestant.method is None or not contestant.method.deciding:
-                break
-            self._take_turn(contestant, min(DECIDING_TURN_STEPS, left))
+        """In one turn: what is under way at the end of a turn is waited for, which a trial of a plan must not see."""
+        if contestant.method is not None and contestant.method.deciding:
+            self._take_turn(contestant, self.order.deciding_steps)
 
     def _go_on(self) -> None:
         goals = self.order.go_on_to
