@@ -7,12 +7,24 @@ each cell is one run of the bench: deciding, nine rounds of turns, and for some 
 Each of these is a file in the request's folder, in the bench's own format. What is there is not measured again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell
+from benchmarks.campaigns.matrix_cells import (
+    AGGRESSIVE,
+    CANDIDATES,
+    EXACT,
+    METHODS,
+    POWERSGD,
+    RIVALS,
+    SAFE,
+    WINDOW,
+    MatrixCell,
+)
+from benchmarks.campaigns.matrix_first import JUDGED_STEPS
+from gradwire.auto.trial import MOST_STEPS
 from gradwire.bench.names import UNLIMITED, check_job
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun
@@ -33,17 +45,21 @@ WARMUP_STEPS = 3
 MOST_TURN_STEPS = 4
 TURN_S = 1.5
 """A turn of plain DDP takes about so long, and has at least one step and at most `MOST_TURN_STEPS`."""
-DECIDING_STEPS = 80
+DECIDING_STEPS = MOST_STEPS + 3
+"""A deciding method takes these steps in one turn: the most that it may need, and a few under its choice."""
 LEARNERS = (SAFE, AGGRESSIVE, POWERSGD)
 """What learns otherwise than DDP: it goes on until its loss is DDP's."""
 LEARNERS_STEPS = 1.2
 """For so many times DDP's steps."""
 SLOW_GBPS = 0.5
-"""They go on over links of this rate or less, where time to a loss is the question."""
+"""They go on over links of this rate or less, where time to a loss is the question. Over faster links DDP goes on, in turns with
+auto, to `RIVAL_STEPS`: there auto's time since its first step is close to DDP's."""
+RIVAL_STEPS = 120
 
 SHARE_OF_WIRE = {"floor": 0.0, "ddp-fp16": 0.5, POWERSGD: 0.03, SAFE: 0.1, AGGRESSIVE: 0.05}
+SHARE_OF_WIRE |= dict.fromkeys(CANDIDATES[1:], 0.1)
 """How much of plain DDP's wire time a method needs, roughly, where it is not all of it: for the estimate of time alone."""
-STEPS_TO_DECIDE, PLAIN_STEPS_TO_DECIDE = 50, 6
+PLAIN_STEPS_TO_DECIDE = 6
 START_S = 20.0
 
 
@@ -125,17 +141,18 @@ def measured_cells(request: MatrixRequest) -> list[MatrixCell]:
     return cells
 
 
-def expected_seconds(learning: BenchRun, gbps: float | None, turn_steps: int, goal: int) -> float:
-    """How long a cell will take, from steps without a limit. `goal`: to how many steps `LEARNERS` go on; 0 if they do not."""
-    step_s = {name: _step_us(learning, gbps, name) / 1e6 for name in METHODS}
-    own_steps = WARMUP_STEPS + ROUNDS * turn_steps
-    seconds = START_S + own_steps * sum(step_s.values())
-    for name in (EXACT, SAFE, AGGRESSIVE):
-        plain = PLAIN_STEPS_TO_DECIDE * step_s["ddp"]
-        seconds += plain + (STEPS_TO_DECIDE - PLAIN_STEPS_TO_DECIDE) * step_s[name]
-    for name in LEARNERS:
-        before = own_steps + (0 if name == POWERSGD else STEPS_TO_DECIDE)
-        seconds += max(0, goal - before) * step_s[name]
+def expected_seconds(
+    learning: BenchRun, gbps: float | None, turn_steps: int, goals: Mapping[str, int] | None = None
+) -> float:
+    """The expected time of a cell, from steps without a limit. goals: by method, the number of steps in all."""
+    seconds = START_S
+    for name in METHODS:
+        step_s = _step_us(learning, gbps, name) / 1e6
+        deciding = DECIDING_STEPS if name in (EXACT, SAFE, AGGRESSIVE) else 0
+        steps = max(deciding + WARMUP_STEPS + ROUNDS * turn_steps, (goals or {}).get(name, 0))
+        seconds += steps * step_s
+        if deciding:
+            seconds += PLAIN_STEPS_TO_DECIDE * (_step_us(learning, gbps, "ddp") / 1e6 - step_s)
     return seconds
 
 
@@ -189,7 +206,7 @@ def _cell_request(request: MatrixRequest, key: _Key) -> BenchRequest:
         warmup_steps=WARMUP_STEPS,
         turn_steps=turn_steps,
         deciding_steps=DECIDING_STEPS,
-        go_on_to=dict.fromkeys(LEARNERS, _goal(request, key)),
+        go_on_to=_goals(request, key),
         alone_steps=0,
         seed=request.seed,
     )
@@ -200,13 +217,17 @@ def _turn_steps(request: MatrixRequest, key: _Key) -> int:
     return min(MOST_TURN_STEPS, max(1, round(TURN_S * 1e6 / step_us)))
 
 
-def _goal(request: MatrixRequest, key: _Key) -> int:
+def _goals(request: MatrixRequest, key: _Key) -> dict[str, int]:
+    """By method, the number of steps in all."""
     gbps = gbps_of(key.link)
-    return round(LEARNERS_STEPS * request.loss_steps) if gbps is not None and gbps <= SLOW_GBPS else 0
+    if gbps is None or gbps > SLOW_GBPS:
+        return {SAFE: JUDGED_STEPS, **dict.fromkeys(RIVALS, RIVAL_STEPS)}
+    learned = round(LEARNERS_STEPS * request.loss_steps)
+    return dict.fromkeys(LEARNERS, learned) | {SAFE: max(JUDGED_STEPS, learned)}
 
 
 def _expected(request: MatrixRequest, key: _Key) -> float:
-    return expected_seconds(_known(request, key), gbps_of(key.link), _turn_steps(request, key), _goal(request, key))
+    return expected_seconds(_known(request, key), gbps_of(key.link), _turn_steps(request, key), _goals(request, key))
 
 
 def _path(request: MatrixRequest, key: _Key) -> Path:
@@ -218,10 +239,11 @@ def _learning_path(request: MatrixRequest, nodes: int, job: str) -> Path:
 
 
 def _cell(request: MatrixRequest, key: _Key) -> BenchRun | None:
-    """What was measured before of this cell, with this seed, if learners went on for as many steps as asked for."""
-    run, goal = _kept(_path(request, key), request.seed), _goal(request, key)
-    enough = run is not None and all(len(cell.loss) >= goal for cell in run.cells if cell.method in LEARNERS)
-    return run if enough else None
+    """What was measured before of this cell, with this seed, if it has all methods and as many steps as asked for."""
+    run, goals = _kept(_path(request, key), request.seed), _goals(request, key)
+    whole_run = run is not None and {cell.method for cell in run.cells} == set(METHODS)
+    enough = run is not None and all(len(cell.loss) >= goals.get(cell.method, 0) for cell in run.cells)
+    return run if whole_run and enough else None
 
 
 def _learning(request: MatrixRequest, nodes: int, job: str) -> BenchRun | None:

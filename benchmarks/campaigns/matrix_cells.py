@@ -10,16 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.campaigns.matrix_first import FirstSteps, first_steps
 from gradwire.bench.results import BenchRun, Cell, Decided
 from gradwire.bench.statistics import RESAMPLES
 from gradwire.record.run import Interval
 
 __all__ = [
     "AGGRESSIVE",
+    "CANDIDATES",
     "EXACT",
     "LEARNS_AS_DDP",
     "METHODS",
     "POWERSGD",
+    "RIVALS",
     "SAFE",
     "WINDOW",
     "MatrixCell",
@@ -30,9 +33,11 @@ __all__ = [
 
 EXACT, SAFE, AGGRESSIVE = "gradwire:auto-exact", "gradwire:auto", "gradwire:auto-aggressive"
 POWERSGD = "ddp-powersgd"
-METHODS = ("floor", "ddp-fp16", "ddp", SAFE, "ddp-2mb", EXACT, "ddp-again", POWERSGD, AGGRESSIVE)
-"""In the order of their turns: what is compared stands together."""
 RIVALS = ("ddp", "ddp-2mb")
+CANDIDATES = ("gradwire:identity", "gradwire:qsgd4", "gradwire:qsgd2-ef")
+"""The specs that auto "safe" chooses from."""
+METHODS = ("floor", "ddp-fp16", "ddp", SAFE, "ddp-2mb", EXACT, "ddp-again", POWERSGD, AGGRESSIVE, *CANDIDATES[1:])
+"""In the order of their turns: methods that are compared stand together. `EXACT` stands for the first candidate."""
 LEARNS_AS_DDP = ("ddp", "ddp-again", "ddp-2mb", "ddp-fp16", EXACT)
 """Their losses are DDP's, step by step, but for rounding: `MatrixCell.apart` measures how far that is true."""
 CHOOSING_EVERY, FIRST_CHOOSING = 4, 1
@@ -134,6 +139,14 @@ class MatrixCell:
         """In force when the steps that count began. Later ones, on the way to the loss, are not what was measured."""
         cell = self.method(name)
         return next((each for each in reversed(cell.decided) if each.step <= cell.counted[0]), None)
+
+    @property
+    def first_steps(self) -> FirstSteps:
+        """Auto "safe" from its first step."""
+        candidates = [EXACT, *CANDIDATES[1:]]
+        return first_steps(
+            self.method(SAFE), *([self.method(name) for name in names] for names in (RIVALS, candidates))
+        )
 
     @property
     def target(self) -> float:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, POWERSGD, SAFE, MatrixCell
+from benchmarks.campaigns.matrix_first import FIRST_STEP, JUDGED_STEPS, MOST_BEHIND, MOST_OVER_BEST, missed
 
 __all__ = ["Check", "checks", "verdict_lines"]
 
@@ -28,7 +29,7 @@ class Check(NamedTuple):
 
 def checks(cells: Sequence[MatrixCell]) -> list[Check]:
     """All of them, over the cells that there are."""
-    return [*_never_slower(cells), *_transformer(cells), _sooner(cells), *_controls(cells)]
+    return [*_never_slower(cells), *_transformer(cells), _first(cells), _sooner(cells), *_controls(cells)]
 
 
 def verdict_lines(cells: Sequence[MatrixCell]) -> Iterator[str]:
@@ -74,6 +75,18 @@ def _transformer(cells: Sequence[MatrixCell]) -> Iterator[Check]:
         yield Check(
             wanted, "unknown" if part is None else f"{part:.3f}", None if part is None else part <= OF_ATTAINABLE
         )
+
+
+def _first(cells: Sequence[MatrixCell]) -> Check:
+    """Auto from its first step."""
+    wanted = (
+        f"auto decides in time, is at most {MOST_BEHIND} behind the better DDP from step {FIRST_STEP} to {JUDGED_STEPS}, and its "
+        f"choice takes at most {MOST_OVER_BEST} times as long as the best"
+    )
+    if not cells:
+        return Check(wanted, "not measured", None)
+    problems = list(missed({cell.name: cell.first_steps for cell in cells}))
+    return Check(wanted, "; ".join(problems) or f"in all {len(cells)} cells", not problems)
 
 
 def _sooner(cells: Sequence[MatrixCell]) -> Check:

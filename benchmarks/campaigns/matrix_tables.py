@@ -7,6 +7,7 @@ from rich.table import Table
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, EXACT, METHODS, POWERSGD, SAFE, WINDOW, MatrixCell, Reached
 from benchmarks.campaigns.matrix_checks import verdict_lines
+from benchmarks.campaigns.matrix_first import COLUMNS, FIRST_STEP, JUDGED_STEPS
 from gradwire.record.run import Interval
 
 __all__ = ["README_MARKS", "in_readme", "matrix_page", "readme_block", "terminal_tables"]
@@ -22,6 +23,8 @@ NAMES = {
     EXACT: "auto exact",
     SAFE: "auto safe",
     AGGRESSIVE: "auto aggressive",
+    "gradwire:qsgd4": "4 bits",
+    "gradwire:qsgd2-ef": "2 bits, feedback",
 }
 
 HEAD = """# Auto beside DDP: every job, link and number of nodes
@@ -39,6 +42,10 @@ not compared. *Attainable* is max(compute + codec, wire). Only steps after auto 
 steps is that of DDP's last {window} of {steps} steps. ~ : some steps were not made over this link but count with the mean step,
 where the losses are DDP's own. > : not reached in what was run; over links faster than 500 Mb/s nothing is run for it beyond the
 turns. *Held-out* is the loss, at as many steps, on batches that nobody trains on: of the digits, other draws of the same images.
+
+*Behind* is the time of auto's first n steps, with all that auto measured and tried, over the time of n median steps of the better
+DDP, at n = {first} and at the worst n from {first} to {judged}. *Over the best* is the median step of auto's choice over that of
+the fastest of DDP and all that auto chooses from.
 
 """
 
@@ -72,6 +79,8 @@ def matrix_page(cells: Sequence[MatrixCell]) -> str:
         pairs=min(cell.pairs for cell in cells),
         steps=len(cells[0].learning.cells[-1].loss),
         window=WINDOW,
+        first=FIRST_STEP,
+        judged=JUDGED_STEPS,
     )
     parts = [f"## {sheet.title}\n\n{_markdown(sheet)}\n" for sheet in _sheets(cells)]
     lines = "\n".join(f"- {line.strip()}" for line in verdict_lines(cells))
@@ -103,6 +112,8 @@ def _sheets(cells: Sequence[MatrixCell]) -> Iterator[Sheet]:
         chosen = [cell for cell in cells if cell.run.nodes == nodes]
         yield _steps(f"{nodes} nodes: steps", chosen)
         yield _losses(f"{nodes} nodes: seconds to DDP's loss", chosen)
+        rows = [[cell.job, cell.link, *cell.first_steps.row] for cell in chosen]
+        yield Sheet(f"{nodes} nodes: auto from its first step", ["job", "link", *COLUMNS], rows)
 
 
 def _steps(title: str, cells: Sequence[MatrixCell]) -> Sheet:

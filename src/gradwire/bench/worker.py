@@ -139,12 +139,19 @@ class Contest:
             self._take_turn(contestant, self.order.deciding_steps)
 
     def _go_on(self) -> None:
+        """The methods reach their goals in the same round: a method with fewer steps left takes shorter turns."""
         goals = self.order.go_on_to
         going = [contestant for contestant in self.contestants if contestant.name in goals]
-        while going := [each for each in going if each.failure is None and len(each.loss) < goals[each.name]]:
+
+        def left(contestant: Contestant) -> int:
+            return 0 if contestant.failure else max(0, goals[contestant.name] - len(contestant.loss))
+
+        rounds = math.ceil(max(map(left, going), default=0) / GO_ON_TURN_STEPS)
+        for rounds_left in range(rounds, 0, -1):
             for contestant in going:
-                self._take_turn(contestant, min(GO_ON_TURN_STEPS, goals[contestant.name] - len(contestant.loss)))
-                self._guarded(contestant, self._evaluate)
+                if steps := math.ceil(left(contestant) / rounds_left):
+                    self._take_turn(contestant, steps)
+                    self._guarded(contestant, self._evaluate)
 
     def _guarded(self, contestant: Contestant, action: Callable[[Contestant], None]) -> None:
         """Execute the action on all ranks. If it fails on one rank, all ranks record the failure."""

@@ -7,9 +7,17 @@ import pytest
 from rich.console import Console
 from silent import silent
 
-from benchmarks.campaigns.matrix import DECIDING_STEPS, MatrixRequest, expected_seconds, measured_cells, run_matrix
+from benchmarks.campaigns.matrix import (
+    DECIDING_STEPS,
+    RIVAL_STEPS,
+    MatrixRequest,
+    expected_seconds,
+    measured_cells,
+    run_matrix,
+)
 from benchmarks.campaigns.matrix_cells import (
     AGGRESSIVE,
+    CANDIDATES,
     EXACT,
     METHODS,
     POWERSGD,
@@ -19,6 +27,7 @@ from benchmarks.campaigns.matrix_cells import (
     smooth,
 )
 from benchmarks.campaigns.matrix_checks import checks, verdict_lines
+from benchmarks.campaigns.matrix_first import JUDGED_STEPS
 from benchmarks.campaigns.matrix_tables import README_MARKS, in_readme, matrix_page, readme_block, terminal_tables
 from gradwire.auto.planning import words_of
 from gradwire.bench.jobs import make_job
@@ -33,7 +42,7 @@ from gradwire.errors import GradwireError, TestbedError
 from gradwire.planner.policy import Uniform
 
 STEP_MS = {"floor": 100.0, "ddp": 500.0, "ddp-again": 500.0, "ddp-2mb": 400.0, "ddp-fp16": 300.0, EXACT: 400.0}
-STEP_MS |= {POWERSGD: 200.0, SAFE: 125.0, AGGRESSIVE: 150.0}
+STEP_MS |= {POWERSGD: 200.0, SAFE: 125.0, AGGRESSIVE: 150.0, **dict.fromkeys(CANDIDATES, 125.0)}
 GRADIENT_BYTES = 20_000_000
 
 
@@ -46,11 +55,11 @@ def made_run(request: BenchRequest, step_ms=STEP_MS, plain=False, rates=(), fail
     of some methods falls, others have 0.01."""
     cells = []
     for name in request.methods:
-        decides = name.startswith("gradwire") and request.deciding_steps > 0
+        decides = name in (EXACT, SAFE, AGGRESSIVE) and request.deciding_steps > 0
         first = request.warmup_steps + (40 if decides else 0)
         steps = max(first + request.steps, request.go_on_to.get(name, 0))
         us = [1e3 * step_ms[name]] * steps
-        decided = [Decided(chosen="QSGD in 2 buckets", plain=plain, step=38, cost_us=1e6)] if decides else []
+        decided = [Decided(chosen="QSGD in 2 buckets", plain=plain, step=12, cost_us=1e6)] if decides else []
         cell = Cell(
             job=request.jobs[0], link=request.links[0], gbps=gbps_of(request.links[0]), method=name, failure=failure,
             step=step_times(us), planned_bytes=GRADIENT_BYTES, attainable_us=100e3, step_us=us, decided=decided,
@@ -168,6 +177,20 @@ def test_what_counts_ran_under_the_plan_decided_before_it():
     assert cell.chose(SAFE) == "", "nothing was decided when they began"
 
 
+def test_behind_counts_every_step_since_the_first():
+    cell = made_cell()
+    auto = cell.method(SAFE)
+    auto.step_us[:] = [800e3] * 10 + [200e3] * 110
+    found = cell.first_steps
+    assert (found.plain_us, found.decided_step, found.late) == (400e3, 12, True), "12 steps took 8.4 s of 2"
+    assert found.at_first.ratio == found.worst.ratio == pytest.approx((10 * 800 + 10 * 200) / (20 * 400))
+    assert found.gain == pytest.approx(2.0) and found.over_best == pytest.approx(200 / 125)
+    assert one([cell], "decides in time").measured.count("transformer, 2 nodes") == 3
+    auto.step_us[100:] = [4000e3] * 20
+    assert cell.first_steps.worst.ratio == pytest.approx((8 + 90 * 0.2 + 20 * 4) / (120 * 0.4))
+    assert one([made_cell()], "decides in time").holds
+
+
 def test_aggressive_has_to_be_there_before_powersgd():
     words = "sooner than"
     before = made_cell(rates={AGGRESSIVE: 0.05, POWERSGD: 0.02})
@@ -189,7 +212,7 @@ def test_tables_page_and_readme_show_every_cell():
     page = matrix_page(cells)
     for text in (shown, page):
         assert "4.00 (4.00-4.00)" in text and "unlimited" in text and "QSGD in 2 buckets" in text and "~50.0" in text
-    assert page.count("| mlp | 100mbit |") == 2
+    assert page.count("| mlp | 100mbit |") == 3 and "12 of 15 steps" in page
     assert all(line.strip() in page for line in verdict_lines(cells))
     block = readme_block(cells)
     assert len(block.splitlines()) == 4 and "| 500 ms | 1.67x | 2.50x | 1.25x | 4.00x |" in block
@@ -231,21 +254,21 @@ def test_only_what_is_missing_is_measured(fake, tmp_path):
     assert [cell.link for cell in cells] == ["100mbit"]
     assert len(failures) == len(METHODS) and failures[0] == "2 nodes, mlp, 1gbit, floor: broken"
     assert said[1].startswith("2 cells to measure, about ")
-    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 9), (2, "mlp", "1gbit", 9)]
+    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 11), (2, "mlp", "1gbit", 11)]
     fake.failing, fake.asked = "", []
     cells, failures = run_matrix(request, None, silent(), said.append)
     assert [cell.link for cell in cells] == ["100mbit", "1gbit"] and not failures
     assert measured_cells(request) == cells
-    assert fake.titles == [(2, "mlp", "1gbit", 9)]
+    assert fake.titles == [(2, "mlp", "1gbit", 11)]
     fake.asked = []
     run_matrix(request, None, silent(), said.append)
     assert fake.asked == []
     longer = MatrixRequest(tmp_path, ["mlp"], ["100mbit", "1gbit"], [2], 140)
     run_matrix(longer, None, silent(), said.append)
-    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 9)], "learners of 1gbit go on to no loss"
+    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "100mbit", 11)], "learners of 1gbit go on to no loss"
     fake.asked = []
     run_matrix(MatrixRequest(tmp_path, ["mlp"], ["1gbit"], [2], 100, again=True), None, silent(), said.append)
-    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "1gbit", 9)]
+    assert fake.titles == [(2, "mlp", "unlimited", 2), (2, "mlp", "1gbit", 11)]
 
 
 def test_steps_follow_from_how_long_they_take(fake, tmp_path):
@@ -259,13 +282,13 @@ def test_steps_follow_from_how_long_they_take(fake, tmp_path):
         DECIDING_STEPS,
     )  # DDP: 100 ms and 1.7 s on the wire
     assert (fast.turn_steps, fast.steps) == (3, 27)
-    assert slow.go_on_to == {SAFE: 120, AGGRESSIVE: 120, POWERSGD: 120}
-    assert set(fast.go_on_to.values()) == {0}
+    assert slow.go_on_to == {SAFE: JUDGED_STEPS, AGGRESSIVE: 120, POWERSGD: 120}
+    assert fast.go_on_to == {SAFE: JUDGED_STEPS, "ddp": RIVAL_STEPS, "ddp-2mb": RIVAL_STEPS}
     known = made_run(learning)
     wire_s = GRADIENT_BYTES * 8 / 100e6 * 1514 / 1448
-    more = expected_seconds(known, 0.1, 2, 0) - expected_seconds(known, 0.1, 1, 0)
+    more = expected_seconds(known, 0.1, 2) - expected_seconds(known, 0.1, 1)
     # nine steps of each method: five send what DDP sends or half of it, and none is faster than DDP without a limit
-    assert more == pytest.approx(9 * (0.1 + 4 * (0.1 + wire_s) + (0.1 + wire_s / 2) + 3 * 0.5))
+    assert more == pytest.approx(9 * (0.1 + 4 * (0.1 + wire_s) + (0.1 + wire_s / 2) + 5 * 0.5))
 
 
 @pytest.mark.parametrize(
@@ -323,23 +346,25 @@ class FakeMethod:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("deciding_steps", "decided_after"), [(80, 10), (8, 8)])
+@pytest.mark.parametrize(("deciding_steps", "decided_after"), [(18, 18), (8, 8)])
 def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, decided_after):
-    """In turns of five until it has decided, or as long as the order lets it; then all have the same warm-up and turns."""
+    """In one turn, as long as the order lets it; then all have the same warm-up and turns, and go on in equal rounds."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True)}
     monkeypatch.setattr("gradwire.bench.worker.build", lambda name, *others: methods[name])
     order = WorkerOrder(
         job="mlp", methods=("ddp", SAFE), seed=0, steps=4, warmup_steps=3, turn_steps=2, collective_timeout_s=1.0, runner=0,
-        result="", deciding_steps=deciding_steps, go_on_to={"ddp": 40},
+        result="", deciding_steps=deciding_steps, go_on_to={"ddp": 40, SAFE: 33},
     )  # fmt: skip
     contest = Contest(order, make_job("mlp"), Ranks(1.0, communicating=False))
     contest.run()
     ddp, safe = contest.records()
     assert ddp.failure is None and safe.failure is None
     assert ddp.counted == (3, 7) and len(ddp.loss[0]) == 40
-    assert methods["ddp"].turns == [3, 5, 7, 32, 40]
-    assert ddp.held_out == [(32, 176.0), (40, 168.0)]
-    assert safe.counted == (decided_after + 3, decided_after + 7) and len(safe.loss[0]) == decided_after + 7
-    assert safe.held_out == [] and [each.plain for each in safe.decided] == [True]
+    assert methods["ddp"].turns == [3, 5, 7, 24, 40]
+    assert ddp.held_out == [(24, 184.0), (40, 168.0)]
+    first = decided_after + 3
+    assert safe.counted == (first, first + 4) and len(safe.loss[0]) == 33
+    assert methods[SAFE].turns[0] == decided_after and methods[SAFE].turns[-2] == (first + 4 + 34) // 2
+    assert [each.plain for each in safe.decided] == [True]
