@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,8 @@ from gradwire.costs.fit import fit_points
 from gradwire.costs.prices import time_at
 from gradwire.errors import FormatError, PlanError, StepStateError
 from gradwire.exchange.executor import Executor
-from gradwire.profiler.links import measured_links
+from gradwire.profiler import links
+from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
 
@@ -96,6 +98,28 @@ def profiled(folder: str, steps: int, specs: list[Spec]) -> tuple[Profile, Clust
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
         handle.detach()
     return found.profile, found.cluster, found.costs, sorted(found.fits), torch.equal(*weights)
+
+
+def measured_with_slow_copies() -> tuple[float, float]:
+    """What an all-reduce costs by byte where copies into buckets take a microsecond a byte."""
+    handle = gw.parallelize(Model(), plan=gw.Identity())
+    lane, grid = handle.session.lanes.data[0], handle.session.group.grid
+    measure = partial(measure_links, grid=grid, device=torch.device("cpu"), seconds=0.01)
+    usual, links._copies_us_per_byte = links._copies_us_per_byte, lambda: 1.0
+    try:
+        times = lane.submit(measure).result()
+    finally:
+        links._copies_us_per_byte = usual
+    handle.detach()
+    found = measured_links(times, grid, 1.0).cluster.allreduce
+    assert found is not None
+    return found.cpu_us_per_byte, usual()
+
+
+def test_an_all_reduce_costs_its_copies_too(worlds: Worlds) -> None:
+    for us_per_byte, copies_us_per_byte in worlds.run(2, measured_with_slow_copies):
+        assert us_per_byte > 0.9
+        assert 1e-6 < copies_us_per_byte < 1.0
 
 
 def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ MOST_TRIED = 3
 """Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""
 _WORTH = 1.5
 """A plan is not tried if it is predicted to take this many times as long to a loss as the best one."""
-_CLOSE = 1.05
+_CLOSE = 1.02
 """Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
 _PLAIN = (

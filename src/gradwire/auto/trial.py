@@ -211,8 +211,8 @@ class Trial:
         candidate, first = self.candidates[index], self.candidates[self._first]
         if candidate.plain:
             return candidate.to_loss_us <= max(PLAIN_FACTOR * first.to_loss_us, self._to_loss_us(self._first))
-        # predictions of plans of one schedule are wrong alike
-        lossier = candidate.loss > first.loss and candidate.cycle == first.cycle
+        # predictions of plans that encode, in one schedule, are wrong alike
+        lossier = candidate.loss > first.loss > 0 and candidate.cycle == first.cycle
         if lossier and candidate.to_loss_us > (1 - ALIKE) * first.to_loss_us:
             return False
         return candidate.to_loss_us <= (1 + self.error) * first.to_loss_us

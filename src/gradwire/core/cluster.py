@@ -22,7 +22,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_us: float = 0.0
     """Processor time of a rank for one all-reduce, beside that for its bytes. Counts for `Cluster.allreduce` alone."""
     cpu_us_per_byte: float = 0.0
-    """Processor time of a rank for each byte that it holds before an all-reduce."""
+    """Processor time of a rank for each byte of an all-reduce, the copies into the bucket's memory and back included."""
 
     def __post_init__(self) -> None:
         number("alpha_us", self.alpha_us, "a latency in microseconds")

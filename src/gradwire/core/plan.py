@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -148,7 +149,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             whole(field, getattr(self, field), "a number of bytes")
 
 
-class Plan(Document, frozen=True, kw_only=True):
+class Plan(Document, frozen=True, kw_only=True, dict=True):
     """Buckets, the option and spec of each, the launch order and the schedule.
 
     Raises FormatError (SpecError for a wrong spec) that begins with the path of the wrong field.
@@ -207,6 +208,10 @@ class Plan(Document, frozen=True, kw_only=True):
 
         Canonical: keys sorted, no spaces, non-ASCII characters escaped.
         """
+        return self._own_digest
+
+    @cached_property
+    def _own_digest(self) -> str:
         return _digest(self.to_dict())
 
     def state_digest(self) -> str:

@@ -34,11 +34,14 @@ BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
+_COPIED_BYTES = 4 * 2**20
+"""More than a core's own caches hold, as the gradients of a model are."""
 _TAG = 1_000_000
 """Higher than the tags of steps."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds). For cpu: processor time of an all-reduce."""
+"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds). For cpu: processor time of an all-reduce, with
+the copies of its gradients into the bucket's memory and back."""
 
 
 class MeasuredLinks(NamedTuple):
@@ -62,7 +65,8 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
         times["inter"], _ = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
     times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, device), 1, device, seconds)
     if device.type == "cpu":
-        times["cpu"] = cpu_times
+        (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
+        times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
 
 
@@ -191,6 +195,15 @@ def _run(
     own += [max(1, end - start) / 1e3 / messages for start, end in pairwise(cpu_ns)]
     most = _slowest(link, own, device)
     return most[:BATCHES], most[BATCHES:]
+
+
+def _copies_us_per_byte() -> float:
+    """Processor time of copying gradients into a bucket and back, for each byte."""
+    gradient, bucket = (torch.ones(_COPIED_BYTES // 4) for _ in range(2))
+    began = time.perf_counter()
+    bucket.copy_(gradient)
+    gradient.copy_(bucket)
+    return 1e6 * (time.perf_counter() - began) / _COPIED_BYTES
 
 
 def _slowest(link: Link, times: list[float], device: torch.device) -> list[float]:

@@ -113,6 +113,16 @@ def test_what_costs_accuracy_runs_only_if_it_is_predicted_to_be_faster(predicted
     assert chosen(trial) == ("B" if runs else "A")
 
 
+@pytest.mark.parametrize(("measured_us", "runs"), [(115.0, True), (101.0, False)])
+def test_what_encodes_runs_where_plain_takes_longer_than_predicted(measured_us: float, runs: bool) -> None:
+    """What the prediction of plain all-reduce left out is not in that of a plan which encodes."""
+    trial = Trial([Candidate("plain", 100.0, plain=True), Candidate("4 bits", 106.0, loss=1)])
+    while (turn := trial.turn) is not None:
+        trial.took((measured_us, 106.0)[turn.candidate])
+    assert (ran(trial) == ["plain", "4 bits"]) == runs
+    assert chosen(trial) == ("4 bits" if runs else "plain")
+
+
 @pytest.mark.parametrize(("steps_us", "ran"), [((126.0,), 1), ((120.0, 116.0), 2), ((120.0, 114.0, 100.0), 3)])
 def test_a_turn_ends_with_the_first_step_that_is_clearly_slow(steps_us: tuple[float, ...], ran: int) -> None:
     trial = Trial([Candidate("A", 100.0), Candidate("B", 101.0)])
