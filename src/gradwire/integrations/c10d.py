@@ -154,10 +154,8 @@ class QuantisingGroup(dist.ProcessGroup):
         key = tuple((name, part.dtype) for name, part in parts.items())
         if key not in self._exchanges:
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
-            blocks = "tensor" if _settings.parameters else "bucket"
-            policy = Policy(
-                default=QSGD(bits=_settings.bits, blocks=blocks), rules=rules, exempt_vectors=bool(_settings.parameters)
-            )
+            default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
+            policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
             fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
             lanes = self._lanes
             per_node = lanes.group.grid.ranks_per_node_if_even
