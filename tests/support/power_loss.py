@@ -24,7 +24,7 @@ PLANS = {
     "flap": gw.Uniform(SPEC),
     "slow": gw.Uniform(SPEC),
     "pipelined": gw.Uniform(SPEC, schedule="pipelined"),
-    "sharded": gw.Uniform(SPEC, schedule=gw.Pipelined(shard_optimizer=True)),
+    "sharded": gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)),
     "delayed": gw.Uniform(SPEC, schedule="delayed"),
     "local": gw.Uniform(SPEC, schedule=gw.LocalSteps(every=3)),
 }

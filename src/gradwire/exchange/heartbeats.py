@@ -10,6 +10,7 @@ silence (TCP_USER_TIMEOUT) also counts the time in which a window is closed.
 """
 
 import errno
+import os
 import select
 import socket
 import threading
@@ -35,10 +36,12 @@ class Heartbeats:
         for each in self._connections.values():
             _keep_alive(each)
         # a daemon: it must not keep the process alive
-        threading.Thread(
+        thread = threading.Thread(
             target=_watch, args=(self._connections, self._dead, weakref.WeakMethod(on_silence)), name=name, daemon=True
-        ).start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._connections)
+        )
+        thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._connections, thread)
+        _all.add(self)
 
     def silent(self) -> list[int]:
         """The ranks whose machines do not answer: those that are dead, and those that have left the last questions open."""
@@ -47,6 +50,22 @@ class Heartbeats:
     def stop(self) -> None:
         """Watch no more. Other ranks take that for a rank that left."""
         self._finalizer()
+
+    def close_copies(self) -> None:
+        """In a process that was forked, whose end must not shut down the connections of its parent."""
+        for each in self._connections.values():
+            each.close()
+
+
+_all: "weakref.WeakSet[Heartbeats]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for each in _all:
+        each.close_copies()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -83,8 +102,9 @@ def _watch(
         each.close()
 
 
-def _shut_down(connections: Mapping[int, socket.socket]) -> None:
-    """Which wakes the thread."""
+def _stop(connections: Mapping[int, socket.socket], thread: threading.Thread) -> None:
     for each in connections.values():
         with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+            each.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+    if thread is not threading.current_thread():
+        thread.join(timeout=2.0)

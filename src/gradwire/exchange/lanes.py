@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 0.5
+"""For waits that fail by themselves when their connections are shut down: their errors say more."""
 CPU_LANES = 2
 """A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
 
@@ -111,7 +113,7 @@ class Lanes:
             wires, beats = self._told_first(lambda link: connect_wires(link, CPU_LANES if device.type == "cpu" else 0))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire
-            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._break_off)
+            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence)
         self._roll_call = RollCall(self.group, self._name)
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
@@ -201,6 +203,13 @@ class Lanes:
     def _break_off(self) -> None:
         for lane in [*self.data, self.control]:
             lane.link.break_off()
+
+    def _silence(self) -> None:
+        """A machine fell silent: end all waits. In the thread of the heartbeats."""
+        self._break_off()
+        time.sleep(_GRACE_S)
+        for lane in [*self.data, self.control]:
+            lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
 
     @property
     def _patience_s(self) -> float:

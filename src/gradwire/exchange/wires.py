@@ -86,7 +86,7 @@ def _card(listener: socket.socket | None, token: bytes) -> dict[str, str | int]:
         return {}
     host, port = listener.getsockname()[:2]
     plain = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"  # else the script wants gloo's encryption
-    able = {"version": __version__, "frame": _FRAME, "wires": available() is None and plain}
+    able: dict[str, str | int] = {"version": __version__, "frame": _FRAME, "wires": available() is None and plain}
     return able | {"host": host, "port": port, "token": token.hex()}
 
 
