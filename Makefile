@@ -1,11 +1,11 @@
-# The commands to remember: make demo | unit | test | test-slow | check | wheel | bench | soak | fuzz | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | test | test-slow | check | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: demo unit test test-slow check wheel bench soak fuzz fmt clean
+.PHONY: demo unit test test-slow check wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -43,7 +43,10 @@ soak: .venv/.dev
 	PYTHONPATH=tests:tests/support $(PY) -m soak
 
 fuzz: .venv/.dev
-	PYTHONPATH=tests/unit/compressors $(PY) tests/support/payload_fuzz.py
+	PYTHONPATH=tests/unit/compressors:tests/support $(PY) tests/support/payload_fuzz.py
+
+fuzz-threads: .venv/.dev
+	PYTHONPATH=tests/support $(PY) tests/support/lane_fuzz.py
 
 fmt: .venv/.dev
 	$(PY) -m ruff check --fix src tests benchmarks examples setup.py

@@ -11,6 +11,7 @@ PARTS = {
     "builds": "two builds of the C++ kernels beside each other: is any kernel slower than it was?",
     "gpu": "GB/s of every GPU kernel, beside a copy; says so where there is no GPU",
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
+    "checksums": "what checksums add to encode and decode of a gradient that is in no cache",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",

@@ -102,7 +102,7 @@ GW_CRC_TARGET uint32_t by_instruction(uint32_t crc, const unsigned char* bytes, 
 #endif
 
 #ifdef GRADWIRE_HAVE_AVX512
-#define GW_FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
+#define GW_FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 
 // Eight polynomials of 128 bits, times x^2048, plus the next ones. Bit k of a product stands for x^(126 - k), and of a register
 // for x^(127 - k): the factors are smaller by an x, and by x^32, since they have 32 bits of 64.
@@ -111,20 +111,58 @@ GW_FOLD_TARGET inline __m512i fold(__m512i folded, __m512i factors, const unsign
   return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(next), 0x96);
 }
 
-GW_FOLD_TARGET uint32_t by_folding(uint32_t crc, const unsigned char* bytes, size_t count) {
+GW_FOLD_TARGET inline void begin(__m512i* folded, const unsigned char* bytes) {
+  for (int at = 0; at < 4; ++at) folded[at] = _mm512_loadu_si512(bytes + 64 * at);
+}
+
+// 256 bytes at a time, up to `end`; returns where it stopped.
+GW_FOLD_TARGET inline const unsigned char* fold_on(__m512i* folded, const unsigned char* bytes, const unsigned char* end) {
   static const uint32_t first = power_of_x(2048 + 31), second = power_of_x(2048 - 33);
+  const __m512i factors = _mm512_set4_epi64(second, first, second, first);
+  for (; end - bytes >= 256; bytes += 256)
+    for (int at = 0; at < 4; ++at) folded[at] = fold(folded[at], factors, bytes + 64 * at);
+  return bytes;
+}
+
+GW_FOLD_TARGET uint32_t by_folding(uint32_t crc, const unsigned char* bytes, size_t count) {
+  const unsigned char* const end = bytes + count;
   if (count >= 1024) {
-    const __m512i factors = _mm512_set4_epi64(second, first, second, first);
     __m512i folded[4];
-    for (int at = 0; at < 4; ++at) folded[at] = _mm512_loadu_si512(bytes + 64 * at);
+    begin(folded, bytes);
     folded[0] = _mm512_xor_si512(folded[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
-    for (bytes += 256, count -= 256; count >= 256; bytes += 256, count -= 256)
-      for (int at = 0; at < 4; ++at) folded[at] = fold(folded[at], factors, bytes + 64 * at);
+    bytes = fold_on(folded, bytes + 256, end);
     unsigned char rest[256];
     std::memcpy(rest, folded, 256);
     crc = by_instruction(0, rest, 256);
   }
-  return by_instruction(crc, bytes, count);
+  return by_instruction(crc, bytes, size_t(end - bytes));
+}
+
+GW_FOLD_TARGET void fold_along(Summing& sum, const uint8_t* end) {
+  __m512i folded[4];
+  if (end - sum.next < 256) return;
+  if (sum.next == sum.first) {
+    begin(folded, sum.next);
+    sum.next += 256;
+  } else {
+    begin(folded, sum.folded);
+  }
+  sum.next = fold_on(folded, sum.next, end);
+  std::memcpy(sum.folded, folded, 256);
+}
+
+// The product of two polynomials, modulo the checksum's: bit k of the product of registers, moved by one, stands for x^(63 - k).
+GW_FOLD_TARGET uint32_t multiply_fast(uint32_t a, uint32_t b) {
+  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi32_si128(int(a)), _mm_cvtsi32_si128(int(b)), 0x00);
+  const uint64_t moved = uint64_t(_mm_cvtsi128_si64(product)) << 1;
+  return _mm_crc32_u32(0, uint32_t(moved)) ^ uint32_t(moved >> 32);
+}
+
+// What so many zero bytes behind bytes make of their checksum.
+uint32_t skip(uint32_t crc, size_t count) {
+  for (uint32_t square = power_of_x(8); count; count >>= 1, square = multiply_fast(square, square))
+    if (count & 1) crc = multiply_fast(crc, square);
+  return crc;
 }
 #endif
 
@@ -140,7 +178,34 @@ Crc fastest() {
   return by_table;
 }
 
+void not_along(Summing&, const uint8_t*) {}
+
 }  // namespace
+
+thread_local Encoded* asked = nullptr;
+
+Summing summing() {
+  Summing sum;
+  sum.along = not_along;
+#ifdef GRADWIRE_HAVE_AVX512
+  if (fastest() == by_folding) sum.along = fold_along;
+#endif
+  sum.first = sum.next = nullptr;
+  return sum;
+}
+
+uint32_t checksum_of(const Summing& sum, const void* payload, size_t count) {
+#ifdef GRADWIRE_HAVE_AVX512
+  if (sum.next != sum.first) {
+    const unsigned char* const bytes = static_cast<const unsigned char*>(payload);
+    const uint32_t before = by_folding(~0u, bytes, size_t(sum.first - bytes));
+    const uint32_t codes = by_instruction(by_instruction(0, sum.folded, 256), sum.next, count - size_t(sum.next - bytes));
+    return ~(skip(before, count - size_t(sum.first - bytes)) ^ codes);
+  }
+#endif
+  (void)sum;
+  return crc32c(0, payload, count);
+}
 
 uint32_t crc32c(uint32_t before, const void* bytes, size_t count) {
   static const Crc chosen = fastest();
@@ -154,4 +219,15 @@ extern "C" __attribute__((visibility("default"))) uint32_t gw_crc32c(const void*
   using namespace gradwire;
   if (by_table) return ~gradwire::by_table(~0u, static_cast<const unsigned char*>(bytes), size_t(count));
   return crc32c(0, bytes, size_t(count));
+}
+
+// Runs an encode in its packed form. Returns the checksum of its payload, which it has computed on its way; -1 where it cannot do
+// that, or refuses its arguments.
+extern "C" __attribute__((visibility("default"))) int64_t gw_sum_encode(const char* (*encode)(const int64_t*),
+                                                                         const int64_t* words) {
+  gradwire::Encoded encoded{};
+  gradwire::asked = &encoded;
+  const char* const refused = encode(words);
+  gradwire::asked = nullptr;
+  return refused || !encoded.payload ? -1 : int64_t(encoded.checksum);
 }

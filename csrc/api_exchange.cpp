@@ -114,15 +114,15 @@ class Phase {
   void send(const Operation& operation) {
     Peer& peer = peer_of(operation);
     Message message = message_of(operation);
-    if (message.bytes != summed_) checksum_ = crc32c(0, message.bytes, message.expected_bytes);
-    summed_ = message.bytes;
-    message.header.checksum = checksum_;
+    if (message.bytes != summed_.payload || message.expected_bytes != summed_.count)
+      summed_ = {message.bytes, message.expected_bytes, crc32c(0, message.bytes, message.expected_bytes)};
+    message.header.checksum = summed_.checksum;
     peer.sending.push_back(message);
     push(peer, operation.peer);
   }
 
-  // A call may have changed what was sent before.
-  void called() { summed_ = nullptr; }
+  // A call may have changed what was sent before. `encoded` is what it encoded, if it summed that on its way.
+  void called(const Encoded& encoded) { summed_ = encoded; }
 
   // Until the first message of this peer that is not complete was `left` before.
   void receive(const Operation& operation, size_t left) {
@@ -245,8 +245,7 @@ class Phase {
   }
 
   std::vector<Peer> peers_;
-  const char* summed_ = nullptr;  // what was sent last, where it has not changed since; its checksum is here
-  uint32_t checksum_ = 0;
+  Encoded summed_{};  // what was encoded or sent last, where it has not changed since
   double timeout_s_;
   std::vector<pollfd> polled_;
   std::vector<int64_t> ranks_;
@@ -294,13 +293,17 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
       if (times) times[2 * at] = seconds_of(CLOCK_MONOTONIC);
       if (operation.kind == kCall) {
         const auto function = reinterpret_cast<const char* (*)(const int64_t*)>(operation.target);
-        if (const char* words = function(operation.arguments)) {
+        Encoded encoded{};
+        asked = &encoded;
+        const char* const words = function(operation.arguments);
+        asked = nullptr;
+        if (words) {
           std::snprintf(outcome->words, sizeof outcome->words, "%s", words);
           outcome->operation = at;
           outcome->peer = -1;
           return 1;
         }
-        phase.called();
+        phase.called(encoded);
       } else {
         const double before = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         if (operation.kind == kSend) phase.send(operation);

@@ -1,4 +1,5 @@
 // QSGD, casts, FP8, natural compression and QSGD's exponential levels.
+#include "checksum.hpp"
 #include "packed.hpp"
 
 namespace gradwire {
@@ -23,6 +24,9 @@ Call checked(const Tensor& segments, const Tensor& flat, const Tensor& payload, 
   check_payload(payload.numel, size.scales + size.codes);
   return call;
 }
+
+// Elements that are cast before their bytes are summed, which are still in the nearest cache then.
+constexpr int64_t kCastTile = 4096;
 
 Dtype wire_of(int64_t wire) {
   GW_CHECK(wire == 1 || wire == 2, "the wire dtype is bfloat16 (1) or float16 (2)");
@@ -61,9 +65,12 @@ Code fp8_of(int64_t format) {
 
 void encode_scaled(const Tensor* src, const Tensor* residual, const Tensor* segments, const Stream& stream,
                    const Scaled& how, const Tensor* payload) {
-  const ScaledCall call = checked_scaled(*segments, *src, *payload, how);
-  kernels().scaled_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count, stream,
-                          how, bytes_of(*payload));
+  ScaledCall call = checked_scaled(*segments, *src, *payload, how);
+  encode_and_sum(*payload, [&](Summing* sum) {
+    call.how.summing = sum;
+    kernels().scaled_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count, stream,
+                            call.how, bytes_of(*payload));
+  });
 }
 
 void decode_scaled(const Tensor* payload, const Tensor* segments, Code code, int64_t block, bool add, const Tensor* dst) {
@@ -81,9 +88,12 @@ using namespace gradwire;
 GW_API gw_qsgd_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, const Tensor* stream, int64_t block,
                       int64_t scale, int64_t rounding, const Tensor* payload) {
   return guarded([&] {
-    const Call call = checked(*segments, *src, *payload, block, scale, rounding);
-    kernels().qsgd_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count,
-                          stream_of(*stream), call.q, bytes_of(*payload));
+    Call call = checked(*segments, *src, *payload, block, scale, rounding);
+    encode_and_sum(*payload, [&](Summing* sum) {
+      call.q.summing = sum;
+      kernels().qsgd_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count,
+                            stream_of(*stream), call.q, bytes_of(*payload));
+    });
   });
 }
 
@@ -98,7 +108,19 @@ GW_API gw_qsgd_decode(const Tensor* payload, const Tensor* segments, int64_t blo
 GW_API gw_cast_encode(const Tensor* src, const Tensor* residual, int64_t wire, const Tensor* payload) {
   return guarded([&] {
     check_cast(*src, *payload);
-    kernels().cast_encode(src->data, dtype_of(*src), remembered(residual, *src), src->numel, wire_of(wire), bytes_of(*payload));
+    float* const left = remembered(residual, *src);
+    const auto* const from = static_cast<const uint8_t*>(src->data);
+    uint8_t* const out = bytes_of(*payload);
+    const Dtype dtype = dtype_of(*src), into = wire_of(wire);
+    encode_and_sum(*payload, [&](Summing* sum) {
+      if (sum) sum->first = sum->next = out;
+      const int64_t most = sum ? kCastTile : src->numel;
+      for (int64_t at = 0; at < src->numel; at += most) {
+        const int64_t numel = std::min(most, src->numel - at);
+        kernels().cast_encode(from + at * item_bytes(dtype), dtype, left ? left + at : nullptr, numel, into, out + 2 * at);
+        if (sum) sum->along(*sum, out + 2 * (at + numel));
+      }
+    });
   });
 }
 

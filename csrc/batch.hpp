@@ -183,6 +183,7 @@ static __attribute__((noinline)) i64 encode_batches(const float* __restrict from
     from += stride;
     left += Residual ? stride : 0;
     out += batch * code_bytes(block, block, bits, Levels::ternary);
+    if (q.summing) q.summing->along(*q.summing, out);
     done += batch;
     if (!good) break;
   }

@@ -40,10 +40,19 @@ struct Stream {
   int64_t seed, step, encode, rank;
 };
 
+// The checksum of a payload's codes, taken while they are written: they are still in the nearest cache then.
+struct Summing {
+  void (*along)(Summing& sum, const uint8_t* end);  // codes are there up to `end`
+  const uint8_t* first;                             // code
+  const uint8_t* next;                              // the first byte that is not summed yet
+  alignas(64) uint8_t folded[256];
+};
+
 struct Quantiser {
   int64_t block;
   Scale scale;
   Rounding rounding;
+  Summing* summing = nullptr;
 };
 
 // What a payload of blocks with one scale each holds, beside QSGD's uniform levels.
@@ -54,6 +63,7 @@ struct Scaled {
   Code code;
   Scale scale;        // of exponential levels
   Rounding rounding;  // of those too
+  Summing* summing = nullptr;
 };
 
 // bytes of the two sections of a payload

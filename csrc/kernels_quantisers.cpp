@@ -81,7 +81,7 @@ void cast_decode(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, boo
 
 void scaled_encode(const Gradient& src, float* residual, const Segment* segments, int64_t count, const Stream& stream,
                           const Scaled& how, uint8_t* payload) {
-  const Quantiser q{how.block, how.scale, how.rounding};
+  const Quantiser q{how.block, how.scale, how.rounding, how.summing};
   switch (how.code) {
     case Code::e4m3: return encode_with<ScaledCodec<Fp8<3>>>(src, residual, segments, count, stream, q, payload);
     case Code::e5m2: return encode_with<ScaledCodec<Fp8<2>>>(src, residual, segments, count, stream, q, payload);

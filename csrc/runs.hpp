@@ -46,6 +46,7 @@ static void encode_segments(const Gradient& src, float* residual, const Segment*
   u8* scales = payload;
   u8* const first_code = payload + coded_size(segments, count, q.block, Codec::words, Codec::bits, Codec::ternary).scales;
   u8* out = first_code;
+  if (q.summing) q.summing->first = q.summing->next = first_code;
   for (i64 s = 0; s < count; ++s) {
     const Segment& seg = segments[s];
     const u64 key = stream_key(stream, seg.key);

@@ -1,9 +1,15 @@
 """The checksum of messages is CRC32C: by the processor's instruction, by a table, and in plain torch."""
 
+import ctypes
+import itertools
+
 import pytest
 import torch
 
-from gradwire.kernels import checksum, cpu
+from benchmarks.levels import use_level
+from gradwire.core import native
+from gradwire.core.payload import coded_bytes, qsgd_bytes
+from gradwire.kernels import Segment, Segments, checksum, cpu
 from gradwire.kernels.reference.checksum import crc32c as reference
 
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 63, 123, 2047, 2048, 4097, 6143, 6144, 6145, 12288 + 5, 100_003]
@@ -30,3 +36,35 @@ def test_ranks_without_the_library_compute_the_same(monkeypatch: pytest.MonkeyPa
     with_library = checksum.crc32c(values)
     monkeypatch.setattr(checksum, "available", lambda: "was not built")
     assert checksum.crc32c(values) == with_library
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["qsgd_encode", "fp8_encode", "natural_encode", "exponential_encode", "cast_encode"])
+def test_an_encoder_that_sums_on_its_way_sums_the_same(kernel: str, dtype: torch.dtype, feedback: bool) -> None:
+    """At every level; also where a part of a gradient is not finite and where tensors end in the middle of a block."""
+    shapes = [(1,), (37,), (128,), (1000, 1, 130), (4096, 5000), (100_003,), (2**17, 7, 2**16 + 1)]
+    for numels, bits, block in itertools.product(shapes, [2, 3, 4, 8], [64, 96, 128]):
+        x = torch.randn(sum(numels), generator=torch.Generator().manual_seed(bits)).to(dtype)
+        if len(numels) == 2:
+            x[4500] = torch.inf
+        starts = itertools.accumulate(numels, initial=0)
+        segments = Segments.of([Segment(at, numel, 7, 0, bits) for at, numel in zip(starts, numels, strict=False)])
+        residual, stream = torch.zeros_like(x, dtype=torch.float32) if feedback else None, torch.tensor([3, 1, 0, 0])
+        runs = [(numel, bits) for numel in numels]
+        sizes, how = {
+            "qsgd_encode": (qsgd_bytes(runs, block, "max"), [segments, stream, block, "max", "stochastic"]),
+            "exponential_encode": (coded_bytes(runs, block), [segments, stream, block, "max", "nearest"]),
+            "fp8_encode": (coded_bytes([(numel, 8) for numel in numels], block), [segments, block, "e4m3"]),
+            "natural_encode": (coded_bytes([(numel, 8) for numel in numels], block), [segments, stream, block]),
+            "cast_encode": ((2 * x.numel(),), [torch.float16]),
+        }[kernel]
+        payload = torch.zeros(sum(sizes), dtype=torch.uint8)
+        call = cpu.call(kernel, x, residual, *how, payload)
+        words = (ctypes.c_int64 * len(call.words))(*call.words)
+        summing = native.library()["gw_sum_encode"]
+        summing.argtypes, summing.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int64
+        for level in cpu.levels():
+            with use_level(level):
+                assert summing(call.function, words) == checksum.crc32c(payload), (numels, bits, block, level)

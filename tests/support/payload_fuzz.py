@@ -1,67 +1,42 @@
-"""`make fuzz`: a million damaged payloads through every decoder, under AddressSanitizer.
+"""`make fuzz`: a million damaged payloads through every decoder, and some large ones, under AddressSanitizer and
+UndefinedBehaviorSanitizer.
 
-    PYTHONPATH=tests/unit/compressors python tests/support/payload_fuzz.py [--payloads 1000000] [--seed 0]
+    PYTHONPATH=tests/unit/compressors python tests/support/payload_fuzz.py [--payloads 1000000] [--large 100] [--seed 0]
 
-Builds the kernels with -fsanitize=address, then runs itself with the sanitizer's library loaded first. A payload that was
-cut, grew or changed is decoded or refused with PayloadError; anything else, and whatever the sanitizer finds, is a failure.
+Builds the kernels with -fsanitize=address,undefined, then runs itself with the sanitizers' libraries loaded first. A payload that
+was cut, grew or changed is decoded or refused with PayloadError; anything else, and whatever a sanitizer finds, is a failure.
+Large payloads have 1 to 64 MB.
 """
 
 import argparse
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-INSIDE = "GRADWIRE_FUZZ_LIBRARY"
+from sanitizers import ROOT, run_again, use_library
+
+LARGEST_BYTES = 64 * 2**20
+MOST_ELEMENTS = 64 * 2**20
+"""Of a large gradient: Top-k would take billions to fill a payload."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--payloads", type=int, default=1_000_000)
+    parser.add_argument("--large", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if library := os.environ.get(INSIDE):
-        return fuzz(Path(library), options.payloads, options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "setup.py",
-            "-q",
-            "build_ext",
-            "--build-lib",
-            folder,
-            "--build-temp",
-            f"{folder}/temp",
-        ]
-        flags = os.environ | {"GRADWIRE_CXXFLAGS": "-fsanitize=address -fno-omit-frame-pointer -g1"}
-        subprocess.run(command, cwd=ROOT, env=flags, check=True, stderr=subprocess.DEVNULL)
-        libraries = [  # the sanitizer looks for the thrower of exceptions when it starts
-            subprocess.run(
-                ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for name in ("libasan.so", "libstdc++.so")
-        ]
-        environment = os.environ | {
-            INSIDE: f"{folder}/gradwire/_native.so",
-            "LD_PRELOAD": " ".join(libraries),
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
-        }
-        return subprocess.run([sys.executable, *sys.argv], env=environment).returncode
+    if use_library():
+        return fuzz(options.payloads, options.large, options.seed)
+    return run_again(
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        ["libasan.so", "libubsan.so"],
+        {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    )
 
 
-def fuzz(library: Path, payloads: int, seed: int) -> int:
-    from gradwire.core import native
-    from gradwire.kernels import cpu
-
-    native.LIBRARY = library
-    if problem := cpu.available():
-        print(problem, file=sys.stderr)
-        return 1
+def fuzz(payloads: int, large: int, seed: int) -> int:
     sys.path.append(str(ROOT))
     import torch
     from test_laws import FEEDBACK, SPECS, codec_of
@@ -69,23 +44,30 @@ def fuzz(library: Path, payloads: int, seed: int) -> int:
     from benchmarks.levels import use_level
     from gradwire.core import PowerSGD
     from gradwire.errors import PayloadError
+    from gradwire.kernels import cpu
 
     torch.set_num_threads(1)
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     specs = [spec for spec in dict.fromkeys([*SPECS, *FEEDBACK]) if not isinstance(spec, PowerSGD)]
     ends: Counter[str] = Counter()
     began = told = time.monotonic()
-    done = 0
-    while done < payloads:
+    done = largest = 0
+    while done < payloads + large:
         spec, dtype = chance.choice(specs), chance.choice([torch.float32, torch.bfloat16, torch.float16])
-        numels = tuple(chance.choice([0, 1, 5, 8, 33, 128, 300, 1025]) for _ in range(chance.randint(1, 3))) or (1,)
+        small = done >= large
+        numels = (
+            (numel_for(spec, dtype, chance),)
+            if not small
+            else tuple(chance.choice([0, 1, 5, 8, 33, 128, 300, 1025]) for _ in range(chance.randint(1, 3))) or (1,)
+        )
         if not sum(numels):
             continue
         codec = codec_of(spec, numels, dtype)
         level = chance.choice(cpu.levels())
         with use_level(level):
             good = codec.encode(torch.randn(sum(numels), generator=generator).to(dtype)).clone()
-            for _ in range(100):
+            largest = max(largest, good.numel())
+            for _ in range(100 if small else 2):
                 payload, add = damaged(good, chance, generator), chance.random() < 0.5
                 dst = torch.zeros(sum(numels), dtype=torch.float32 if add else dtype)
                 try:
@@ -97,8 +79,19 @@ def fuzz(library: Path, payloads: int, seed: int) -> int:
         if time.monotonic() - told > 10:
             told = time.monotonic()
             print(f"{done} of {payloads} payloads after {told - began:.0f} s: {dict(ends)}", flush=True)
-    print(f"{done} payloads of {len(specs)} specs, {dict(ends)}, nothing found, in {time.monotonic() - began:.0f} s")
+    took = f"{time.monotonic() - began:.0f} s"
+    print(f"{done} payloads of {len(specs)} specs, up to {largest} bytes, {dict(ends)}, nothing found, in {took}")
     return 0
+
+
+def numel_for(spec: "Spec", dtype: "torch.dtype", chance: random.Random) -> int:  # noqa: F821
+    """How many elements have a payload of 1 to 64 MB, as far as there is room for so many."""
+    from test_laws import codec_of
+
+    trial = 2**16
+    bytes_per_element = codec_of(spec, (trial,), dtype).payload.numel() / trial
+    wanted = LARGEST_BYTES / 64 ** chance.random()
+    return min(MOST_ELEMENTS, int(wanted / bytes_per_element)) - chance.randrange(100)
 
 
 def damaged(good: "torch.Tensor", chance: random.Random, generator: "torch.Generator") -> "torch.Tensor":  # noqa: F821

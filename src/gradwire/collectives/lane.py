@@ -5,7 +5,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.collectives.link import Link
@@ -20,6 +21,7 @@ class Lane:
     def __init__(self, name: str, link: Link) -> None:
         self.link = link
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
         # a daemon: a thread that waits for a dead rank must not keep the process alive
         self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
         with short_slices():
@@ -29,8 +31,19 @@ class Lane:
     def submit(self, job: Callable[[Link], T]) -> "Future[T]":
         """Run job(link) on the lane's thread, after all jobs before it."""
         future: Future[T] = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         self._jobs.put((lambda: job(self.link), future))
         return future
+
+    def cut(self, error: Exception) -> None:
+        """Fail all jobs that are not done. For any thread.
+
+        Gloo never ends the wait for a send that had begun when its connection was shut down. The lane's thread may have to wait
+        until the timeout; those who wait for the lane need not."""
+        for future in list(self._pending):
+            with contextlib.suppress(InvalidStateError):  # done meanwhile
+                future.set_exception(error)
 
     def stop(self) -> None:
         """End the thread. A collective that still waits fails, here and on the other ranks."""
@@ -42,10 +55,12 @@ def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
     while (item := jobs.get()) is not None:
         job, future = item
         try:
-            future.set_result(job())
+            done = partial(future.set_result, job())
         except BaseException as error:
-            future.set_exception(error)
-        del item, job, future
+            done = partial(future.set_exception, error)
+        with contextlib.suppress(InvalidStateError):  # it was cut
+            done()
+        del item, job, future, done
     link.close()
 
 

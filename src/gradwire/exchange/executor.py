@@ -26,7 +26,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from gradwire.collectives import Link, Meter
+from gradwire.collectives import Link, LinkError, Meter
 from gradwire.collectives.streams import Mark, Streams
 from gradwire.core.launch import launch_tasks, tasks_by_lane
 from gradwire.core.plan import Plan
@@ -110,6 +110,11 @@ class _Progress:
             if not self._left[bucket] and not self.done[bucket].done():
                 self.done[bucket].set_result(self._marks[bucket])
 
+    def lane_done(self, result: "Future[Any]") -> None:
+        """A lane did its last task, or failed, or was cut."""
+        if result.exception() is not None:
+            self.fail()
+
     def fail(self) -> None:
         """A lane failed or was let go."""
         with self._lock:
@@ -173,6 +178,8 @@ class Executor:
             lane.submit(partial(self._run, number, tasks, progress))
             for number, (lane, tasks) in enumerate(zip(self.lanes.data, lists, strict=True))
         ]
+        for future in self._running:
+            future.add_done_callback(progress.lane_done)
 
     def _of_part(self, phases: str, buckets: tuple[int, ...]) -> "_StepTasks":
         """What a step that runs these phases of these buckets does."""
@@ -231,8 +238,13 @@ class Executor:
         """The error of a lane that has failed in this step."""
         if not self._progress.has_failed:
             return None
-        errors = [future.exception() for future in self._running if future.done()]
-        return next((error for error in errors if isinstance(error, TaskFailed)), None)
+        errors = [future.exception() if future.done() else None for future in self._running]
+        cut = [
+            TaskFailed(at or PhaseTask(0, 0, 0), error)
+            for at, error in zip(self._at, errors, strict=False)
+            if isinstance(error, LinkError)
+        ]
+        return next((error for error in errors if isinstance(error, TaskFailed)), cut[0] if cut else None)
 
     def waiting_for(self) -> str:
         """The first task that no lane has done yet, in words; '' where all are done."""

@@ -19,6 +19,7 @@ from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
 from gradwire.exchange.flight import Flight
+from gradwire.exchange.heartbeats import Heartbeats
 from gradwire.exchange.wires import connect_wires
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 0.5
+"""For waits that fail by themselves when their connections are shut down: their errors say more."""
 CPU_LANES = 2
 """A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
 
@@ -79,6 +82,7 @@ class Lanes:
         """Whether `mend` can end the failure: nothing is under way on any rank."""
         self.running: weakref.ref[Executor] | None = None
         """What used the lanes last."""
+        self._heartbeats: Heartbeats | None = None
         self.hold = False
         """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
         self.times: list[TaskTimes] | None = None
@@ -105,10 +109,11 @@ class Lanes:
             return
         for number in range(CPU_LANES if device.type == "cpu" else 1):
             self.data.append(self._lane(str(number), device))
-        if device.type == "cpu" and self.group.world_size > 1:
-            wires = self._told_first(lambda link: connect_wires(link, CPU_LANES))
+        if self.group.world_size > 1:
+            wires, beats = self._told_first(lambda link: connect_wires(link, CPU_LANES if device.type == "cpu" else 0))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire
+            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence)
         self._roll_call = RollCall(self.group, self._name)
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
@@ -125,6 +130,8 @@ class Lanes:
         """End the threads. A collective that one of them is stuck in fails, here and on the other ranks."""
         for lane in [*self.data, self.control]:
             lane.stop()
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
 
     def run(self, lane: Lane, job: Callable[[Link], None]) -> None:
         """Do something on a lane that touches tensors which the caller's stream has written. Returns when the caller's stream
@@ -197,6 +204,13 @@ class Lanes:
         for lane in [*self.data, self.control]:
             lane.link.break_off()
 
+    def _silence(self) -> None:
+        """A machine fell silent: end all waits. In the thread of the heartbeats."""
+        self._break_off()
+        time.sleep(_GRACE_S)
+        for lane in [*self.data, self.control]:
+            lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
+
     @property
     def _patience_s(self) -> float:
         """For the rendezvous store."""
@@ -217,10 +231,15 @@ class Lanes:
                 )
             )
         self._break_off()  # ranks that wait for this one need not wait for the timeout
-        silent, told = self._roll_call.missing(self._patience_s)
+        beats = self._heartbeats.silent() if self._heartbeats is not None else []
+        # the machine of a rank that is known to be dead may host the store
+        silent, told = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
+        dead = [rank for rank in silent if group.global_ranks.index(rank) in beats]
         others = [rank for rank in silent if rank != peer]
         if told:
             who = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items())
+        elif dead:
+            who = f"{_ranks(dead)} did not answer, nor did the kernel of the machine: it lost power, or the network to it failed"
         elif peer in silent:
             who = f"rank {peer} did not answer"
             if others:

@@ -1,4 +1,5 @@
-"""Connects the wires of all lanes, where every rank can run phases in C++; else gloo carries gradients as well."""
+"""Connects the wires of all lanes, where every rank can run phases in C++ (else gloo carries gradients as well), and the
+connections for heartbeats."""
 
 import json
 import logging
@@ -23,33 +24,34 @@ Mesh = dict[int, socket.socket]
 """The connections of a lane, by rank."""
 _HELLO = struct.Struct("<16sII")
 """A token of the listener, the rank, and the lane."""
-_FRAME = 2
-"""The version of what a message on a wire looks like: 2 has checksums."""
+_FRAME = 3
+"""The version of what ranks connect and what a message on a wire looks like: 2 has checksums, 3 heartbeats."""
 _PATIENCE_S = 30.0
 """For connections; less than half of the group's own timeout, since the other ranks wait for the outcome."""
 _HELLO_S = 1.0
 """For what whoever connects has to say."""
 
 
-def connect_wires(control: Link, lanes: int) -> list[Wire]:
-    """One wire for each lane; none where a rank has no C++ library, runs another version, or cannot be reached. Collective, on
-    the control lane."""
+def connect_wires(control: Link, lanes: int) -> tuple[list[Wire], Mesh]:
+    """One wire for each lane, none where a rank has no C++ library; and the connections for heartbeats. Neither where a rank runs
+    another version, or cannot be reached. Collective, on the control lane."""
     token = secrets.token_bytes(16)
     listener = _listen(control, lanes)
-    meshes: list[Mesh] = [{} for _ in range(lanes)]
+    meshes: list[Mesh] = []
     try:
         own = _card(listener, token)
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(own).encode())]
         if listener is None or not all(_is_ours(card) for card in cards):
-            return []
+            return [], {}
+        meshes = [{} for _ in range(1 + lanes if all(card["wires"] for card in cards) else 1)]
         until = time.monotonic() + min(_PATIENCE_S, 0.4 * control.timeout.total_seconds())
         # a listener's queue holds connections that nobody has accepted yet: so all know who failed before anybody waits
         for step in (partial(_connect, control, cards), partial(_accept, control, listener, token)):
             if problems := _problems(control, partial(step, meshes, until)):
                 log.info("gloo carries gradients: %s", problems)
-                return []
-        connected, meshes = meshes, []
-        return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected]
+                return [], {}
+        (beats, *connected), meshes = meshes, []
+        return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected], beats
     finally:
         for connection in (connection for mesh in meshes for connection in mesh.values()):
             connection.close()
@@ -70,21 +72,22 @@ def _problems(control: Link, step: Callable[[], None]) -> str:
 
 def _listen(control: Link, lanes: int) -> socket.socket | None:
     host = control.own_host
-    plain = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"  # else the script wants gloo's encryption
-    if available() is not None or host is None or not plain:
+    if host is None:
         return None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with suppress(OSError):
-        return socket.create_server((host, 0), family=family, backlog=lanes * control.world_size)
+        return socket.create_server((host, 0), family=family, backlog=(1 + lanes) * control.world_size)
     return None
 
 
 def _card(listener: socket.socket | None, token: bytes) -> dict[str, str | int]:
-    """What a rank tells of itself; nothing where it has no wires."""
+    """What a rank tells of itself; nothing where it cannot be reached."""
     if listener is None:
         return {}
     host, port = listener.getsockname()[:2]
-    return {"version": __version__, "frame": _FRAME, "host": host, "port": port, "token": token.hex()}
+    plain = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"  # else the script wants gloo's encryption
+    able: dict[str, str | int] = {"version": __version__, "frame": _FRAME, "wires": available() is None and plain}
+    return able | {"host": host, "port": port, "token": token.hex()}
 
 
 def _is_ours(card: dict[str, str | int]) -> bool:

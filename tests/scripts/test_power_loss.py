@@ -1,0 +1,111 @@
+"""Machines that fall silent without closing: packets to and from a node vanish in the middle of training."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.exchange.heartbeats import IDLE_S, INTERVAL_S, MISSED
+from gradwire.testbed import EmulatedCluster, namespaces, permission_problem
+from gradwire.testbed.namespaces import needs_user_namespace
+
+pytestmark = pytest.mark.network
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SOURCE = SUPPORT.parents[1] / "src"
+RANKS = 3
+FOUND_S = 10.0
+"""What is promised; the group's timeout is 60 s."""
+BUSY_S = 11.0
+"""What rank 0 computes in the scenario "alone", and hears of nothing meanwhile."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[EmulatedCluster]:
+    if (reason := permission_problem()) is not None or needs_user_namespace():
+        pytest.skip(f"no network namespaces here: {reason or 'not root'}")
+    with EmulatedCluster(RANKS, inter="1gbit") as made:
+        yield made
+    assert namespaces.existing(f"gradwire-{namespaces.this_owner()}-") == []
+
+
+class Training:
+    """Runs power_loss.py, and cuts the link of a node for as long as asked whenever the ranks are ready."""
+
+    def __init__(self, cluster: EmulatedCluster, victims: dict[str, int], outage_s: float | None = None) -> None:
+        """`victims`: by scenario the node to cut off, until all ranks were told where there is no `outage_s`."""
+        self.told: dict[str, dict[int, tuple[float, str]]] = {scenario: {} for scenario in victims}
+        """By scenario and rank: after how many seconds it was told what."""
+        self.ends: dict[str, dict[int, str]] = {scenario: {} for scenario in victims}
+        self._cluster, self._victims, self._outage_s = cluster, victims, outage_s
+        self._cut_at, self.lines = 0.0, [""]
+        paths = os.pathsep.join([str(SUPPORT), str(SOURCE)])
+        argv = [sys.executable, "-u", str(SUPPORT / "power_loss.py"), *victims]
+        code = cluster.run(argv, env={"PYTHONPATH": paths}, on_line=self._line, timeout=140.0)
+        assert code == 0, "\n".join(self.lines[-40:])
+
+    def _line(self, rank: int, stream: str, line: str) -> None:
+        self.lines.append(f"[{rank}] {line}")
+        what, scenario, words = [*line.split(" ", 2), "", ""][:3]
+        if what == "ready" and (victim := self._victims[scenario]) >= 0:
+            self._cluster.set_link(victim, up=False)
+            self._cut_at = time.monotonic()
+            if self._outage_s is not None:
+                time.sleep(self._outage_s)
+                self._cluster.set_link(victim, up=True)
+        elif what == "told":
+            self.told[scenario][rank] = time.monotonic() - self._cut_at, words
+            if len(self.told[scenario]) == RANKS:
+                self._cluster.set_link(self._victims[scenario], up=True)
+        elif what == "end":
+            self.ends[scenario][rank] = words
+
+
+def expect_named(training: Training, scenario: str, victim: int) -> None:
+    told = training.told[scenario]
+    assert sorted(told) == list(range(RANKS)), training.lines
+    for rank, (seconds, words) in told.items():
+        alone = scenario == "alone" and rank == 0
+        assert seconds < FOUND_S + (BUSY_S if alone else 0), (scenario, rank, seconds, words)
+        if rank == victim:
+            others = ", ".join(str(other) for other in range(RANKS) if other != victim)
+            assert f"ranks {others} did not answer, nor did the kernel" in words
+        else:
+            assert f"rank {victim} did not answer, nor did the kernel" in words, words
+
+
+def test_a_machine_without_power_is_found_in_an_exchange(cluster: EmulatedCluster) -> None:
+    expect_named(Training(cluster, {"wires": 2}), "wires", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victims",
+    [{"gloo": 0, "alone": 2, "pipelined": 1}, {"sharded": 2, "delayed": 0, "local": 1}],
+    ids=["gloo, alone, pipelined", "sharded, delayed, local"],
+)
+def test_a_machine_without_power_is_found_in_all_schedules(cluster: EmulatedCluster, victims: dict[str, int]) -> None:
+    """Also where gloo carries gradients, and where a rank computes; and where the machine is the store's host."""
+    training = Training(cluster, victims)
+    for scenario, victim in victims.items():
+        expect_named(training, scenario, victim)
+
+
+@pytest.mark.slow
+def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
+    outage_s = 3.0
+    assert outage_s < IDLE_S + INTERVAL_S * MISSED
+    training = Training(cluster, {"flap": 1}, outage_s)
+    assert len(set(training.ends["flap"].values())) == 1, training.lines
+    assert sorted(training.ends["flap"]) == list(range(RANKS)), training.lines
+
+
+@pytest.mark.slow
+def test_slow_and_stopped_ranks_are_not_taken_for_dead(cluster: EmulatedCluster) -> None:
+    """One computes for 15 s, one is stopped for 12 s; the others' messages fill the windows of their connections."""
+    training = Training(cluster, {"slow": -1})
+    assert len(set(training.ends["slow"].values())) == 1, training.lines
+    assert sorted(training.ends["slow"]) == list(range(RANKS)), training.lines
