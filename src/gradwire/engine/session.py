@@ -317,11 +317,12 @@ class Session(Observer):
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():
             return
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.reducer.arrivals.awaited = self.reducer.synchronise
         self.schedule.on_forward(module)
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             CROSSING.uses()
-            self.reducer.arrivals.awaited = module.training and self.reducer.synchronise
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
             if self.driver is not None and module.training:
