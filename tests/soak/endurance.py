@@ -1,6 +1,7 @@
 """Thousands of steps under auto: ranks stay equal bit for bit, memory stays flat, and nothing is left afterwards."""
 
 import gc
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def go_on(steps: int) -> tuple[int, int, int, int, int]:
 def train(steps: int) -> tuple[int, int, list[int]]:
     """How often weights were compared, auto's decisions, and the resident bytes at each look."""
     torch.manual_seed(dist.get_rank())
+    logging.getLogger("gradwire").setLevel(logging.WARNING)  # not what auto decides
     model = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     handle = gw.parallelize(model, optimizer, drift_check_steps=DRIFT_CHECK_STEPS)

@@ -231,7 +231,8 @@ def corrupted(stage: Stage) -> str:
         stage.job = replace(stage.job, spec=chance.choice(QUANTISED))
     if stage.schedule == "auto":  # a plan that encodes is certain only while it begins
         stage.notes.not_comparable = "auto was still trying plans"
-    first = 1 if stage.schedule == "auto" else chance.randint(2, 7)
+    # the hook makes its exchange anew after the second step
+    first = 1 if stage.schedule == "auto" else chance.randint(4 if stage.schedule == HOOK else 2, 8)
     fault = Fault("corrupted", chance.randrange(stage.size), first, draw=chance.random())
     job = replace(
         stage.job, steps=30, checkpoint_every=2, drift_check_steps=5, fault=fault, by_gloo=chance.random() < 0.5

@@ -317,8 +317,6 @@ class Session(Observer):
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():
             return
-        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.reducer.arrivals.awaited = self.reducer.synchronise
         self.schedule.on_forward(module)
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
@@ -329,6 +327,8 @@ class Session(Observer):
                 self.inputs += sum(tensor.numel() for tensor in tensors_in((inputs, named)))
             if module.training:  # an evaluation may run on one rank only
                 self._broadcast_buffers(module)
+            # what other ranks wait for next is this rank's backward
+            self.reducer.arrivals.awaited = module.training and self.reducer.synchronise
 
     def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
         if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:
