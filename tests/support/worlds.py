@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -230,7 +231,14 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...], grace_s: float
     deadline = time.monotonic() + grace_s  # a thread that waits for a rank that failed ends with its collective
     while (left := gradwire_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return ("raised", f"it left threads: {left}") if left else ("returned", value)
+    return ("raised", f"it left threads:\n{_where_threads_are()}") if left else ("returned", value)
+
+
+def _where_threads_are() -> str:
+    """The last lines of each thread of gradwire's."""
+    frames = sys._current_frames()
+    ours = [each for each in threading.enumerate() if each.name.startswith("gradwire") and each.ident in frames]
+    return "\n".join(f"{each.name}:\n{''.join(traceback.format_stack(frames[each.ident or 0])[-3:])}" for each in ours)
 
 
 # ---- for the functions that run on ranks
