@@ -1,9 +1,9 @@
-"""Writes docs/compressors.md, one row for every compressor, and the table of collectives in docs/options.md.
+"""Writes docs/compressors.md, one row for every compressor, and the tables in docs/options.md, schedules.md and reliability.md.
 
     python -m benchmarks page
 
 Compressors come from the catalogue and from installed packages, collectives from `gradwire.core.collectives` and from installed
-packages. The numbers come from benchmarks/results/compressors.json and losses.json; what was not measured yet is a dash.
+packages. Numbers come from compressors.json, losses.json and soak.json in benchmarks/results; a dash was not measured yet.
 """
 
 import json
@@ -14,14 +14,16 @@ from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS
 from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
+from benchmarks.soak_page import soak_figures
 from gradwire.core.files import write_whole
 from gradwire.core.specs import ElementRun, example_specs
 from gradwire.planner.listing import collective_rows, compressor_rows, schedule_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, OPTIONS, SCHEDULES = DOCS / "compressors.md", DOCS / "options.md", DOCS / "schedules.md"
+RELIABILITY = DOCS / "reliability.md"
 BEGIN, END = "<!-- made by `python -m benchmarks page` -->\n", "<!-- until here -->\n"
-"""Around the tables of collectives and of schedules."""
+"""Around the tables of collectives and of schedules, and the figures of the soak."""
 JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
@@ -50,10 +52,11 @@ COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *
 def run(arguments: list[str]) -> int:
     """Write the page and the table."""
     write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
-    for path, made in ((OPTIONS, collectives_table()), (SCHEDULES, schedules_table())):
+    figures = soak_figures(_read("soak.json"))
+    for path, made in ((OPTIONS, collectives_table()), (SCHEDULES, schedules_table()), (RELIABILITY, figures)):
         before, _, rest = path.read_text().partition(BEGIN)
         write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
-    print(f"written to {PAGE}, {OPTIONS} and {SCHEDULES}")
+    print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES} and {RELIABILITY}")
     return 0
 
 

@@ -91,25 +91,26 @@ def test_the_exact_rule_is_at_least_as_small_as_the_others() -> None:
     assert sizes["exact"] <= min(sizes.values())
 
 
-def resume() -> tuple[bool, bool]:
+def resume(at: int) -> tuple[bool, bool]:
     model, again = Layers(), Layers()
     handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=15))
-    train(handle, model, range(20))
+    train(handle, model, range(at))
     state, weights = handle.state_dict(), {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(handle, model, range(20, 40))
+    train(handle, model, range(at, at + 20))
     other = gw.parallelize(again, plan=gw.AdaptiveBits(period=15))
     again.load_state_dict(weights)
     other.load_state_dict(state)
     adapted = len({spec for bucket in other.plan.buckets for spec in bucket.specs}) > 2
-    train(other, again, range(20, 40))
+    train(other, again, range(at, at + 20))
     same = digest(model.parameters()) == digest(again.parameters())
     handle.detach()
     other.detach()
     return adapted, same
 
 
-def test_a_resumed_run_goes_on_with_the_bits_it_had(worlds: Worlds) -> None:
-    assert worlds.run(2, resume) == [(True, True)] * 2
+@pytest.mark.parametrize("at", [20, 25], ids=["between two choices", "before a step that is measured"])
+def test_a_resumed_run_goes_on_with_the_bits_it_had(worlds: Worlds, at: int) -> None:
+    assert worlds.run(2, resume, at) == [(True, True)] * 2
 
 
 def adapt_blocks() -> tuple[gw.Plan, Assigned, bool, str]:

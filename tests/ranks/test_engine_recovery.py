@@ -117,6 +117,58 @@ def test_of_three_ranks_two_are_told(worlds: Worlds) -> None:
     assert len({grads for _, _, grads, _ in outcomes}) == 1
 
 
+class FailsEarly(Given):
+    """Raises before the first gradient when told to: in forward, or where backward begins."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__([300, 5, 700])
+        self.where, self.broken = where, False
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if self.broken and self.where == "forward":
+            raise MemoryError("as ordered")
+        loss = super().forward(gradients)
+        if self.broken:
+            loss.register_hook(_raise)
+        return loss
+
+
+def left_early(where: str, schedule: str) -> tuple[list[int], list[str], str, int]:
+    """Rank 1 fails before its first gradient in batch 3. The batches that each rank trained on, what it was told, its weights."""
+    torch.manual_seed(0)
+    model = FailsEarly(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), bucket_bytes=200, schedule=schedule))
+    trained, told = [], []
+    for number in range(6):
+        optimizer.zero_grad()
+        model.broken = number == 3 and dist.get_rank() == 1
+        try:
+            model(model.random_gradients(dist.get_rank(), number)).backward()
+        except (MemoryError, gw.StepStateError) as error:
+            told.append(str(error))
+            handle.reset()
+            continue
+        optimizer.step()
+        trained.append(number)
+    handle.flush()
+    end = trained, told, digest(model.parameters()), handle.stats().steps
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_a_step_that_was_left_before_its_first_gradient_is_void_on_all_ranks(
+    worlds: Worlds, where: str, schedule: str
+) -> None:
+    """Else that rank would go on with its next batch beside others' last one, and the others would wait for it at the end."""
+    (first, told, weights, steps), (second, _, others, _) = worlds.run(2, left_early, where, schedule)
+    assert first == second == [0, 1, 2, 4, 5] and steps == 6
+    assert "step 3 is void on all ranks: rank 1 left it after 0 of 3 gradients" in told[0]
+    assert weights == others
+
+
 def nothing_to_reset() -> bool:
     model = Given([3])
     handle = gw.parallelize(model, plan=gw.Identity())

@@ -32,6 +32,38 @@ def test_ranks_may_have_different_numbers_of_batches(worlds: Worlds, schedule: g
     assert {steps for *_, steps in ends} == {6}  # two of rank 1's and 2's steps, and one of what all have left, twice
 
 
+def resumed_after_join(schedule: gw.LocalSteps) -> tuple[str, str]:
+    """A run with loops of different length before steps that all make, and one that takes up its state between them."""
+    runs = [training(TWO_BITS, schedule, sgd) for _ in range(2)]
+    (model, optimizer, handle), (again, _, other) = runs
+    with handle.join():
+        for step in range(9 if dist.get_rank() else 5):
+            step_on(model, optimizer, step)
+    state = handle.state_dict()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    ends = []
+    for trained, stepping, own in runs:
+        for step in range(9, 15):
+            step_on(trained, stepping, step)
+        ends.append(digest(trained.state_dict().values()) + own_weights(trained))
+        own.detach()
+    return ends[0], ends[1]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "schedule", [gw.LocalSteps(every=4, delay=2), gw.LocalSteps(every=4, delay=1, mixing=0.5)], ids=repr
+)
+def test_a_run_resumed_after_join_goes_on_bit_for_bit(worlds: Worlds, schedule: gw.LocalSteps) -> None:
+    """The last exchange inside join() lands at once, so L does not take it up again."""
+    for went_on, resumed in worlds.run(2, resumed_after_join, schedule):
+        assert went_on == resumed
+
+
 def memory_told() -> tuple[int, int, int]:
     """Bytes of the model, and what a handle tells before and after the first exchange while L is in use."""
     model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))

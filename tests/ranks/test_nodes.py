@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from options import on_grid
+from test_engine_feedback import SIZES, Shuffled
 from test_options_run import train
-from worlds import Given, Worlds
+from worlds import Given, Worlds, digest
 
 import gradwire as gw
 from gradwire.exchange import lanes
@@ -85,3 +86,39 @@ def test_uneven_nodes_run_flat_and_one_rank_says_so(worlds: Worlds) -> None:
     (first, said), *others = worlds.run(4, options_of, gw.QSGD(bits=4), "backward", "aaab")
     assert not any("reducescatter:intra" in option for option in first)
     assert len(said) == 1 and said[0].startswith("nodes have 1 to 3 ranks") and not any(told for _, told in others)
+
+
+def resumed() -> tuple[list[str], bool, bool]:
+    """What of another plan a state still has to send, and whether a run that takes it up ends as the first one: its weights
+    and its state."""
+    with on_grid(2):
+        torch.manual_seed(0)
+        plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), bucket_bytes=4000)
+        first, second, ends = Shuffled(SIZES), Shuffled(SIZES), []
+        handles = [gw.parallelize(model, plan=plan) for model in (first, second)]
+        step_on(first, range(3))
+        state = handles[0].state_dict()
+        second.load_state_dict(first.state_dict())
+        handles[1].load_state_dict(state)
+        for model, handle in zip((first, second), handles, strict=True):
+            step_on(model, range(3, 6))
+            ends.append((digest(model.parameters()), handle.state_dict()))
+            handle.detach()
+    (weights, saved), (others, again) = ends
+    alike = saved.keys() == again.keys() and all(torch.equal(value, again[key]) for key, value in saved.items())
+    return [key for key in state if "/left/" in key], weights == others, alike
+
+
+def step_on(model: Shuffled, steps: range) -> None:
+    for step in steps:
+        model.zero_grad()
+        model(model.random_gradients(dist.get_rank(), step)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+
+
+def test_what_was_sent_after_a_change_of_plan_is_not_saved(worlds: Worlds) -> None:
+    """The plan is made again after the first step, and residuals that no encode of a rank takes over travel with the next one."""
+    assert worlds.run(4, resumed) == [([], True, True)] * 4

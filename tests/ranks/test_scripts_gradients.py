@@ -1,5 +1,7 @@
 """What scripts do with gradients: as under plain DDP, bit for bit on two ranks, or refused in words."""
 
+import os
+import time
 import warnings
 from collections.abc import Callable
 
@@ -20,7 +22,7 @@ from beside_ddp import (
     step_once,
 )
 from torch import nn
-from worlds import Worlds, digest
+from worlds import World, Worlds, digest
 
 import gradwire as gw
 
@@ -351,6 +353,32 @@ def own_gradients(average: bool, steps: int) -> list[str]:
             dist.barrier()
     handle.detach()
     return [str(each.message) for each in told if "synchronised backward" in str(each.message)]
+
+
+def store_gone() -> int:
+    """Rank 0, which hosts the store, ends. The optimizer steps that rank 1 makes after it, with gradients of its own."""
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Identity(), drift_check_steps=1)
+    for step in range(4):
+        if step == 2:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                os._exit(0)
+            time.sleep(0.5)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    handle.detach()
+    return step
+
+
+def test_looking_at_own_gradients_survives_the_host_of_the_store() -> None:
+    with World(2, 10.0) as world:
+        world.start(store_gone)
+        died, went_on = world.collect(30)
+    assert died.kind == "died" and (went_on.kind, went_on.value) == ("returned", 3), went_on.value
 
 
 def test_gradients_of_the_scripts_own_are_compared_by_weights(worlds: Worlds) -> None:

@@ -2,7 +2,9 @@
 state learns, bit for bit."""
 
 import copy
+import gc
 import io
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from test_pipelined import LOSSY, PLAIN, Make, adam, fused, loss_of, momentum, policy, tied
 from torch import nn
-from worlds import Worlds, digest
+from worlds import World, Worlds, digest, gradwire_threads
 
 import gradwire as gw
 from gradwire.engine.prepare import prepare
@@ -461,3 +463,40 @@ def test_the_plan_says_so_and_others_are_as_they_were() -> None:
     assert policy(PLAIN, "pipelined").to_dict()["schedule"] == {"kind": "pipelined"}
     with pytest.raises(gw.GradwireError, match="shard_optimizer is 1: it must be true or false"):
         gw.Pipelined(shard_optimizer=1)  # type: ignore[arg-type]
+
+
+class KeepsModel:
+    """What a script's step hook may refer to."""
+
+    def __init__(self) -> None:
+        self.model = tied()
+        self.optimizer = adam(self.model)
+        self.handle = gw.parallelize(self.model, self.optimizer, plan=policy(PLAIN, SHARDED))
+
+
+def left_with_a_hook() -> tuple[str, list[str]]:
+    """A step hook keeps the model, which is refused while gathers of an earlier step may be under way. The threads that are left
+    when the script has dropped all of it."""
+    kept = KeepsModel()
+    for step in range(2):
+        loss_of(kept.model, step).backward()
+        kept.optimizer.step()
+        kept.optimizer.zero_grad()
+    kept.optimizer.register_step_post_hook(lambda *_, model=kept.model: model.training)
+    loss_of(kept.model, 2).backward()
+    with pytest.raises(gw.StepStateError) as caught:
+        kept.optimizer.step()
+    words = str(caught.value)
+    del kept, caught
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while gradwire_threads() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return words, gradwire_threads()
+
+
+def test_a_step_hook_that_keeps_the_model_keeps_no_lanes() -> None:
+    with World(2, 8.0) as world:
+        for words, threads in world.run(left_with_a_hook):
+            assert "hook" in words and threads == []

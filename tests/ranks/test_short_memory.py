@@ -1,49 +1,18 @@
 """MemoryError at any line of gradwire's own part of a step: an error on all ranks, or a step that all ranks forget; no hang."""
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from short_memory import short_memory
 from worlds import Given, World, digest
 
 import gradwire as gw
 
-OURS = ("gradwire.engine", "gradwire.exchange", "gradwire.collectives", "gradwire.api")
-OUTSIDE = ("step", "told")
-"""What stands before `optimizer.step` and before gradwire's part: failing there is as failing in the script, a line before."""
 MOST_S = 8.0
 """For a step and its error; the group's timeout is 30 s."""
-
-
-@contextmanager
-def short_memory(line: int) -> Iterator[list[str]]:
-    """Raises MemoryError when this thread comes to the line of this number in gradwire. What it yields names all lines until
-    then."""
-    seen: list[str] = []
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        ours = frame.f_globals.get("__name__", "").startswith(OURS)
-        if not ours or frame.f_code.co_name in OUTSIDE:
-            return None
-        if event == "line":
-            seen.append(f"{frame.f_globals['__name__']}:{frame.f_lineno}")
-            if len(seen) == line:
-                sys.settrace(None)
-                raise MemoryError("as ordered")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield seen
-    finally:
-        sys.settrace(None)
-
 
 PLANS: dict[str, dict[str, Any]] = {
     "backward": {},

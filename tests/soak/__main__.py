@@ -1,137 +1,109 @@
-"""`make soak`: 200 kills and 200 other faults, and 10,000 steps; the summary goes to benchmarks/results/soak.json."""
+"""`make soak`: 2,000 faults, in pairs of a kind of fault and a schedule, and 100,000 steps of auto.
+
+The summary goes to benchmarks/results/soak.json.
+"""
 
 import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
+import tempfile
+import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import torch
+from worlds import CONTEXT
 
 from gradwire.core.files import write_whole
-from soak import links
+from soak import elastic, links
 from soak.endurance import Endurance, endure
-from soak.training import PLANS
-from soak.trials import ALLOWANCE_S, KINDS, TIMEOUT_S, Trial, run
+from soak.settings import HOOK, SCHEDULES, chance_of
+from soak.stage import Ranks
+from soak.summary import summarise, told
+from soak.trials import KINDS, LEFT_OUT, Trial, run
 
-SHARES = {
-    "stopped": 40, "paused": 30, "restarted": 30, "odd one": 25, "raised": 20, "uneven": 15, "corrupted": 20,
-    "disk full": 8, "link lost": 5, "link flaps": 4, "torchrun restarts": 3,
-}  # fmt: skip
-"""How many of 200 trials are of each kind."""
-LONG_RUNS = (("qsgd2-ef", 2), ("qsgd4-large", 3))
-"""Plan and ranks."""
+LEAST = 20
+"""Trials of each pair of a kind and a schedule, if there are enough."""
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak.json"
 
 
 def main(arguments: list[str]) -> int:
     """Run all that is asked for; 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m soak")
-    parser.add_argument("--kills", type=int, default=200, help="ranks killed by SIGKILL")
-    parser.add_argument("--trials", type=int, default=200, help="faults of all other kinds")
-    parser.add_argument("--steps", type=int, default=10_000, help="steps of the long runs; 0 for none")
+    parser.add_argument("--faults", type=int, default=2000, help="trials")
+    parser.add_argument("--steps", type=int, default=100_000, help="steps of the long run; 0 for none")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count on")
-    parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="trials at a time: many wait most of the time")
+    parser.add_argument("--only", default="", help="kinds, with commas between, of all trials")
+    parser.add_argument("--schedules", default="", help="schedules, with commas between, of all trials")
+    parser.add_argument("--setting", default="", help="what stands beside the schedule in all trials")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the summary goes")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every connection that a dead rank breaks
+    # torch tells of every connection that a dead rank breaks, and steps that are void are warnings
+    os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    # a rank is forked in milliseconds from a server that has loaded what ranks and this module need
+    CONTEXT.set_forkserver_preload(
+        ["torch", "torch._dynamo", "gradwire.api", "soak.elastic", "soak.links", "soak.endurance"]
+    )
     began = time.monotonic()
-    kinds = ["killed"] * options.kills + chosen(options.trials)
-    skipped = [] if links.possible() else ["link lost", "link flaps", "torchrun restarts"]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        work = [pool.submit(run, k, options.seed + i) for i, k in enumerate(kinds) if k not in skipped]
-        trials: list[Trial] = []
-        for done in work:
-            trials.append(trial := done.result())
-            if not trial.passed:
-                print(f"FAILED {trial.kind}, seed {trial.seed}: {trial.detail}", flush=True)
-            if len(trials) % 50 == 0:
-                print(f"{len(trials)} of {len(work)} trials after {time.monotonic() - began:.0f} s", flush=True)
-    runs: list[Endurance] = []
-    for longer in [None, *LONG_RUNS] if options.steps else [None]:
-        if longer is not None:
-            runs.append(endure(*longer, options.steps))
-        left = [str(process) for process in multiprocessing.active_children()] + [
-            str(n) for n in links.namespaces_left()
-        ]
-        summary = summarise(trials, runs, left, skipped, time.monotonic() - began, options)
-        write_whole(options.json, json.dumps(summary, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(prefix="gradwire-soak-") as folder:
+        os.environ |= {"GRADWIRE_CACHE_DIR": folder, "GRADWIRE_FLIGHT_DIR": folder}
+        trials = run_trials(options, began)
+        runs: list[Endurance] = [endure(options.steps)] if options.steps else []
+    left = [str(process) for process in multiprocessing.active_children()] + links.namespaces_left()
+    skipped = [] if links.possible() else ["link lost", "link flaps"]
+    summary = summarise(trials, runs, left, skipped, time.monotonic() - began, options)
+    write_whole(options.json, json.dumps(summary, indent=1) + "\n")
     print(told(summary))
     return 0 if summary["passed"] else 1
 
 
-def chosen(trials: int) -> list[str]:
-    """The kinds of that many trials: each once, then by shares."""
-    rest = [((number + 0.5) / share, kind) for kind, share in SHARES.items() for number in range(1, trials)]
-    return [*SHARES, *(kind for _, kind in sorted(rest))][:trials]
+def run_trials(options: argparse.Namespace, began: float) -> list[Trial]:
+    """All of them, several at a time. Each thread keeps ranks of its own alive."""
+    own, everybody = threading.local(), list[Ranks]()
+
+    def one(case: tuple[str, str, int]) -> Trial:
+        if not hasattr(own, "ranks"):
+            own.ranks = Ranks()
+            everybody.append(own.ranks)
+        return run(*case, own.ranks, options.setting)
+
+    trials: list[Trial] = []
+    cases = chosen(options)
+    try:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for done in [pool.submit(one, case) for case in cases]:
+                trials.append(trial := done.result())
+                if not trial.passed:
+                    what = f"{trial.kind}, {trial.schedule}, {trial.setting}, seed {trial.seed}"
+                    print(f"FAILED {what}: {trial.detail}", flush=True)
+                if len(trials) % 50 == 0:
+                    print(f"{len(trials)} of {len(cases)} trials after {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        for ranks in everybody:
+            ranks.close()
+    return trials
 
 
-def summarise(
-    trials: list[Trial], runs: list[Endurance], left: list[str], skipped: list[str], seconds: float, options: Any
-) -> dict[str, Any]:
-    by_kind: dict[str, Any] = {}
-    for kind in KINDS:
-        of_kind = [trial for trial in trials if trial.kind == kind]
-        if not of_kind:
-            continue
-        latencies = [trial.latency_s for trial in of_kind if trial.latency_s is not None]
-        by_kind[kind] = {
-            "trials": len(of_kind),
-            "passed": sum(trial.passed for trial in of_kind),
-            **(
-                {"error_after_s": {"median": round(median(latencies), 3), "max": round(max(latencies), 3)}}
-                if latencies
-                else {}
-            ),
-            **({"ended": Counter(trial.detail for trial in of_kind if trial.passed)} if kind == "corrupted" else {}),
-        }
-    return {
-        "date": date.today().isoformat(),
-        "command": f"make soak (python -m soak --kills {options.kills} --trials {options.trials} --steps {options.steps} "
-        f"--seed {options.seed})",
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}",
-        "group_timeout_s": TIMEOUT_S,
-        "allowance_s": ALLOWANCE_S,
-        "plans": {name: repr(plan) for name, plan in PLANS.items()},
-        "faults": by_kind,
-        "endurance": [asdict(each) | {"passed": each.passed} for each in runs],
-        "left_over": left,
-        "not_possible_here": skipped,
-        # what was printed in full is kept by its last line: tracebacks name the folders of a machine
-        "failures": [asdict(t) | {"detail": t.detail.strip().splitlines()[-1]} for t in trials if not t.passed],
-        "seconds": round(seconds),
-        "passed": not left and all(t.passed for t in trials) and all(r.passed for r in runs),
-    }
-
-
-def told(summary: dict[str, Any]) -> str:
-    lines = []
-    for kind, found in summary["faults"].items():
-        late = found.get("error_after_s")
-        extra = f"; errors after {late['median']} s (median), {late['max']} s (last)" if late else ""
-        extra += f"; {dict(found['ended'])}" if "ended" in found else ""
-        lines.append(f"{kind:<18}{found['passed']:>4} of {found['trials']}{extra}")
-    for each in summary["endurance"]:
-        lines.append(
-            f"{each['steps']} steps of {each['plan']} on {each['ranks']} ranks: weights equal {each['compared']} of "
-            f"{each['compared']} times, memory {100 * each['memory_growth']:+.2f} %, {max(0, each['threads_left'])} threads "
-            f"and {max(0, each['files_left'])} files left"
-        )
-    lines.append(f"left over: {', '.join(summary['left_over']) or 'nothing'}")
-    if summary["not_possible_here"]:
-        lines.append(f"not possible here: {', '.join(summary['not_possible_here'])}")
-    lines.append(f"{'passed' if summary['passed'] else 'FAILED'} in {summary['seconds']} s")
-    return "\n".join(lines)
+def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Kind, schedule and seed of each trial: so many of each pair, and what is left goes to the hook's pairs."""
+    kinds = [kind for kind in KINDS if kind in options.only.split(",") or not options.only]
+    wanted = options.schedules.split(",") if options.schedules else [*SCHEDULES, HOOK]
+    if not links.possible():
+        kinds = [kind for kind in kinds if kind not in ("link lost", "link flaps")]
+    pairs = [(kind, schedule) for schedule in wanted for kind in kinds if (kind, schedule) not in LEFT_OUT]
+    main_pairs = [pair for pair in pairs if pair[1] != HOOK]
+    of_hook = [pair for pair in pairs if pair[1] == HOOK]
+    cases = [pair for pair in main_pairs for _ in range(LEAST)] if options.faults >= LEAST * len(main_pairs) else []
+    turns = of_hook if cases and of_hook else pairs
+    chance_of(options.seed, "order").shuffle(turns)
+    cases += [turns[number % len(turns)] for number in range(options.faults - len(cases))]
+    chance_of(options.seed, "order of trials").shuffle(cases)
+    return [(kind, schedule, options.seed + number) for number, (kind, schedule) in enumerate(cases)]
 
 
 if __name__ == "__main__":
+    assert elastic.KINDS is KINDS
     sys.exit(main(sys.argv[1:]))

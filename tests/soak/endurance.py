@@ -1,34 +1,44 @@
-"""Thousands of steps: ranks stay equal bit for bit, memory stays flat, and nothing is left afterwards."""
+"""Thousands of steps under auto: ranks stay equal bit for bit, memory stays flat, and nothing is left afterwards."""
 
 import gc
+import logging
 import os
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from worlds import Given, World, digest, gradwire_threads
+from worlds import World, digest, gradwire_threads, seeded
 
 import gradwire as gw
-from soak.training import PLANS, threads_and_files
+from soak.training import threads_and_files
 
-SIZES = (40_000, 300, 7, 9_000, 1)
 PAGE = os.sysconf("SC_PAGE_SIZE")
+DRIFT_CHECK_STEPS = 100
+RANKS = 2
+MEASURED_EVERY = 1000
+"""Steps from one look at the memory to the next."""
+WARM_UP = 5
+"""Looks that do not count: allocators fill their lists."""
+MOST_GROWTH = 1_000_000
+"""Bytes from the first looks that count to the last ones, the smaller one of two neighbours each."""
 
 
 @dataclass(frozen=True)
 class Endurance:
     """What the ranks of one long run found, the worst of them."""
 
-    plan: str
     ranks: int
     steps: int
+    drift_checks: int
+    """How often ranks compared their weights by checksums; they were equal each time."""
     compared: int
-    """How often weights were compared; equal each time."""
-    memory_growth: float
-    """Resident memory of the last quarter over that of the second, less 1."""
+    """How often all weights were compared from outside; equal each time."""
+    decisions: int
+    """How often auto decided."""
+    memory_growth_bytes: int
+    """Resident memory at the end, over that after the warm-up."""
     threads_left: int
     files_left: int
     """Open files, sockets among them, more than before."""
@@ -36,53 +46,65 @@ class Endurance:
 
     @property
     def passed(self) -> bool:
-        return self.memory_growth <= 0.01 and self.threads_left <= 0 and self.files_left <= 0
+        return self.memory_growth_bytes < MOST_GROWTH and self.threads_left <= 0 and self.files_left <= 0
 
 
-def endure(plan: str, ranks: int, steps: int) -> Endurance:
+def endure(steps: int) -> Endurance:
     """Run it; raises AssertionError where ranks differ."""
     started = time.monotonic()
-    with World(ranks, 60.0) as world:
-        found = world.run(go_on, plan, steps, deadline_s=60 + steps * 0.2)
-    compared, growth, threads, files = zip(*found, strict=True)
+    with World(RANKS, 60.0) as world:
+        found = world.run(go_on, steps, deadline_s=120 + steps * 0.02)
+    compared, decisions, growth, threads, files = zip(*found, strict=True)
     return Endurance(
-        plan, ranks, steps, min(compared), max(growth), max(threads), max(files), time.monotonic() - started
+        RANKS,
+        steps,
+        steps // DRIFT_CHECK_STEPS,
+        min(compared),
+        max(decisions),
+        max(growth),
+        max(threads),
+        max(files),
+        time.monotonic() - started,
     )
 
 
-def go_on(plan: str, steps: int) -> tuple[int, float, int, int]:
-    """(comparisons, memory growth, threads left, files left) of this rank."""
-    train(plan, 20, every=10)  # what is loaded once is not counted
+def go_on(steps: int) -> tuple[int, int, int, int, int]:
+    """(comparisons, decisions, growth of memory in bytes, threads left, files left) of this rank."""
+    train(40)  # what is loaded once is not counted
     gc.collect()
     before = threads_and_files()
-    compared, memory = train(plan, steps, every=max(1, steps // 40))
+    compared, decisions, memory = train(steps)
     gc.collect()
     deadline = time.monotonic() + 5
     while threads_and_files() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     files, threads = (now - then for now, then in zip(threads_and_files(), before, strict=True))
     assert not gradwire_threads()
-    quarter = len(memory) // 4
-    growth = statistics.mean(memory[-quarter:]) / statistics.mean(memory[quarter : 2 * quarter]) - 1
-    return compared, growth, threads, files
+    counted = memory[WARM_UP:] if len(memory) > 2 * WARM_UP else memory
+    growth = min(counted[-2:]) - min(counted[:2]) if len(counted) > 2 else 0
+    return compared, decisions, growth, threads, files
 
 
-def train(plan: str, steps: int, every: int) -> tuple[int, list[int]]:
-    """How often weights were compared, and the resident bytes at each time."""
+def train(steps: int) -> tuple[int, int, list[int]]:
+    """How often weights were compared, auto's decisions, and the resident bytes at each look."""
     torch.manual_seed(dist.get_rank())
-    model = Given(SIZES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = gw.parallelize(model, optimizer, plan=PLANS[plan], drift_check_steps=1000)
-    memory: list[int] = []
+    logging.getLogger("gradwire").setLevel(logging.WARNING)  # not what auto decides
+    model = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    handle = gw.parallelize(model, optimizer, drift_check_steps=DRIFT_CHECK_STEPS)
+    batches = [torch.randn(4, 20, generator=seeded(dist.get_rank(), number)) for number in range(50)]
+    compared, memory = 0, list[int]()
     for step in range(steps):
         optimizer.zero_grad()
-        model(model.random_gradients(step % 50, dist.get_rank())).backward()
+        (model(batches[step % 50]) - 1).square().mean().backward()
         optimizer.step()
-        if (step + 1) % every == 0:
+        if (step + 1) % MEASURED_EVERY == 0:
             own, everybody = digest(model.parameters()), [None] * dist.get_world_size()
             dist.all_gather_object(everybody, own)
             assert set(everybody) == {own}, f"after step {step + 1} weights differ: {everybody}"
+            compared += 1
             gc.collect()
             memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
+    decisions = handle.stats().decided
     handle.detach()
-    return len(memory), memory
+    return compared, decisions, memory

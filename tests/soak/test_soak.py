@@ -14,21 +14,26 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_a_sample_of_the_faults(tmp_path: Path) -> None:
-    """Every kind of fault, and some hundred steps; two minutes on two cores."""
-    summary = soak(tmp_path, kills=10, trials=13, steps=600)
-    assert len(summary["faults"]) + len(summary["not_possible_here"]) == 12
+    """Every pair of a kind of fault and a schedule, and some thousand steps; two minutes on two cores."""
+    summary = soak(tmp_path, faults=110, steps=3000, seed=100)
+    assert len(summary["kinds"]) + len(summary["not_possible_here"]) == 15
+    assert {schedule for row in summary["pairs"].values() for schedule in row} == {
+        "backward", "pipelined", "sharded", "delayed", "local", "auto", "ddp hook"
+    }  # fmt: skip
+    assert summary["compared"] >= 60
+    (run,) = summary["endurance"]
+    assert run["drift_checks"] == 30 and run["memory_growth_bytes"] < 1_000_000
 
 
-@pytest.mark.slow
 def test_a_few_faults(tmp_path: Path) -> None:
-    summary = soak(tmp_path, kills=2, trials=2, steps=0)
-    assert len(summary["faults"]) == 3
+    """One of each kind, under any schedule."""
+    summary = soak(tmp_path, faults=8, steps=0, seed=7)
+    assert summary["faults"] == summary["passed_faults"] == 8 and summary["compared"] > 0
 
 
-def soak(tmp_path: Path, kills: int, trials: int, steps: int) -> dict[str, Any]:
+def soak(tmp_path: Path, **numbers: int) -> dict[str, Any]:
     """The summary of a run, which passed."""
-    numbers = {"--kills": kills, "--trials": trials, "--steps": steps}
-    command = [sys.executable, "-m", "soak", *(str(word) for pair in numbers.items() for word in pair)]
+    command = [sys.executable, "-m", "soak", *(f"--{name}={number}" for name, number in numbers.items())]
     paths = [str(TESTS), str(TESTS / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     run = subprocess.run(
         [*command, "--json", str(tmp_path / "soak.json")],

@@ -1,63 +1,29 @@
-"""What the ranks of a trial do: train a model whose gradients the trial's seed decides, so that two runs can be compared."""
+"""What the ranks of a trial do: train, save, take up what was saved, and say how it ended."""
 
-import hashlib
 import io
+import logging
 import mmap
+import multiprocessing
 import os
-import random
+import signal
 import struct
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from worlds import Given, digest, seeded
+from worlds import digest, seeded
 
 import gradwire as gw
 from gradwire.core.files import write_whole
+from soak.injected import Injected, Injector
+from soak.settings import Job, Trainee, on_nodes
 
-PLANS: dict[str, gw.Policy] = {
-    "qsgd4": gw.Uniform(gw.QSGD(bits=4), bucket_bytes=4000, chunk_bytes=2000),
-    "qsgd2-ef": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), bucket_bytes=6000),
-    "fp16-allgather": gw.Uniform(gw.Cast(), scheme="allgather", bucket_bytes=3000),
-    "identity": gw.Uniform(gw.Identity(), bucket_bytes=5000),
-    "qsgd4-large": gw.Uniform(gw.QSGD(bits=4), bucket_bytes=40_000, chunk_bytes=20_000),
-    "topk-ef": gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), bucket_bytes=5000),
-    "randomk-ef": gw.Uniform(gw.ErrorFeedback(gw.RandomK(0.1)), bucket_bytes=5000),
-    "onebit": gw.Uniform(gw.OneBit(), bucket_bytes=5000),
-    "powersgd": gw.Uniform(gw.PowerSGD(rank=1), bucket_bytes=5000),
-    "minmax3-ef": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=3, scale="minmax")), scheme="allgather"),
-}
 MAGIC = struct.Struct("<q")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training, the same on all ranks but for what is said by rank."""
-
-    seed: int
-    plan: str
-    sizes: tuple[int, ...]
-    steps: int
-    folder: str
-    """Where ranks tell how far they are, and keep their checkpoints."""
-    checkpoint_every: int = 0
-    drift_check_steps: int = 1000
-    odd: tuple[int, str] | None = None
-    """(rank, what is different there)."""
-    raise_at: tuple[int, ...] = ()
-    """Steps in whose backward a rank that the seed chooses raises; all go on after it."""
-    corrupt_at: int | None = None
-    """The number of the message that one rank sends with a bit flipped."""
-    full_disk: tuple[int, int, str] | None = None
-    """(rank, step from which its checkpoints go to a full disk, the folder there)."""
-    batches: tuple[int, ...] = field(default=())
-    """By rank, for loops of different length inside join()."""
-
-    def progress(self, rank: int) -> Path:
-        return Path(self.folder) / f"progress{rank}"
 
 
 @dataclass(frozen=True)
@@ -65,97 +31,26 @@ class End:
     """How a training ended on a rank."""
 
     kind: str
-    """"finished" or the name of the error."""
+    """"finished", "saved" (on SIGTERM, or when auto had decided) or the name of the error."""
     words: str
     at: float
     """time.monotonic(), the same clock for all processes of a machine."""
     step: int
-    digest: str = ""
+    """Batches that are over."""
+    weights: str = ""
+    """Digest of the parameters: the same on all ranks."""
+    whole: str = ""
+    """Digest of parameters, buffers and what the handle keeps: this rank's own."""
     told: int = 0
     """Errors that the script caught and went on from."""
-
-
-class RaisesInBackward(torch.autograd.Function):
-    """Identity, whose backward raises."""
-
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("injected")
-
-
-def train(job: Job) -> End:
-    """Train to the end or to an error of gradwire's."""
-    rank = dist.get_rank()
-    progress = Progress(job.progress(rank))
-    told = [0]
-    try:
-        final = _train(job, rank, progress, told)
-    except gw.GradwireError as error:
-        return End(type(error).__name__, str(error), time.monotonic(), progress.step, told=told[0])
-    return End("finished", "", time.monotonic(), progress.step, final, told[0])
-
-
-def _train(job: Job, rank: int, progress: "Progress", told: list[int]) -> str:
-    odd = job.odd[1] if job.odd is not None and job.odd[0] == rank else ""
-    torch.manual_seed(job.seed + (rank if odd == "seed" else 0))
-    model = Given(job.sizes, torch.float64 if odd == "dtype" else torch.float32)
-    if odd == "model":
-        model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
-    if odd == "version":
-        import gradwire.engine.prepare as prepare
-
-        prepare.__version__ = "9.9.9"
-    plan = PLANS["identity" if odd == "dtype" else job.plan]
-    if odd == "plan":
-        plan = gw.Uniform(gw.QSGD(bits=5))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=job.drift_check_steps)
-    if job.corrupt_at is not None and rank == job.seed % dist.get_world_size():
-        _flip_a_bit(job.corrupt_at, job.seed)
-    first = _resume(job, rank, model, optimizer, handle) if job.checkpoint_every else 0
-    progress.tell(first)
-
-    def one(step: int) -> None:
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        fails = step in job.raise_at and seeded(job.seed, step).initial_seed() % dist.get_world_size() == rank
-        gradients = model.random_gradients(job.seed, rank, step)
-        loss = model(
-            [RaisesInBackward.apply(g * p) / p if fails and i == 1 else g for i, (g, p) in _pairs(model, gradients)]
-        )
-        try:
-            loss.backward()
-        except (gw.StepStateError, MemoryError):
-            if step not in job.raise_at:
-                raise
-            handle.reset()
-            told[0] += 1
-            return
-        optimizer.step()
-
-    if job.batches:
-        with handle.join():
-            for step in range(job.batches[rank]):
-                one(step)
-    else:
-        for step in range(first, job.steps):
-            one(step)
-            progress.tell(step + 1)
-            if job.checkpoint_every and (step + 1) % job.checkpoint_every == 0:
-                _save(job, rank, step + 1, model, optimizer, handle, told)
-    final = digest(
-        [*model.parameters(), *(value for key, value in sorted(handle.state_dict().items()) if not job.batches)]
-    )
-    shared = digest(model.parameters())
-    handle.detach()
-    return f"{shared}:{final}"
-
-
-def _pairs(model: Given, gradients: list[torch.Tensor]) -> Any:
-    return enumerate(zip(gradients, model.parameters(), strict=True))
+    fired: tuple[str, ...] = ()
+    """Faults that happened here."""
+    longest_s: float = 0.0
+    """The longest step."""
+    decided: int = 0
+    """Decisions of auto, with one that is under way."""
+    torn: str = ""
+    """What is wrong with the checkpoints that it found."""
 
 
 class Progress:
@@ -177,63 +72,237 @@ class Progress:
         return MAGIC.unpack(raw)[0] if len(raw) == MAGIC.size else -1
 
 
-def _save(job: Job, rank: int, step: int, model: Any, optimizer: Any, handle: gw.Handle, told: list[int]) -> None:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "handle": handle.state_dict()}
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    folder = job.folder
-    if job.full_disk is not None and job.full_disk[0] == rank and step >= job.full_disk[1]:
-        folder = job.full_disk[2]
-    try:
-        write_whole(Path(folder) / f"rank{rank}-step{step}.pt", buffer.getvalue())
-    except OSError:
-        told[0] += 1  # the script goes on without this checkpoint
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    """This rank's batches, by step."""
+
+    def __init__(self, job: Job, model: torch.nn.Module) -> None:
+        self._job, self._rank, self._width = job, dist.get_rank(), next(iter(model.parameters())).shape[1]
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        return torch.randn(6, self._width, generator=seeded(self._job.seed, self._rank, step))
 
 
-def _resume(job: Job, rank: int, model: Any, optimizer: Any, handle: gw.Handle) -> int:
-    """From the newest checkpoint that all ranks have."""
-    own = {int(path.stem.rpartition("step")[2]) for path in Path(job.folder).glob(f"rank{rank}-step*.pt")}
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
-    common = set.intersection(*everybody)
-    if not common:
-        return 0
-    state = torch.load(Path(job.folder) / f"rank{rank}-step{max(common)}.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    handle.load_state_dict(state["handle"])
-    return max(common)
+def train(job: Job) -> End:
+    """Train to the end, or to an error of gradwire's."""
+    with on_nodes(job), _without_wires(job.by_gloo), _as_version(job):
+        training = Training(job)
+        try:
+            return training.go()
+        except gw.GradwireError as error:
+            return training.ended(type(error).__name__, str(error))
 
 
-def _flip_a_bit(which: int, seed: int) -> None:
-    """From now on the `which`-th message that this process sends has a bit flipped, in a copy. Gloo carries all messages then,
-    since what a wire sends is encoded and sent in one call."""
-    import gradwire.collectives.link as link
+def train_twice(job: Job, other: Job) -> tuple[End, End]:
+    """Two trainings, one after the other."""
+    return train(job), train(other)
+
+
+class Training:
+    """One training on this rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.rank = job, dist.get_rank()
+        self._progress = Progress(job.progress(self.rank))
+        self._told, self._longest_s, self._torn = 0, 0.0, ""
+        self._terminated = False
+        self._trainee: Trainee | None = None
+        self._injector: Injector | None = None
+
+    def go(self) -> End:
+        job = self.job
+        logging.getLogger("gradwire").setLevel(logging.WARNING)  # not what auto decides
+        odd = job.odd[1] if job.odd is not None and job.odd[0] == self.rank else ""
+        self._trainee = trainee = Trainee(job, odd)
+        self._injector = Injector(job, trainee)
+        first, begins = self._resume()
+        self._progress.tell(first)
+        if begins and job.batches:
+            first = self._uneven(first)
+        with self._on_sigterm():
+            batches = self._batches(first)
+            for step in range(first, job.steps):
+                inputs = next(batches)
+                self._one(step, inputs)
+                self._progress.tell(step + 1)
+                if self._is_over(step + 1):
+                    break
+        kind = "finished" if self._progress.step >= job.steps else "saved"
+        kept = [value for _, value in sorted(trainee.save()["handle"].items())]
+        weights = digest(trainee.model.parameters())
+        whole = digest([*trainee.model.parameters(), *trainee.model.buffers(), *kept])
+        end = replace(self.ended(kind, ""), weights=weights, whole=whole)
+        trainee.end()
+        return end
+
+    def ended(self, kind: str, words: str) -> End:
+        fired = self._injector.fired if self._injector is not None else []
+        return End(
+            kind, words, time.monotonic(), self._progress.step, told=self._told, fired=tuple(fired),
+            longest_s=self._longest_s, torn=self._torn, decided=self._trainee.decided if self._trainee is not None else 0,
+        )  # fmt: skip
+
+    # ---- steps
+
+    def _one(self, step: int, inputs: torch.Tensor) -> None:
+        """A step, or what a script does that catches what goes wrong in it."""
+        assert self._trainee is not None and self._injector is not None
+        trainee, optimizer, fault = self._trainee, self._trainee.optimizer, self.job.fault
+        began, in_step, number = time.monotonic(), False, trainee.next_step
+        try:
+            with self._injector.during(step):
+                optimizer.zero_grad(set_to_none=step % 2 == 0 or self.job.schedule == "sharded")
+                trainee.run(inputs).square().mean().backward()
+                in_step = True
+                optimizer.step()
+        except (Injected, MemoryError, gw.StepStateError) as error:
+            if fault is None or fault.kind == "corrupted":
+                raise
+            if trainee.handle is None or (fault.rank == self.rank and not fault.caught):
+                if isinstance(error, gw.GradwireError):
+                    raise
+                os._exit(1)
+            self._told += 1
+            if not in_step or isinstance(error, gw.GradwireError):
+                trainee.reset()
+                if trainee.next_step == number >= 0:  # it failed before gradwire heard of the batch
+                    self._one(step, inputs)
+            elif fault.variant != "step post-hook" and self.job.schedule != "delayed":
+                optimizer.step()  # nothing was stepped yet; under `delayed` the next step does it
+        finally:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+
+    def _uneven(self, first: int) -> int:
+        """Loops of different length, and a checkpoint after them."""
+        assert self._trainee is not None
+        batches = Batches(self.job, self._trainee.model)
+        with self._trainee.join():
+            for step in range(first, first + self.job.batches[self.rank]):
+                self._one(step, batches[step])
+        self._save(first + max(self.job.batches))
+        return first + max(self.job.batches)
+
+    def _batches(self, first: int) -> Iterator[torch.Tensor]:
+        assert self._trainee is not None
+        batches, steps = Batches(self.job, self._trainee.model), range(first, self.job.steps)
+        if self.job.setting != "DataLoader workers":
+            return (batches[step] for step in steps)
+        # ranks are daemons of the soak, which may have no children otherwise
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        loader = torch.utils.data.DataLoader(
+            batches, batch_size=None, sampler=steps, num_workers=1, multiprocessing_context="fork"
+        )
+        return iter(loader)
+
+    # ---- checkpoints
+
+    def _is_over(self, step: int) -> bool:
+        """Save what is due. Whether the training ends here."""
+        job = self.job
+        if job.saves_on_sigterm:
+            asked = torch.tensor(int(self._terminated))
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+            if asked:
+                self._save(step)
+                return True
+        assert self._trainee is not None
+        if job.until_decided and self._trainee.handle.decision is not None:
+            self._save(step)
+            return True
+        if job.checkpoint_every and step % job.checkpoint_every == 0:
+            self._save(step)
+        return False
+
+    def _save(self, step: int) -> None:
+        assert self._trainee is not None
+        buffer, folder, job = io.BytesIO(), self.job.folder, self.job
+        torch.save({"step": step, **self._trainee.save()}, buffer)
+        if job.full_disk is not None and job.full_disk[0] == self.rank and step >= job.full_disk[1]:
+            folder = job.full_disk[2]
+        try:
+            write_whole(Path(folder) / f"rank{self.rank}-step{step}.pt", buffer.getvalue())
+        except OSError:
+            self._told += 1  # the script goes on without this checkpoint
+
+    def _resume(self) -> tuple[int, bool]:
+        """From the newest checkpoint that all ranks have, after a look at all of them. The step, and whether the run begins
+        there: none of the checkpoints is its own."""
+        for folder in filter(None, (self.job.folder, self.job.begins)):
+            paths = {
+                int(path.stem.rpartition("step")[2]): path for path in Path(folder).glob(f"rank{self.rank}-step*.pt")
+            }
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, set(paths))
+            common = sorted(set.intersection(*everybody))
+            if common:
+                break
+        else:
+            return 0, True
+        looked = common[-1:] if self.job.setting == "large model" else common
+        saved = {step: torch.load(paths[step], weights_only=True) for step in looked}
+        self._look_for_torn(saved)
+        assert self._trainee is not None
+        self._trainee.load(saved[common[-1]])
+        return common[-1], folder != self.job.folder
+
+    def _look_for_torn(self, saved: dict[int, Any]) -> None:
+        """Checkpoints must be whole, and those of a step must have the same weights on all ranks."""
+        assert self._trainee is not None
+        names = [name for name, _ in self._trainee.model.named_parameters()]
+        own = {
+            step: (
+                each["step"],
+                digest(each["model"][name] for name in names),
+                [int(value) for key, value in each["handle"].items() if key.endswith("/step")],
+            )
+            for step, each in saved.items()
+        }
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, own)
+        if any(step != saved_step for step, (saved_step, *_) in own.items()) or any(
+            other != own for other in everybody
+        ):
+            self._torn = f"checkpoints of one step differ between ranks: {everybody}"
+
+    @contextmanager
+    def _on_sigterm(self) -> Iterator[None]:
+        def terminate(*_: Any) -> None:
+            self._terminated = True
+
+        if not self.job.saves_on_sigterm:
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _without_wires(by_gloo: bool) -> Iterator[None]:
     import gradwire.exchange.wires as wires
 
-    wires._listen = lambda *arguments: None  # type: ignore[assignment]
-
-    chance, sent = random.Random(seed), [0]
-    send = link.AllToAll.send
-
-    def corrupted(self: Any, parts: Any) -> None:
-        sent[0] += 1
-        if sent[0] == which:
-            parts = list(parts)
-            to = chance.choice([rank for rank, part in enumerate(parts) if rank != self.link.rank and part.numel()])
-            parts[to] = parts[to].clone()
-            parts[to].view(torch.uint8)[chance.randrange(parts[to].numel())] ^= 1 << chance.randrange(8)
-        send(self, parts)
-
-    link.AllToAll.send = corrupted
+    listen = wires._listen
+    if by_gloo:
+        wires._listen = lambda *arguments: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        wires._listen = listen
 
 
-def job_of(seed: int, folder: str, **changes: Any) -> Job:
-    """A job that the seed chooses."""
-    chance = random.Random(hashlib.sha256(str(seed).encode()).digest())
-    sizes = tuple(chance.choice([1, 7, 300, 1500, 4096]) for _ in range(chance.randint(2, 6)))
-    fields = {"seed": seed, "plan": chance.choice(sorted(PLANS)), "sizes": sizes, "steps": 40, "folder": folder}
-    return Job(**{**fields, **changes})
+@contextmanager
+def _as_version(job: Job) -> Iterator[None]:
+    """The odd rank may say that it is of another version."""
+    import gradwire.engine.prepare as prepare
+
+    version = prepare.__version__
+    if job.odd == (dist.get_rank(), "version"):
+        prepare.__version__ = "9.9.9"
+    try:
+        yield
+    finally:
+        prepare.__version__ = version
 
 
 def threads_and_files() -> tuple[int, int]:

@@ -1,26 +1,20 @@
-"""The faults. Each is injected into a world of real ranks on loopback and has an outcome that must come in time."""
+"""The faults. Each is injected into real ranks on loopback and has an outcome that must come in time."""
 
-import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from worlds import Outcome, World
-
-from soak.training import End, Job, Progress, job_of, train
-
-TIMEOUT_S = 5.0
-"""Of the process group."""
-ALLOWANCE_S = 2.0
-"""A survivor's error may come this much after the timeout."""
-ENDLESS = 10**9
+from soak.injected import HOOKS
+from soak.settings import HOOK, QUANTISED, Fault, Job
+from soak.stage import ALLOWANCE_S, ENDLESS, TIMEOUT_S, Failed, Ranks, Stage, ended, expect, pid_of, setting_of
+from soak.training import Progress
 
 
 @dataclass(frozen=True)
@@ -28,248 +22,277 @@ class Trial:
     """What one fault led to."""
 
     kind: str
+    schedule: str
+    setting: str
     seed: int
     passed: bool
     seconds: float
     detail: str
-    latency_s: float | None = None
-    """From the fault to the last survivor's error."""
+    """What failed, or how it ended where there are several ways."""
+    fired: str
+    latency_s: float | None
+    compared: int
+    not_comparable: str
 
 
-class Failed(Exception):
-    """The outcome was not the expected one."""
-
-
-def run(kind: str, seed: int) -> Trial:
+def run(kind: str, schedule: str, seed: int, ranks: Ranks, setting: str = "") -> Trial:
     """One trial; its failure is in the result."""
-    started = time.monotonic()
+    began, setting = time.monotonic(), setting or setting_of(schedule, seed)
     with tempfile.TemporaryDirectory(prefix="gradwire-soak-") as folder:
+        stage = Stage(schedule, setting, seed, folder, ranks)
         try:
-            found = KINDS[kind](random.Random(seed), seed, folder)
-            latency, detail = (found, "") if isinstance(found, float) else (None, found or "")
-            return Trial(kind, seed, True, time.monotonic() - started, detail, latency)
+            passed, detail = True, KINDS[kind](stage) or ""
+            expect(bool(stage.notes.fired), "the fault never happened")
         except (Failed, AssertionError, TimeoutError) as error:
-            return Trial(kind, seed, False, time.monotonic() - started, f"{type(error).__name__}: {error}")
+            passed, detail = False, f"{type(error).__name__}: {error}"
+        notes = stage.notes
+    seconds = time.monotonic() - began
+    return Trial(
+        kind, schedule, setting, seed, passed, seconds, detail, notes.fired, notes.latency_s, notes.compared,
+        notes.not_comparable,
+    )  # fmt: skip
 
 
-# ---- kinds
+# ---- from outside
 
 
-def killed(chance: random.Random, seed: int, folder: str) -> float:
-    """SIGKILL: the others name bucket, step and rank in time."""
-    with started(chance, job_of(seed, folder, steps=ENDLESS)) as world:
-        victim, at = signalled(world, chance, signal.SIGKILL)
-        return told_in_time(world, victim, at)
+def killed(stage: Stage) -> None:
+    """SIGKILL: the others name bucket, step and rank in time, and a restart loses nothing."""
+    stage.decide()
+    job = replace(stage.job, checkpoint_every=stage.chance.randint(2, 6))
+    with stage.started(job) as world:
+        victim, at = stage.signal(world, signal.SIGKILL)
+        stage.told_in_time(world, victim, at)
+    stage.resumes(job)
 
 
-def stopped(chance: random.Random, seed: int, folder: str) -> float:
+def stopped(stage: Stage) -> None:
     """SIGSTOP for longer than the timeout: the same, and the rank itself ends in an error when it wakes."""
-    with started(chance, job_of(seed, folder, steps=ENDLESS)) as world:
-        victim, at = signalled(world, chance, signal.SIGSTOP)
-        latency = told_in_time(world, victim, at)
+    stage.decide()
+    job = replace(stage.job, checkpoint_every=stage.chance.randint(2, 6))
+    with stage.started(job) as world:
+        victim, at = stage.signal(world, signal.SIGSTOP)
+        stage.told_in_time(world, victim, at)
         os.kill(pid_of(world, victim), signal.SIGCONT)
         outcome = world.collect(TIMEOUT_S + ALLOWANCE_S + 3, needed=[victim])[victim]
-        expect(ended(outcome).kind != "finished", f"the rank that was stopped ended: {outcome}")
-        return latency
+        failed = (
+            outcome.kind == "raised" if stage.schedule == HOOK else ended(outcome).kind not in ("finished", "saved")
+        )
+        expect(failed or ended(outcome).kind == "CommunicationError", f"the rank that was stopped ended: {outcome}")
+    stage.resumes(job)
 
 
-def paused(chance: random.Random, seed: int, folder: str) -> None:
+def paused(stage: Stage) -> None:
     """SIGSTOP for a moment: nothing is lost, and the run ends as one that was not disturbed."""
-    size, job = chance.randint(2, 4), job_of(seed, folder, steps=60)
-    expected = undisturbed(size, job)
-    with started(chance, job, size) as world:
-        victim, _ = signalled(world, chance, signal.SIGSTOP, longest_s=0.05)
-        time.sleep(chance.uniform(0.05, 0.4 * TIMEOUT_S))
+    stage.decide()
+    steps = stage.begin + 60
+    job = replace(stage.job, steps=steps, checkpoint_every=40)
+    with stage.started(job) as world:
+        victim, _ = stage.signal(world, signal.SIGSTOP, longest_s=0.05)
+        expect(Progress.read(job.progress(victim)) < steps, "the run was over before the fault")
+        time.sleep(stage.chance.uniform(0.05, 0.3 * TIMEOUT_S))
         os.kill(pid_of(world, victim), signal.SIGCONT)
-        same(world, expected)
+        ends = [ended(outcome) for outcome in world.collect(60)]
+    stage.alike(ends)
+    stage.resumes(job, before=steps, like=ends)
+    if not stage.notes.not_comparable:
+        stage.same(ends, stage.kept(replace(job, folder=stage.new_folder(), checkpoint_every=0)))
 
 
-def restarted(chance: random.Random, seed: int, folder: str) -> None:
-    """SIGKILL, and all begin again from their checkpoints: they end where an undisturbed run ends."""
-    size, job = chance.randint(2, 3), job_of(seed, folder, steps=60, checkpoint_every=chance.randint(3, 9))
-    with tempfile.TemporaryDirectory() as elsewhere:
-        expected = undisturbed(size, job_of(seed, elsewhere, steps=60, checkpoint_every=0))
-    for _ in range(chance.randint(1, 2)):
-        with started(chance, job, size) as world:
-            signalled(world, chance, signal.SIGKILL, longest_s=0.1)
-            world.collect(TIMEOUT_S + ALLOWANCE_S + 3)
-    with World(size, TIMEOUT_S) as world:
-        world.start(train, job)
-        same(world, expected)
+def restarted(stage: Stage) -> None:
+    """SIGKILL again and again, each time followed by a start from checkpoints: the run ends where an undisturbed run ends."""
+    stage.decide()
+    job = replace(stage.job, checkpoint_every=stage.chance.randint(2, 5))
+    for _ in range(2):
+        with stage.started(job) as world:
+            victim, at = stage.signal(world, signal.SIGKILL)
+            stage.told_in_time(world, victim, at)
+    stage.resumes(job)
 
 
-def odd_one(chance: random.Random, seed: int, folder: str) -> None:
-    """One rank has another model, plan, version or dtype: all are told before anything is sent. Another seed is none."""
-    what, size = chance.choice(["model", "plan", "version", "dtype", "seed"]), chance.randint(2, 4)
-    job = job_of(seed, folder, steps=5, odd=(chance.randrange(size), what), plan="qsgd4")
-    with World(size, TIMEOUT_S) as world:
-        world.start(train, job)
-        ends = [ended(outcome) for outcome in world.collect(20)]
-    if what == "seed":
-        expect(len({end.digest.partition(":")[0] for end in ends}) == 1, f"ranks differ: {ends}")
-        expect(all(end.kind == "finished" for end in ends), f"{ends}")
-        return
-    expect(len({end.words for end in ends}) == 1, f"not all were told the same: {ends}")
-    expect(all(end.kind == "DisagreementError" and end.step == -1 for end in ends), f"{what}: {ends}")
+def terminated(stage: Stage) -> None:
+    """SIGTERM to one rank, as before a machine is taken away: all save at the same step and end, and a restart loses nothing."""
+    stage.decide()
+    job = replace(stage.job, saves_on_sigterm=True)
+    with stage.started(job) as world:
+        stage.signal(world, signal.SIGTERM)
+        ends = [ended(outcome) for outcome in world.collect(TIMEOUT_S + ALLOWANCE_S)]
+    expect(all(end.kind == "saved" for end in ends), f"{ends}")
+    expect(len({(end.step, end.weights) for end in ends}) == 1, f"saved at different steps: {ends}")
+    stage.in_time(ends)
+    stage.resumes(job)
 
 
-def raised(chance: random.Random, seed: int, folder: str) -> None:
-    """A rank's backward raises and the script goes on: the step is void on all, and all stay the same."""
-    steps = tuple(sorted(chance.sample(range(1, 30), 3)))
-    size, job = chance.randint(2, 4), job_of(seed, folder, steps=30, raise_at=steps)
-    with World(size, TIMEOUT_S) as world:
-        world.start(train, job)
-        alike(world, told=3)
-
-
-def uneven(chance: random.Random, seed: int, folder: str) -> None:
-    """Loops of different length inside join(): all end with the same weights."""
-    size = chance.randint(2, 4)
-    job = job_of(seed, folder, batches=tuple(chance.randint(0, 9) for _ in range(size)))
-    with World(size, TIMEOUT_S) as world:
-        world.start(train, job)
-        alike(world)
-
-
-def corrupted(chance: random.Random, seed: int, folder: str) -> str:
-    """A bit flips in a message to one rank: all end with the same weights, or are told by the drift watch at the latest."""
-    size = chance.randint(2, 3)
-    job = job_of(seed, folder, steps=30, drift_check_steps=5, corrupt_at=chance.randint(1, 60), plan="qsgd4")
-    with World(size, TIMEOUT_S) as world:
-        world.start(train, job)
-        ends = [ended(outcome) for outcome in world.collect(2 * TIMEOUT_S + ALLOWANCE_S + 10)]
-    finished = [end for end in ends if end.kind == "finished"]
-    expect(len(finished) in (0, size), f"some finished and some did not: {ends}")
-    expect(len({end.digest.partition(":")[0] for end in finished}) <= 1, f"a silent difference: {ends}")
-    return ", ".join(sorted({end.kind for end in ends}))
-
-
-def disk_full(chance: random.Random, seed: int, folder: str) -> None:
+def disk_full(stage: Stage) -> None:
     """A rank's disk is full during checkpoints, then a rank is killed: resuming from older ones loses nothing."""
-    size, victim = chance.randint(2, 3), chance.randrange(2)
-    with tempfile.TemporaryDirectory() as elsewhere:
-        expected = undisturbed(size, job_of(seed, elsewhere, steps=60, sizes=(4096, 4096, 300), checkpoint_every=0))
-    with small_disk(folder) as small:
-        full = (victim, chance.randint(10, 30), small)
-        job = job_of(seed, folder, steps=60, sizes=(4096, 4096, 300), checkpoint_every=5, full_disk=full)
-        with started(chance, job, size) as world:
-            deadline = time.monotonic() + 20
-            while Progress.read(job.progress(victim)) < 40 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            killed, _ = signalled(world, chance, signal.SIGKILL, longest_s=0.01)
-            world.collect(TIMEOUT_S + ALLOWANCE_S + 3)
-        parts = list(Path(small).iterdir())
+    stage.decide()
+    victim, full_from = stage.chance.randrange(stage.size), stage.begin + stage.chance.randint(4, 12)
+    with small_disk(stage.new_folder()) as small:
+        job = replace(stage.job, checkpoint_every=3, full_disk=(victim, full_from, small))
+        with stage.started(job) as world:
+            stage.wait_for(world, job, full_from + 6)
+            killed, at = stage.signal(world, signal.SIGKILL)
+            stage.told_in_time(world, killed, at)
         # the rank may have been killed while it wrote one
-        expect(len(parts) <= (killed == victim), f"parts of checkpoints were left: {parts}")
-        with World(size, TIMEOUT_S) as world:
-            world.start(train, job)
-            same(world, expected)
+        left = list(Path(small).iterdir()) if Path(small).is_dir() else []
+        expect(len(left) <= (killed == victim), f"parts of checkpoints were left: {left}")
+    saved = [int(path.stem.rpartition("step")[2]) for path in Path(job.folder).glob(f"rank{victim}-step*.pt")]
+    expect(max(saved, default=0) < full_from, f"the disk was not full: {saved}, full from {full_from}")
+    stage.resumes(job)
 
 
-KINDS: dict[str, Callable[[random.Random, int, str], float | str | None]] = {
+# ---- inside a rank
+
+
+def odd_one(stage: Stage) -> str:
+    """After a restart one rank has another model, plan, version or dtype: all are told before anything is sent. Another seed
+    is none, and the right ranks go on from the checkpoints."""
+    stage.decide()
+    whats = ["model", "plan", "version", "seed"] if stage.schedule != HOOK else ["plan", "version", "seed"]
+    what = stage.chance.choice(whats)
+    job = replace(stage.job, steps=stage.begin + 7, checkpoint_every=3)
+    stage.alike(stage.kept(job))
+    odd = (stage.chance.randrange(stage.size), what)
+    ends = stage.kept(replace(job, folder=stage.new_folder(), odd=odd))
+    if what == "seed":
+        stage.alike(ends)
+    else:
+        expect(all(end.kind == "DisagreementError" for end in ends), f"{what}: {ends}")
+        expect(len({end.words for end in ends}) == 1, f"not all were told the same: {ends}")
+        expect(all(end.step <= stage.begin for end in ends), f"a step was made: {ends}")
+    stage.notes.fired = f"odd {what}"
+    stage.resumes(job, before=stage.begin + 7)
+    return what
+
+
+def raised(stage: Stage) -> str:
+    """A rank's backward raises: where the script catches it the step is void on all, and all stay the same."""
+    return raising(stage, "raised", "", must_go_on=True)
+
+
+def hook_raised(stage: Stage) -> str:
+    """A hook of the script raises on one rank, of any kind that torch has in a step."""
+    variant = stage.chance.choice(HOOKS)
+    return f"{variant}: {raising(stage, 'hook raised', variant)}"
+
+
+def short_memory(stage: Stage) -> str:
+    """MemoryError at a line of gradwire's part of a step: an error on all ranks, or a step that nobody counts."""
+    return raising(stage, "short memory", "")
+
+
+def raising(stage: Stage, kind: str, variant: str, must_go_on: bool = False) -> str:
+    """All go on alike, or all end in an error, in time; what was saved resumes."""
+    stage.decide()
+    chance, steps = stage.chance, stage.begin + 16
+    caught = stage.schedule != HOOK and chance.random() < 0.8
+    fault = Fault(
+        kind, chance.randrange(stage.size), stage.begin + chance.randint(3, 9), variant, chance.random(), caught
+    )
+    every = 5 if steps % 5 else 6
+    job = replace(stage.job, steps=steps, checkpoint_every=every, drift_check_steps=2, fault=fault)
+    if not caught:
+        return uncaught(stage, replace(job, steps=ENDLESS), fault)
+    ends = stage.kept(job)
+    stage.notes.fired = ", ".join(ends[fault.rank].fired)
+    if all(end.kind == "finished" for end in ends):
+        stage.alike(ends)
+        stage.resumes(job, before=steps, like=ends)
+        return "went on"
+    stage.in_time(ends)
+    expect(not must_go_on and all(end.kind not in ("finished", "saved") for end in ends), f"not all alike: {ends}")
+    stage.resumes(job, before=fault.step + 1)
+    return "all told"
+
+
+def uncaught(stage: Stage, job: Job, fault: Fault) -> str:
+    """The process of the rank ends, as a script's does: the others name it in time. Or all are told before that."""
+    with stage.started(job) as world:
+        outcomes = world.collect(30)
+    died = outcomes[fault.rank].kind == "died"
+    ends = [ended(each) for rank, each in enumerate(outcomes) if not (died and rank == fault.rank)]
+    if died:
+        expect(outcomes[fault.rank].value == "exit code 1", f"rank {fault.rank}: {outcomes[fault.rank].value}")
+        stage.notes.fired = "its process ended"
+        for rank, end in zip((rank for rank in range(stage.size) if rank != fault.rank), ends, strict=True):
+            stage.names(end, rank, fault.rank)
+    else:
+        stage.notes.fired = ", ".join(ends[fault.rank].fired)
+        expect(all(end.kind not in ("finished", "saved") for end in ends), f"{ends}")
+    stage.in_time(ends)
+    stage.resumes(job, before=fault.step + 1)
+    return "its process ended" if died else "all told"
+
+
+def corrupted(stage: Stage) -> str:
+    """A bit flips in a message to one rank: all are told in the same step, and who sent it to whom."""
+    chance = stage.chance
+    if stage.schedule != "sharded":
+        stage.job = replace(stage.job, spec=chance.choice(QUANTISED))
+    if stage.schedule == "auto":  # a plan that encodes is certain only while it begins
+        stage.notes.not_comparable = "auto was still trying plans"
+    # the hook makes its exchange anew after the second step
+    first = 1 if stage.schedule == "auto" else chance.randint(4 if stage.schedule == HOOK else 2, 8)
+    fault = Fault("corrupted", chance.randrange(stage.size), first, draw=chance.random())
+    job = replace(
+        stage.job, steps=30, checkpoint_every=2, drift_check_steps=5, fault=fault, by_gloo=chance.random() < 0.5
+    )
+    ends = stage.kept(job)
+    stage.notes.fired = ", ".join(ends[fault.rank].fired)
+    expect(all(end.kind == "CommunicationError" for end in ends), f"not all were told: {ends}")
+    # where the bit was in what comes before a payload, ranks may as well have run different plans, and are told so
+    expect(
+        any(re.search("changed on their way|the network changed bytes", end.words) for end in ends),
+        f"other words: {ends}",
+    )
+    steps = {step for end in ends for step in re.findall(r"step (\d+): bytes of", end.words)}
+    expect(len(steps) <= 1, f"in different steps: {ends}")
+    stage.in_time(ends)
+    stage.resumes(job)
+    return stage.notes.fired
+
+
+def uneven(stage: Stage) -> None:
+    """Loops of different length inside join(): all end with the same weights."""
+    stage.job = replace(stage.job, stateless=True)
+    stage.decide()
+    counts = [stage.chance.randint(0, 6) for _ in range(stage.size)]
+    counts[stage.chance.randrange(stage.size)] = max(counts) + 3
+    job = replace(stage.job, batches=tuple(counts), steps=stage.begin + max(counts) + 6)
+    ends = stage.kept(job)
+    stage.notes.fired = f"{min(counts)} to {max(counts)} batches"
+    stage.alike(ends)
+    stage.resumes(job, before=job.steps, like=ends)
+
+
+KINDS: dict[str, Callable[[Stage], str | None]] = {
     "killed": killed,
     "stopped": stopped,
     "paused": paused,
     "restarted": restarted,
+    "terminated": terminated,
+    "disk full": disk_full,
     "odd one": odd_one,
     "raised": raised,
-    "uneven": uneven,
+    "hook raised": hook_raised,
+    "short memory": short_memory,
     "corrupted": corrupted,
-    "disk full": disk_full,
+    "uneven": uneven,
 }
 
-
-# ---- what they share
-
-
-@contextlib.contextmanager
-def started(chance: random.Random, job: Job, size: int | None = None) -> Iterator[World]:
-    """A world of this size, or one that chance decides, in which every rank has done a step."""
-    with World(size or chance.randint(2, 4), TIMEOUT_S) as world:
-        world.start(train, job)
-        deadline = time.monotonic() + 30
-        while min(Progress.read(job.progress(rank)) for rank in range(world.size)) < 1:
-            if time.monotonic() > deadline:
-                raise Failed(f"it did not begin: {world.collect(0.1)}")
-            time.sleep(0.002)
-        yield world
+LEFT_OUT: dict[tuple[str, str], str] = {
+    ("uneven", "sharded"): "join() refuses it: a rank without a batch has a shard that only it can step",
+}
+"""Pairs of a kind and a schedule that make no sense, and why."""
 
 
-def signalled(world: World, chance: random.Random, number: int, longest_s: float = 0.3) -> tuple[int, float]:
-    """Send a signal to a rank at a moment; (rank, when)."""
-    victim = chance.randrange(world.size)
-    time.sleep(chance.uniform(0, longest_s))
-    os.kill(pid_of(world, victim), number)
-    return victim, time.monotonic()
-
-
-def told_in_time(world: World, victim: int, at: float) -> float:
-    """All others raised, named bucket, step and rank, within the timeout and the allowance; how long the last took."""
-    others = [rank for rank in range(world.size) if rank != victim]
-    outcomes = world.collect(TIMEOUT_S + ALLOWANCE_S + 5, needed=others)
-    latest = 0.0
-    for rank in others:
-        end = ended(outcomes[rank])
-        expect(end.kind == "CommunicationError", f"rank {rank}: {end}")
-        named = re.search(rf"step {end.step}: rank {rank} waited for .*bucket \d+.*?: ranks? (\d+)", end.words)
-        expect(named is not None, f"rank {rank} did not name step {end.step}, bucket and rank: {end.words}")
-        blamed = re.findall(r"ranks? ([\d, ]+?)(?= did not answer|, which may be busy)", end.words)
-        expect(str(victim) in re.split(r", ", ", ".join(blamed)), f"rank {rank} does not blame {victim}: {end.words}")
-        latest = max(latest, end.at - at)
-    expect(latest <= TIMEOUT_S + ALLOWANCE_S, f"the last error came after {latest:.1f} s")
-    return latest
-
-
-def undisturbed(size: int, job: Job) -> list[str]:
-    """The digests of a run without a fault."""
-    with World(size, 60.0) as world:
-        world.start(train, job)
-        ends = [ended(outcome) for outcome in world.collect(60)]
-    expect(all(end.kind == "finished" for end in ends), f"without a fault: {ends}")
-    return [end.digest for end in ends]
-
-
-def same(world: World, expected: list[str]) -> None:
-    """All finish, and where a run without a fault does."""
-    ends = [ended(outcome) for outcome in world.collect(60)]
-    expect([end.digest for end in ends] == expected, f"not as without the fault: {ends}, expected {expected}")
-
-
-def alike(world: World, told: int = 0) -> None:
-    """All finish with the same weights."""
-    ends = [ended(outcome) for outcome in world.collect(60)]
-    expect(all(end.kind == "finished" and end.told == told for end in ends), f"{ends}")
-    expect(len({end.digest.partition(":")[0] for end in ends}) == 1, f"weights differ: {ends}")
-
-
-def ended(outcome: Outcome) -> End:
-    """What a rank returned; that it did not return is a failure."""
-    expect(outcome.kind == "returned", f"a rank {outcome.kind}: {outcome.value}")
-    end = outcome.value
-    assert isinstance(end, End)
-    return end
-
-
-def expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise Failed(otherwise)
-
-
-def pid_of(world: World, rank: int) -> int:
-    pid = world.processes[rank].pid
-    assert pid is not None
-    return pid
-
-
-@contextlib.contextmanager
+@contextmanager
 def small_disk(folder: str) -> Iterator[str]:
-    """A folder on a disk with 64 KiB of room, which a checkpoint does not fit in."""
-    place = Path(folder) / "small"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
+    """A folder on a disk with 4 KiB of room, which a checkpoint does not fit in."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder], capture_output=True).returncode:
         yield "/dev/full"  # not allowed to mount: every write there fails in the same way
         return
     try:
-        yield str(place)
+        yield folder
     finally:
-        subprocess.run(["umount", "-l", place], check=True)
+        subprocess.run(["umount", "-l", folder], check=True)

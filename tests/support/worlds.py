@@ -9,6 +9,7 @@ next test gets another. Ranks are forked from a server that has loaded torch, wh
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import hashlib
@@ -16,11 +17,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -32,7 +34,7 @@ import torch.distributed as dist
 
 from gradwire.bench.ranks import die_with
 
-__all__ = ["Given", "Outcome", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
+__all__ = ["Given", "Outcome", "Place", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -50,17 +52,37 @@ class Outcome:
     """What it returned; for the others a text that tells."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank lives."""
+
+    namespace: str = ""
+    """The file of a network namespace; '' for that of the tests."""
+    interface: str = "lo"
+    address: str = "127.0.0.1"
+
+    def enter(self) -> None:
+        """Move this thread there, before there are others."""
+        if self.namespace:
+            with open(self.namespace) as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
 class World:
     """`size` processes that have initialised torch.distributed together, rank 0 being the host of the store."""
 
-    def __init__(self, size: int, group_timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int, group_timeout_s: float = 60.0, places: Sequence[Place] | None = None) -> None:
+        """`places`: where each rank lives; None for all on loopback."""
         self.size = size
+        places = places or [Place()] * size
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
         self._logs = [Path(self._folder.name) / f"rank{rank}" for rank in range(size)]
         pipes = [CONTEXT.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pipes]
         self.processes = [
-            CONTEXT.Process(target=_live, args=(rank, size, group_timeout_s, theirs, str(log)), daemon=True)
+            CONTEXT.Process(target=_live, args=(rank, places, group_timeout_s, theirs, str(log)), daemon=True)
             for rank, ((_, theirs), log) in enumerate(zip(pipes, self._logs, strict=True))
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
@@ -174,18 +196,19 @@ class Worlds:
         self._kept.clear()
 
 
-def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, log: str) -> None:
+def _live(rank: int, places: Sequence[Place], timeout_s: float, pipe: connection.Connection, log: str) -> None:
     """A rank's life: come up, then do jobs until the pipe closes, or until the tests are killed."""
     die_with(os.getppid())
     gc.freeze()  # what was loaded stays: without this each collection looks at 300,000 objects, 0.2 s
     with Path(log).open("w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        places[rank].enter()
         torch.set_num_threads(1)
         timeout = timedelta(seconds=timeout_s)
         port = 0 if rank == 0 else pipe.recv()
         # coming up may take longer than the group's timeout on a busy machine
-        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+        host, size = places[0].address, len(places)
+        store = dist.TCPStore(host, port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
         if rank == 0:
             pipe.send(store.port)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -194,7 +217,7 @@ def _live(rank: int, size: int, timeout_s: float, pipe: connection.Connection, l
                 function, arguments = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 os._exit(0)  # the test session is gone; nothing here may wait for other ranks
-            outcome = pickle.dumps(_do(function, arguments, grace_s=min(timeout_s, 5.0) + 1.0))
+            outcome = pickle.dumps(_do(function, arguments, grace_s=min(timeout_s, 10.0) + 1.0))
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(outcome)
 
@@ -208,7 +231,14 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...], grace_s: float
     deadline = time.monotonic() + grace_s  # a thread that waits for a rank that failed ends with its collective
     while (left := gradwire_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return ("raised", f"it left threads: {left}") if left else ("returned", value)
+    return ("raised", f"it left threads:\n{_where_threads_are()}") if left else ("returned", value)
+
+
+def _where_threads_are() -> str:
+    """The last lines of each thread of gradwire's."""
+    frames = sys._current_frames()
+    ours = [each for each in threading.enumerate() if each.name.startswith("gradwire") and each.ident in frames]
+    return "\n".join(f"{each.name}:\n{''.join(traceback.format_stack(frames[each.ident or 0])[-3:])}" for each in ours)
 
 
 # ---- for the functions that run on ranks

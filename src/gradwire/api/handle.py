@@ -175,17 +175,17 @@ class Handle:
         load_state(self.session, state)
 
     def reset(self) -> None:
-        """Go on after a backward that a rank left in the middle, by an exception that its script caught. Collective.
+        """Go on after a step that a rank left in its forward or backward, by an exception that its script caught. Collective.
 
         That rank calls it where it caught the exception; the others get StepStateError from their backward of that step and
-        call it there. Gradients are dropped (`grad` is None) and the next backward is a step of its own. With error feedback
-        what ranks had computed in the void step travels with the next one. Does nothing when nothing failed; raises the
-        failure again when it is one that cannot be mended, such as a dead rank.
+        call it there. All leave that batch out: gradients are dropped (`grad` is None) and the next backward is a step of its
+        own. With error feedback what ranks had computed in the void step travels with the next one. Does nothing when nothing
+        failed; raises the failure again when it is one that cannot be mended, such as a dead rank.
 
         Example::
 
             try:
-                loss.backward()
+                model(batch).mean().backward()
             except (torch.OutOfMemoryError, gw.StepStateError):
                 handle.reset()
                 continue

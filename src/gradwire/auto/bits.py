@@ -175,8 +175,9 @@ class Bits:
         return unlike(plan, own, self.adaptive.ways(WIDTHS))
 
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
-        """Keep nothing but the plan."""
+        """Keep nothing but the plan. Gradients are measured in the next step where the run that saved would have done so."""
         self._stop()
+        self._measure_if_due(Live(session))
 
     def detached(self) -> None:
         """Stop measuring gradients."""
@@ -187,6 +188,9 @@ class Bits:
         live = Live(session)
         if self._errors is not None:
             self._choose(live, self._errors)
+        self._measure_if_due(live)
+
+    def _measure_if_due(self, live: Live) -> None:
         first = min(_FIRST, self.adaptive.period - 1)
         if live.step % self.adaptive.period == first:  # of the next step
             measure = partial(measured, self.adaptive, step=live.step, rank=live.group.rank)

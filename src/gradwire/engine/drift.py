@@ -92,9 +92,15 @@ class OwnSteps:
         self._steps += 1
         if self._told or self._group.world_size == 1:
             return None
-        if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
-            self._write(weights, f"{after}/{self._steps}")
-        return self._differs(names) if self._written else None
+        try:
+            if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
+                self._write(weights, f"{after}/{self._steps}")
+            return self._differs(names) if self._written else None
+        except (
+            RuntimeError
+        ):  # the host of the store is gone: whoever waits for a rank next says so, and this only looks
+            self._told = True
+            return None
 
     def _write(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", at: str) -> None:
         if self._store is None:

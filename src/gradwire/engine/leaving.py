@@ -128,8 +128,12 @@ def reset(reducer: "Reducer") -> None:
     schedule = reducer.schedule
     if isinstance(schedule, Launches):
         schedule.before_reset()
-    if reducer.lanes.failure is None and reducer.in_hand:
-        was_left(reducer, "reset() was called")
+    if reducer.lanes.failure is None:
+        # a forward or a backward that raised before its first gradient: other ranks run the step that this rank leaves
+        if reducer.arrivals.awaited and not reducer.in_hand and schedule.traits.sends_in_backward:
+            reducer.begin_by_schedule()
+        if reducer.in_hand:
+            was_left(reducer, "reset() was called")
     if (failure := reducer.lanes.failure) is not None:
         _mend(reducer, failure)
     if isinstance(schedule, Launches):

@@ -327,6 +327,8 @@ class Session(Observer):
                 self.inputs += sum(tensor.numel() for tensor in tensors_in((inputs, named)))
             if module.training:  # an evaluation may run on one rank only
                 self._broadcast_buffers(module)
+            # what other ranks wait for next is this rank's backward
+            self.reducer.arrivals.awaited = module.training and self.reducer.synchronise
 
     def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
         if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:

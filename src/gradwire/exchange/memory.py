@@ -81,6 +81,8 @@ class Remembered:
         nothing is kept."""
         state: dict[str, torch.Tensor] = {}
         for run in self._runs():
+            if _is_left(run.key) and not run.part.any():
+                continue  # it was sent
             if run.key not in state:
                 state[run.key] = torch.zeros(run.numel, dtype=run.part.dtype, device=run.part.device)
             state[run.key][run.first : run.first + run.part.numel()] = run.part

@@ -5,8 +5,9 @@ makes its plan), `plan` (the digest), `ranks` (those of the group that saved) an
 `{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.memory`. Of the `delayed` and the `local`
 schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksums of the global ones that they belong to. Of
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
-on all ranks, `outer/0/{tensor}`, and `local_steps`, how many the rank made. Where gradwire chose the plan itself also `decided`,
-its JSON in bytes, and `searching` where it was only being tried.
+on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
+the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
+it was only being tried.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -31,7 +32,7 @@ CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
-_FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "decided", "searching"}
+_FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed", "decided", "searching"}
 _DIGEST_BYTES = 32
 _CURE = "Pass what handle.state_dict() returned."
 
@@ -53,6 +54,8 @@ class Saved(NamedTuple):
     """Of schedules with local weights, if memory is this rank's own: a checksum of each global weight, below 2**64."""
     local_steps: int | None
     """Of the `local` schedule: how many steps a rank has made."""
+    landed: bool
+    """Of the `local` schedule: whether the last exchange landed earlier than the schedule says."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -161,6 +164,7 @@ class _Fields:
         self.searching = "searching" in fields and bool(self._number("searching"))
         self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
         self.local_steps = self._number("local_steps") if "local_steps" in fields else None
+        self.landed = "landed" in fields and bool(self._number("landed"))
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
         if unknown := sorted(fields.keys() - _FIELDS - self.memory.keys()):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
@@ -182,6 +186,7 @@ class _Fields:
             missing=missing,
             weights=weights,
             local_steps=self.local_steps,
+            landed=self.landed,
             decided=self.decided,
             searching=self.searching,
         )

@@ -115,6 +115,11 @@ class EmulatedCluster:
             raise TestbedError(f"node is {node}; this cluster has nodes 0 to {self.nodes - 1}.")
         network.set_link(self._hub, node, up)
 
+    def namespace(self, node: int) -> Path:
+        """The file of a node's network namespace, which a process enters by setns."""
+        self._require_alive()
+        return namespaces.NAMESPACE_FOLDER / self._nodes[node]
+
     def counters(self) -> list[tuple[int, int]]:
         """For each node, the (sent, received) bytes of its interface. A large segment counts one Ethernet header."""
         self._require_alive()

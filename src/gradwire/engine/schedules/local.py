@@ -297,7 +297,13 @@ class LocalSchedule:
         self.settle()
         assert self._outer is not None
         momenta = {f"{OUTER}0/{name}": value.reshape(-1).clone() for name, value in self._outer.momenta.items()}
-        return self._weights.state() | momenta | {"local_steps": torch.tensor(self._local_steps)}
+        early = self._lands_after is None and self._due_to_land(self._reducer.step) > self._local_steps
+        fields = {"local_steps": torch.tensor(self._local_steps)} | ({"landed": torch.tensor(1)} if early else {})
+        return self._weights.state() | momenta | fields
+
+    def _due_to_land(self, exchanges: int) -> int:
+        """The local steps after which the last of so many exchanges lands, unless it lands earlier; 0 where there was none."""
+        return self._data.begins_after(exchanges - 1) + self._data.delay if exchanges else 0
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         check_local(by_tensor(state, LOCAL), len(saved.weights), self._by_name)
@@ -313,8 +319,8 @@ class LocalSchedule:
         self._weights.computing, self._arrived = False, None
         last = self._data.begins_after(saved.step - 1)
         self._local_steps = last if saved.local_steps is None else saved.local_steps
-        lands = last + self._data.delay
-        self._lands_after = lands if saved.own and saved.step and lands > self._local_steps else None
+        lands = self._due_to_land(saved.step)
+        self._lands_after = lands if saved.own and lands > self._local_steps and not saved.landed else None
         self._landing = [index for bucket in self._fragment(saved.step - 1) for index in bucket]
         self._weights.take_local(by_tensor(state, LOCAL), saved.weights)
         self._outer.take(by_tensor(state if saved.own else saved.memory[-1], OUTER))

@@ -34,6 +34,8 @@ class Arrivals:
         """The gradient of each run that comes last in the plan's order, or all gradients. Their nodes have a hook too."""
         self.heard: set[int] = set()
         """Those of them whose nodes called it."""
+        self.awaited = False
+        """Whether a training forward began whose backward would send, and no step began since."""
         self._run_of: dict[int, int] = {}
         self._sizes: list[int] = []
 
@@ -48,7 +50,7 @@ class Arrivals:
     def begin(self) -> None:
         """A step begins."""
         self.task, self.came, self.left = NO_BACKWARD, {}, list(self._sizes)
-        self.complete, self.heard = [], set()
+        self.complete, self.heard, self.awaited = [], set(), False
 
     def note(self, index: int) -> None:
         """A gradient came."""

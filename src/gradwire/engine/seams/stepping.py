@@ -28,11 +28,13 @@ class Stepping:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], act: Callable[[Any, Whole], Any]) -> None:
         self._act: weakref.WeakMethod[Callable[[Any, Whole], Any]] | None = weakref.WeakMethod(act)
-        self._before: list[tuple[weakref.ref[torch.optim.Optimizer], Any, Any]] = []
+        # weakly, also our method: tensors that wait keep schedules alive where no garbage collector looks, and an optimizer may
+        # have hooks that keep the model
+        self._ours: list[tuple[weakref.ref[torch.optim.Optimizer], weakref.ref[types.MethodType]]] = []
         for optimizer in optimizers:
             before = optimizer.__dict__.get("step")
             ours = types.MethodType(self._stepper(before, type(optimizer).step), optimizer)
-            self._before.append((weakref.ref(optimizer), before, ours))
+            self._ours.append((weakref.ref(optimizer), weakref.ref(ours)))
             optimizer.step = ours  # type: ignore[method-assign]
 
     def _stepper(self, before: Any, type_step: Any) -> Callable[..., Any]:
@@ -64,6 +66,7 @@ class Stepping:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return act(optimizer, whole)
 
+        step.before = before  # type: ignore[attr-defined]
         step.__wrapped__ = type_step if before is None else before  # type: ignore[attr-defined]
         if hasattr(before, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -72,15 +75,16 @@ class Stepping:
     def remove(self) -> None:
         """Steps are as before. Where something else stands before ours since, ours stays and only calls on."""
         self._act = None
-        for reference, before, ours in self._before:
-            optimizer = reference()
-            if optimizer is None or optimizer.__dict__.get("step") is not ours:
+        for reference, ours in self._ours:
+            optimizer, own = reference(), ours()
+            if optimizer is None or own is None or optimizer.__dict__.get("step") is not own:
                 continue
+            before = own.__func__.before  # type: ignore[attr-defined]
             if before is None:
                 del optimizer.step
             else:
                 optimizer.step = before  # type: ignore[method-assign]
-        self._before = []
+        self._ours = []
 
 
 def is_of_script(error: BaseException) -> bool:
