@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import Reference, exact_mean
+from delayed_steps import Reference, Sent
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -218,40 +217,6 @@ def test_who_writes_over_the_parameters_memory_writes_the_global_weights(worlds:
 FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
 
 
-class Sent:
-    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule."""
-
-    def __init__(self, schedule: gw.Delayed, plan: gw.Plan) -> None:
-        self.schedule, self.carrier = schedule, make_model()
-        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
-
-    def mean(self, step: int, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        count, k = step - self.schedule.warmup_steps, self.schedule.k
-        if count < 0 or (k is not None and count % k == 0):
-            return self._corrected(gradients) if self.schedule.flush else exact_mean(step, gradients)
-        rank = dist.get_rank()
-        state = self.handle.state_dict()
-        self.handle.load_state_dict(state | {f"rank{rank}/step": torch.tensor(step)})  # random streams depend on it
-        self.carrier.zero_grad()
-        own = zip(self.carrier.parameters(), gradients[rank], strict=True)
-        torch.stack([(p * g).sum() for p, g in own]).sum().backward()
-        return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]
-
-    def _corrected(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """With what was kept back, which is a part of the mean, and is forgotten then."""
-        everybody: list[Any] = [None] * len(gradients)
-        state = self.handle.state_dict()
-        dist.all_gather_object(everybody, {key: value for key, value in state.items() if "/residual/" in key})
-        total = exact_mean(0, gradients)
-        for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
-            # each rank adds its own, all encodes together, before ranks are added up
-            parts = [sum(v for key, v in kept.items() if key.endswith(f"/{name}")) for kept in everybody]
-            shares = [g[index] * 0.5 + part.view(parameter.shape) for g, part in zip(gradients, parts, strict=True)]
-            total[index] = shares[0] + shares[1]
-        self.handle.load_state_dict({k: torch.zeros_like(v) if "/residual/" in k else v for k, v in state.items()})
-        return total
-
-
 def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     """W after each step, by the recurrences and by the engine, and how far the last is from W of uncompressed gradients."""
     model = make_model()
@@ -259,7 +224,7 @@ def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule))
     plan = handle.plan
     handle.detach()
-    sent = Sent(schedule, plan)
+    sent = Sent(schedule, plan, make_model)
     expected = Reference(schedule, make_model, momentum, gradient, 2, sent.mean)
     expected.run(STEPS)
     sent.handle.detach()

@@ -124,6 +124,11 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return spec.element_bits if spec.encodes or not self.main_spec.encodes else RAW
 
     @property
+    def compressed(self) -> tuple[str, ...]:
+        """The tensors that are compressed."""
+        return tuple(name for name in self.tensors if self.spec_of(name).encodes)
+
+    @property
     def specs(self) -> tuple[Spec, ...]:
         """The spec of each tensor, in the order of `tensors`."""
         return tuple(self.spec_of(tensor) for tensor in self.tensors)

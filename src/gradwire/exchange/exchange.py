@@ -120,15 +120,14 @@ class Exchange:
         """The step whose specs it runs."""
         specs = {spec for bucket in plan.buckets for spec in bucket.specs}
         self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
-        self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
+        self.random = [random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)]
         self.lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
         """The tensors that are exchanged where they lie."""
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random[0], step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
         """The place of each tensor, by name."""
         self.executor = Executor(plan, self.buckets, lanes)
-        for tasks in self.executor.tasks:
-            share_memory(tasks, self.buckets)
+        share_memory(self.executor.tasks, self.buckets)
         self.memory = Remembered(self.buckets)
         """What compressors remember."""
         self._sizes = [len(buffers.slots) for buffers in self.buckets]
@@ -300,7 +299,8 @@ class Exchange:
         self.lanes.begin(step)
         self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
-        self.random[:, :, 1] = step
+        for keys in self.random:
+            keys[:, :, 1] = step
         self.executor.start(phases, buckets)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:

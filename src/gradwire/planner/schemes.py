@@ -203,12 +203,16 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
     (Identity(), ('alltoall:inter', 'allgather:inter'))
     """
     of = {tensor.name: tensor for tensor in tensors}
-    buckets = tuple(_corrected(bucket, schedule.correction, of[bucket.tensors[0]]) for bucket in plan.buckets)
+    return with_buckets(plan, [_corrected(b, schedule.correction, of[b.tensors[0]]) for b in plan.buckets])
+
+
+def with_buckets(plan: Plan, buckets: Sequence[Bucket]) -> Plan:
+    """The plan with other buckets of the same tensors. Where their link tasks are others they are launched bucket by bucket."""
     order = dict.fromkeys(index for index, _ in plan.launch)
     launch = tuple((index, task) for index in order for task in buckets[index].link_tasks)
     if all(new.link_tasks == old.link_tasks for new, old in zip(buckets, plan.buckets, strict=True)):
         launch = plan.launch
-    return msgspec.structs.replace(plan, buckets=buckets, launch=launch, prediction=None)
+    return msgspec.structs.replace(plan, buckets=tuple(buckets), launch=launch, prediction=None)
 
 
 def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bucket:

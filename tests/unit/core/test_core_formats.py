@@ -127,7 +127,7 @@ schedules = st.one_of(
         warmup_steps=st.integers(0, 9),
         local_lr=st.none() | st.floats(0, 9),
     ),
-    st.builds(Delayed, k=st.integers(1, 50), flush=st.booleans(), local_update=st.booleans()),
+    st.builds(Delayed, k=st.integers(1, 50), flush=st.booleans(), local_update=st.booleans(), stagger=st.booleans()),
     st.builds(
         LocalSteps,
         every=st.integers(9, 500),
@@ -269,6 +269,7 @@ WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
     (Plan, ("schedule",), {"kind": "delayed", "warmup_steps": -1}, ["schedule.warmup_steps is -1", "at least 0"]),
     (Plan, ("schedule",), {"kind": "delayed", "local_lr": -0.1}, ["schedule.local_lr is -0.1", "at least 0"]),
     (Plan, ("schedule",), {"kind": "delayed", "k": None, "flush": True}, ["flush is true and k is null", "Give k"]),
+    (Plan, ("schedule",), {"kind": "delayed", "stagger": 1}, ["schedule.stagger is 1", "must be bool"]),
     (
         Plan,
         ("schedule",),

@@ -11,9 +11,9 @@ docs/papers/cd-sgd.md):
 3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
    changes nothing: L(i+1) is put back by the next training forward.
 
-Warm-up steps, and all steps without local update, land at once. Corrections run on buckets of their own, with the correction's
-spec (none in the warm-up) in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only
-step 2 writes there.
+Warm-up steps, and all steps without local update, land at once. A corrected bucket has schemes of its own, with the correction's
+spec (none in the warm-up) in the same flat buffer. Which buckets a step corrects follows from its number and the plan. Gradients
+of the next step cannot overwrite what is being sent, since only step 2 writes there.
 
 Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
 gradients, which the script's own and the flat buffers no longer share.
