@@ -1,5 +1,6 @@
 """The delayed schedule against its recurrences, bit for bit."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from worlds import Worlds, digest, seeded
 import gradwire as gw
 from gradwire.engine.schedules import delayed
 from gradwire.engine.schedules.weights import TwoWeights
+from gradwire.exchange.layout import cut
 
 STEPS = 12
 
@@ -67,9 +69,21 @@ SCHEDULES = {
     "after a warm-up": gw.Delayed(k=5, warmup_steps=3),
     "never corrects": gw.Delayed(k=None),
     "own local rate": gw.Delayed(k=5, local_lr=0.02),
+    "a part of the rate": gw.Delayed(k=5, local_ratio=0.25),
+    "plain SGD at the rank": gw.Delayed(k=5, local_step="sgd"),
+    "as published": gw.Delayed.cd_sgd(k=3, warmup_steps=2),
+    "as published, own rate": gw.Delayed.cd_sgd(k=3, local_lr=0.05),
+    "the last warm-up step is overlapped": gw.Delayed(k=2, warmup_steps=3, warmup_lands=False),
     "no local step": gw.Delayed(k=None, local_lr=0),
     "BIT-SGD": gw.Delayed(k=None, local_update=False),
 }
+
+
+def test_options_of_the_local_update_change_what_ranks_compute_on() -> None:
+    ends = {name: digest(reference(schedule, momentum, 2).history[-1]) for name, schedule in SCHEDULES.items()}
+    alike = {"OD-SGD", "CD-SGD", "never corrects"}  # nothing is compressed
+    assert len({ends[name] for name in alike}) == 1
+    assert len({ends[name] for name in ends.keys() - alike}) == len(ends) - len(alike)
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
@@ -306,3 +320,72 @@ def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> No
     )
     assert warming == usual, "the buckets of the warm-up are not those of corrections"
     assert usual < cheap < corrections and abs(every_second - (usual + corrections) / 2) <= 2
+
+
+# ---- CD-SGD as published: 2 bits to the owners of shards, sums back as they are
+
+
+NUMEL, THRESHOLD, TWO_BIT_STEPS = 1000, 0.4, 4
+
+
+def pulled() -> tuple[list[str], list[str], int]:
+    """What the optimizer gets in each step, by the engine and in plain lines, and the bytes that this rank sends."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weight = torch.nn.Linear(NUMEL, 1, bias=False)
+    spec = gw.TwoBit(threshold=THRESHOLD, block=32)
+    handle = gw.parallelize(weight, plan=gw.Uniform(spec, scheme="CD-SGD"))
+    edges = cut([NUMEL], 32, 0, NUMEL, ranks)
+    residuals = [torch.zeros(NUMEL) for _ in range(ranks)]
+    found, expected = [], []
+    for step in range(TWO_BIT_STEPS):
+        gradients = [torch.randn(NUMEL, generator=seeded(step, each)) for each in range(ranks)]
+        weight.zero_grad()
+        weight(gradients[rank]).sum().backward()
+        assert weight.weight.grad is not None
+        found.append(digest([weight.weight.grad.flatten().clone()]))
+        mean = torch.empty(NUMEL)
+        for owner, (start, end) in enumerate(itertools.pairwise(edges)):
+            total = torch.zeros(end - start)
+            for each in range(ranks):
+                part = gradients[each][start:end] * (1 / ranks)
+                if each != owner:
+                    part = part + residuals[each][start:end]
+                    t = THRESHOLD * (1 / ranks)
+                    sent = torch.where(part >= t, t, torch.where(part <= -t, -t, 0.0))
+                    residuals[each][start:end] = part - sent
+                    part = sent
+                total = total + part
+            mean[start:end] = total
+        expected.append(digest([mean]))
+    nbytes = handle.stats().wire_bytes
+    handle.detach()
+    return found, expected, nbytes
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_come_back_as_they_are(worlds: Worlds, ranks: int) -> None:
+    for found, expected, nbytes in worlds.run(ranks, pulled):
+        assert found == expected
+        share = NUMEL // ranks
+        # a quarter of a byte an element to the owners, four bytes an element back from the own shard
+        assert nbytes == pytest.approx((ranks - 1) * share * (0.25 + 4), rel=0.08)
+
+
+class OfAnotherLibrary(torch.optim.Optimizer):
+    """SGD, of a class whose next step gradwire does not know."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_plain_local_steps_need_not_know_the_optimizer(worlds: Worlds) -> None:
+    schedule = gw.Delayed.cd_sgd(k=3, warmup_steps=2)
+    expected = worlds.run(2, engine, schedule, plain_sgd, False)
+    assert worlds.run(2, engine, schedule, OfAnotherLibrary, False) == expected

@@ -53,7 +53,8 @@ class Reference:
             gradients = [self._gradients(rank, step) for rank in range(len(self.local))]
             mean = self.mean(step, gradients)
             rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-            if not self.schedule.local_update or step < self.schedule.warmup_steps:
+            synchronous = self.schedule.warmup_steps - (0 if self.schedule.warmup_lands else 1)
+            if not self.schedule.local_update or step < synchronous:
                 self._update(mean)  # synchronous: W(i+1) is what everybody computes on next
                 self._set_local([[None] * len(mean)] * len(self.local), rates)
                 self.history.append([p.detach().clone() for p in self.whole.parameters()])
@@ -80,10 +81,13 @@ class Reference:
             for mine, parameter, gradient in zip(model.parameters(), self.whole.parameters(), own, strict=True):
                 mine.copy_(parameter)
                 if gradient is not None:
-                    rate = rates[id(parameter)] if self.schedule.local_lr is None else self.schedule.local_lr
+                    own = rates[id(parameter)] * self.schedule.local_ratio
+                    rate = own if self.schedule.local_lr is None else self.schedule.local_lr
                     mine.copy_(self._moved(parameter, gradient, rate))
 
     def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rate: float) -> torch.Tensor:
+        if self.schedule.local_step == "sgd":
+            return parameter - gradient * rate
         if isinstance(self.optimizer, torch.optim.SGD):
             buffer = self.optimizer.state[parameter].get("momentum_buffer")
             kept = self.optimizer.param_groups[0]["momentum"]

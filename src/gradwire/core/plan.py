@@ -176,6 +176,8 @@ class Plan(Document, frozen=True, kw_only=True):
         only_version(self.version)
         text("fingerprint", self.fingerprint, "the fingerprint of the model")
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        if self.schedule.undecided:
+            raise FormatError(f"schedule is {self.schedule!r}: {self.schedule.undecided}")
         freeze(self, "buckets")
         each("buckets", self.buckets, Bucket)
         freeze_pairs(self, "launch", "[bucket index, link task]")

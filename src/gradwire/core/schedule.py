@@ -76,6 +76,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         """The spec of a correcting step; None is the uncompressed gradient."""
         return None
 
+    def with_k(self, k: int) -> "Schedule":
+        """The schedule that corrects each bucket in every k-th step. Of schedules that correct."""
+        raise NotImplementedError(f"{type(self).__name__} corrects nothing, so it has no k.")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Synchronous steps at the start."""
+        return 0
+
+    @property
+    def undecided(self) -> str:
+        """What must be decided before a plan can have this schedule, and by whom; '' if nothing."""
+        return ""
+
     @property
     def word(self) -> str:
         """The name of the schedule, such as "pipelined"."""

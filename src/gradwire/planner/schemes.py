@@ -56,12 +56,14 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "BytePS-Compress": (between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
     "CGX": (COLLECTIVES["alltoall"].on("gpu"),),
     "CGX between nodes": (between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
+    "CD-SGD": (("comp:gpu", "alltoall:inter", "decomp:gpu", "allgather:inter"),),
     "gradwire allreduce": (ALL_REDUCE,),
     "gradwire allgather": _everywhere("allgather"),
     "gradwire alltoall": _everywhere("alltoall"),
 }
 """The option of each system that is one path through the tree, as tasks; several where the device is open.
-'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form."""
+'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form. In 'CD-SGD' sums come back
+uncompressed, as from its parameter server."""
 _SYSTEMS = [name for name in SYSTEMS if not name.startswith("gradwire ")]
 
 

@@ -61,9 +61,9 @@ class Corrections:
         """The buckets of corrections, and the part of all steps after the warm-up that use each of them. None before there are
         any."""
         others = self._warming and self.schedule.correction is not None
-        if self._corrected is None or self.schedule.k is None or others:
+        if self._corrected is None or self.schedule.every is None or others:
             return (), 0.0
-        return self._corrected.buckets, 1 / self.schedule.k
+        return self._corrected.buckets, 1 / self.schedule.every
 
     def at_step(self, step: int, keep: bool = False) -> "Corrections":
         """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
