@@ -170,6 +170,19 @@ def codes_own_gradient(option: tuple[str, ...]) -> bool:
     return option[0].startswith("comp")
 
 
+def encodes_again(option: tuple[str, ...]) -> bool:
+    """Whether sums are encoded too, once or at every hop, after each rank's own gradient was.
+
+    >>> from gradwire.core.collectives import COLLECTIVES
+    >>> [encodes_again(COLLECTIVES[name].on("cpu")) for name in ("allgather", "alltoall", "ring")]
+    [False, True, True]
+    """
+    named = collective_of(option)
+    if named is not None and named.encodes_sums:
+        return True
+    return sum(task.startswith("comp:") for task in option) > 1 and "allreduce:inter" not in option
+
+
 def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
     """Whether an option that compresses can carry this spec's payloads, of tensors on this device.
 
