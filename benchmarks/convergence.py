@@ -30,8 +30,9 @@ SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))
 
 
 def delayed(expected: bool = False, skipped: int = 0, **fields: Any) -> Arm:
-    """An arm of the delayed schedule, with a warm-up of 5 % of the steps."""
-    return Arm(gw.Uniform(SPEC, schedule=gw.Delayed(**({"warmup_steps": 15} | fields))), skipped, expected)
+    """An arm of the delayed schedule, with a warm-up of 5 % of the steps. Corrections are staggered only if `fields` say so."""
+    schedule = gw.Delayed(**({"warmup_steps": 15, "stagger": False} | fields))
+    return Arm(gw.Uniform(SPEC, schedule=schedule), skipped, expected)
 
 
 EIGHT_BITS = gw.QSGD(bits=8)
@@ -42,6 +43,8 @@ ARMS = {
     "k=5, skipped (broken on purpose)": delayed(skipped=5, k=5),
     "k=2, 8-bit corrections": delayed(True, k=2, correction=EIGHT_BITS),
     "k=5, 8-bit corrections": delayed(True, k=5, correction=EIGHT_BITS),
+    "k=2, staggered": delayed(True, k=2, stagger=True),
+    "k=5, staggered": delayed(True, k=5, stagger=True),
     "BIT-SGD (no local update)": delayed(k=None, local_update=False, warmup_steps=0),
     "never corrects (k=None)": delayed(k=None),
     "backward, 4 bits": Arm(gw.Uniform(gw.QSGD(bits=4)), expected=True),

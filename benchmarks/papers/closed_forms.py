@@ -12,6 +12,7 @@ __all__ = [
     "all_reduce_us",
     "bit_sgd_us",
     "cd_sgd_mean_us",
+    "cd_sgd_staggered_us",
     "cd_sgd_us",
     "dear_saving_us",
     "dear_us",
@@ -92,6 +93,30 @@ def cd_sgd_mean_us(
     steps = range(1, 2) if correct_every is None else range(correct_every)
     times = (compute_us, exchange_us, codec_us, compressed_us, codec_on_compute_us)
     return sum(cd_sgd_us(step, correct_every, *times) for step in steps) / len(steps)
+
+
+def cd_sgd_staggered_us(
+    correct_every: int,
+    compute_us: float,
+    exchange_us: float,
+    codec_us: float,
+    compressed_us: float,
+    codec_on_compute_us: float = 0.0,
+) -> float:
+    """A step of CD-SGD whose corrections are dealt out evenly to the steps of a period; parameters as in `cd_sgd_us`.
+
+    Each step exchanges one part in `correct_every` of the gradient uncompressed, and compresses the rest.
+
+    >>> cd_sgd_staggered_us(correct_every=2, compute_us=10, exchange_us=40, codec_us=2, compressed_us=5)
+    23.5
+    >>> cd_sgd_staggered_us(correct_every=20, compute_us=10, exchange_us=40, codec_us=2, compressed_us=5)
+    10.0
+    """
+    _times(compute_us=compute_us, exchange_us=exchange_us, codec_us=codec_us, compressed_us=compressed_us)
+    _check_correction(correct_every, codec_us, codec_on_compute_us)
+    usual = 1 - 1 / correct_every
+    exchanges_us = usual * (codec_us + compressed_us) + exchange_us / correct_every
+    return max(compute_us + usual * codec_on_compute_us, exchanges_us)
 
 
 def reduce_scatter_us(world_size: int, elements: float, alpha_us: float, us_per_element: float) -> float:

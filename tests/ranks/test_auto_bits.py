@@ -8,8 +8,10 @@ import torch.distributed as dist
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.auto.bits import WIDTHS, Assigned, assign, with_bits
+from gradwire.auto import bits
+from gradwire.auto.bits import WIDTHS, Assigned, assign, measured, with_bits
 from gradwire.core import TensorInfo
+from gradwire.core.specs import innermost
 from gradwire.planner.adaptive import BIT_RULES
 
 
@@ -260,8 +262,145 @@ def test_a_plan_with_bits_is_the_same_plan_otherwise() -> None:
         {"blocks": (100,)},
         {"blocks": (128, 256)},
         {"blocks": (256,), "rule": "linear"},
+        {"accumulate": 0},
+        {"accumulate": 30, "period": 20},
+        {"accumulate": 2, "period": 3, "schedule": gw.LocalSteps(every=4, fragments=2)},
+        {"feedback": "yes"},
+        {"scheme": "best"},
+        {"schedule": "best"},
     ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises((gw.PlanError, gw.SpecError), match=next(iter(wrong)).rstrip("s")):
+    with pytest.raises((gw.PlanError, gw.SpecError, gw.FormatError), match=next(iter(wrong)).rstrip("s")):
         gw.AdaptiveBits(**wrong)
+
+
+# ---- any schedule, scheme and feedback
+
+
+def adapt_in(fields: dict[str, object]) -> tuple[Assigned, str, list[str], str]:
+    """The last assignment, the schedule's word, how the compressed buckets travel, and the weights."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.AdaptiveBits(period=14, **fields))
+    for number in range(70 if isinstance(fields.get("schedule"), gw.LocalSteps) else 36):
+        model(model.random_gradients(dist.get_rank(), number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    decision, plan = handle.decision, handle.plan
+    specs = {name: bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
+    assert all(innermost(specs[name]).bits == bits for name, bits in decision.bits.items())
+    assert all(specs[name].feedback == bool(fields.get("feedback")) for name in decision.bits)
+    options = [" ".join(bucket.link_tasks) for bucket in plan.buckets if bucket.main_spec.encodes]
+    told = decision, plan.schedule.word, options, digest(model.parameters())
+    handle.detach()
+    return told
+
+
+EVERYWHERE: dict[str, dict[str, object]] = {
+    "pipelined": {"schedule": "pipelined"},
+    "pipelined, feedback": {"schedule": "pipelined", "feedback": True},
+    "delayed": {"schedule": gw.Delayed(k=3)},
+    "delayed, feedback": {"schedule": gw.Delayed(k=3, flush=True), "feedback": True},
+    "local": {"schedule": gw.LocalSteps(every=2)},
+    "local, fragments": {"schedule": gw.LocalSteps(every=2, fragments=2, delay=1), "feedback": True},
+    "all-gather": {"scheme": "allgather"},
+    "sums as they are": {"scheme": "CD-SGD"},
+    "ring": {"scheme": "ring"},
+    "feedback": {"feedback": True},
+    "three steps": {"accumulate": 3},
+    "three steps, delayed": {"accumulate": 3, "schedule": gw.Delayed(k=None)},
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_bits_adapt_in_every_schedule_and_scheme(worlds: Worlds, name: str) -> None:
+    fields = EVERYWHERE[name]
+    first, second = worlds.run(2, adapt_in, fields)
+    assert (dict(first[0].bits), *first[1:]) == (dict(second[0].bits), *second[1:]), "ranks differ"
+    decision, word, options, _ = first
+    assert set(decision.bits) == {"p0", "p1", "p2", "p4"} and decision.error <= 2.0
+    assert decision.bits["p1"] == WIDTHS[0] and decision.bits["p2"] == max(decision.bits.values())
+    assert word == gw.AdaptiveBits(**fields).schedule.word
+    expected = {"all-gather": "allgather", "ring": "reducescatter allgather"}.get(name, "alltoall allgather")
+    assert set(options) == {expected}
+
+
+def rows_by_hand(fields: dict[str, object]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """What rank 0 chose from, and the same by hand."""
+    model, taken = Layers(), {}
+    adaptive = gw.AdaptiveBits(period=20, **fields)
+    usual = bits.assign
+
+    def looked_at(adaptive, infos, rows):  # type: ignore[no-untyped-def]
+        taken.update({info.name: list(row) for info, row in zip(infos, rows, strict=True)})
+        return usual(adaptive, infos, rows)
+
+    bits.assign = looked_at  # type: ignore[assignment]
+    rank, steps = dist.get_rank(), adaptive.accumulate
+    handle = gw.parallelize(model, plan=adaptive)
+    own = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    means = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for number in range(10 + steps):
+        model.zero_grad()
+        gradients = model.random_gradients(number)  # alike on both ranks, but for one tensor of opposite signs
+        gradients[0] *= 1 - 2 * rank
+        model([gradient.clone() for gradient in gradients]).backward()
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            if number >= 10:
+                own[name] += gradient
+                means[name] += parameter.grad
+    bits.assign = usual
+    handle.detach()
+    step = 9 + steps
+    found = {}
+    adapting = [name for bucket in handle.plan.buckets for name in bucket.tensors if name != "p3"]
+    for index, name in enumerate(adapting):
+        parts: list[list[float]] = [[], []]
+        dist.all_gather_object(parts, measured(adaptive, name, own[name].reshape(-1), step, rank))
+        row = [a + b for a, b in zip(*parts, strict=True)]
+        if adaptive.scheme is None:  # an owner adds half of its own as it is, and encodes the sum
+            of_sum = measured(adaptive, name, means[name].reshape(-1), step + 1, index % 2)[:-2]
+            row = [*(own / 2 + 4 * each for own, each in zip(row, of_sum, strict=False)), *row[-2:]]
+        found[name] = row
+    return taken, found
+
+
+@pytest.mark.parametrize("fields", [{}, {"accumulate": 3}, {"feedback": True}, {"scheme": "allgather"}])
+def test_the_errors_of_both_encodes_count(worlds: Worlds, fields: dict[str, object]) -> None:
+    (taken, found), _ = worlds.run(2, rows_by_hand, fields)
+    assert taken.keys() == found.keys() == {"p0", "p1", "p2", "p4"}
+    for name, row in taken.items():
+        assert row == pytest.approx(found[name], rel=1e-4, abs=1e-9), name
+    if not fields:
+        # where ranks cancel, the sum has little to lose; where they agree it loses as much as both
+        share = {name: row[0] / row[-2] for name, row in taken.items()}
+        assert share["p0"] < 0.6 * share["p2"]
+
+
+def telescoped() -> list[float]:
+    """How far all that was sent and all that is kept back is from all gradients, by tensor, over a change of bits."""
+    model = Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=8, feedback=True))
+    totals = [torch.zeros(p.shape) for p in model.parameters()]
+    for number in range(20):
+        model.zero_grad()
+        gradients = model.random_gradients(dist.get_rank(), number)
+        model([gradient.clone() for gradient in gradients]).backward()
+        for total, gradient, parameter in zip(totals, gradients, model.parameters(), strict=True):
+            total += gradient / 2 - parameter.grad / 2
+    assert len(handle.decisions) == 2 and len(set(handle.decision.bits.values())) > 1
+    kept = handle.session.exchange.memory.carried()
+    off = []
+    for (name, _), total, scale in zip(model.named_parameters(), totals, SCALES, strict=True):
+        left = total.reshape(-1) - kept.get(f"residual/{name}", 0.0)
+        dist.all_reduce(left)
+        off.append(float(left.abs().max()) / scale)
+    handle.detach()
+    return off
+
+
+def test_residuals_stay_when_bits_change(worlds: Worlds) -> None:
+    for off in worlds.run(2, telescoped):
+        assert max(off) < 1e-4

@@ -1,17 +1,18 @@
 """The delayed schedule against its recurrences, bit for bit."""
 
+import itertools
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import Reference, exact_mean
+from delayed_steps import Reference, Sent
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.engine.schedules import delayed
 from gradwire.engine.schedules.weights import TwoWeights
+from gradwire.exchange.layout import cut
 
 STEPS = 12
 
@@ -68,9 +69,21 @@ SCHEDULES = {
     "after a warm-up": gw.Delayed(k=5, warmup_steps=3),
     "never corrects": gw.Delayed(k=None),
     "own local rate": gw.Delayed(k=5, local_lr=0.02),
+    "a part of the rate": gw.Delayed(k=5, local_ratio=0.25),
+    "plain SGD at the rank": gw.Delayed(k=5, local_step="sgd"),
+    "as published": gw.Delayed.cd_sgd(k=3, warmup_steps=2),
+    "as published, own rate": gw.Delayed.cd_sgd(k=3, local_lr=0.05),
+    "the last warm-up step is overlapped": gw.Delayed(k=2, warmup_steps=3, warmup_lands=False),
     "no local step": gw.Delayed(k=None, local_lr=0),
     "BIT-SGD": gw.Delayed(k=None, local_update=False),
 }
+
+
+def test_options_of_the_local_update_change_what_ranks_compute_on() -> None:
+    ends = {name: digest(reference(schedule, momentum, 2).history[-1]) for name, schedule in SCHEDULES.items()}
+    alike = {"OD-SGD", "CD-SGD", "never corrects"}  # nothing is compressed
+    assert len({ends[name] for name in alike}) == 1
+    assert len({ends[name] for name in ends.keys() - alike}) == len(ends) - len(alike)
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
@@ -218,40 +231,6 @@ def test_who_writes_over_the_parameters_memory_writes_the_global_weights(worlds:
 FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
 
 
-class Sent:
-    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule."""
-
-    def __init__(self, schedule: gw.Delayed, plan: gw.Plan) -> None:
-        self.schedule, self.carrier = schedule, make_model()
-        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
-
-    def mean(self, step: int, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        count, k = step - self.schedule.warmup_steps, self.schedule.k
-        if count < 0 or (k is not None and count % k == 0):
-            return self._corrected(gradients) if self.schedule.flush else exact_mean(step, gradients)
-        rank = dist.get_rank()
-        state = self.handle.state_dict()
-        self.handle.load_state_dict(state | {f"rank{rank}/step": torch.tensor(step)})  # random streams depend on it
-        self.carrier.zero_grad()
-        own = zip(self.carrier.parameters(), gradients[rank], strict=True)
-        torch.stack([(p * g).sum() for p, g in own]).sum().backward()
-        return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]
-
-    def _corrected(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """With what was kept back, which is a part of the mean, and is forgotten then."""
-        everybody: list[Any] = [None] * len(gradients)
-        state = self.handle.state_dict()
-        dist.all_gather_object(everybody, {key: value for key, value in state.items() if "/residual/" in key})
-        total = exact_mean(0, gradients)
-        for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
-            # each rank adds its own, all encodes together, before ranks are added up
-            parts = [sum(v for key, v in kept.items() if key.endswith(f"/{name}")) for kept in everybody]
-            shares = [g[index] * 0.5 + part.view(parameter.shape) for g, part in zip(gradients, parts, strict=True)]
-            total[index] = shares[0] + shares[1]
-        self.handle.load_state_dict({k: torch.zeros_like(v) if "/residual/" in k else v for k, v in state.items()})
-        return total
-
-
 def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     """W after each step, by the recurrences and by the engine, and how far the last is from W of uncompressed gradients."""
     model = make_model()
@@ -259,7 +238,7 @@ def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule))
     plan = handle.plan
     handle.detach()
-    sent = Sent(schedule, plan)
+    sent = Sent(schedule, plan, make_model)
     expected = Reference(schedule, make_model, momentum, gradient, 2, sent.mean)
     expected.run(STEPS)
     sent.handle.detach()
@@ -341,3 +320,72 @@ def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> No
     )
     assert warming == usual, "the buckets of the warm-up are not those of corrections"
     assert usual < cheap < corrections and abs(every_second - (usual + corrections) / 2) <= 2
+
+
+# ---- CD-SGD as published: 2 bits to the owners of shards, sums back as they are
+
+
+NUMEL, THRESHOLD, TWO_BIT_STEPS = 1000, 0.4, 4
+
+
+def pulled() -> tuple[list[str], list[str], int]:
+    """What the optimizer gets in each step, by the engine and in plain lines, and the bytes that this rank sends."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weight = torch.nn.Linear(NUMEL, 1, bias=False)
+    spec = gw.TwoBit(threshold=THRESHOLD, block=32)
+    handle = gw.parallelize(weight, plan=gw.Uniform(spec, scheme="CD-SGD"))
+    edges = cut([NUMEL], 32, 0, NUMEL, ranks)
+    residuals = [torch.zeros(NUMEL) for _ in range(ranks)]
+    found, expected = [], []
+    for step in range(TWO_BIT_STEPS):
+        gradients = [torch.randn(NUMEL, generator=seeded(step, each)) for each in range(ranks)]
+        weight.zero_grad()
+        weight(gradients[rank]).sum().backward()
+        assert weight.weight.grad is not None
+        found.append(digest([weight.weight.grad.flatten().clone()]))
+        mean = torch.empty(NUMEL)
+        for owner, (start, end) in enumerate(itertools.pairwise(edges)):
+            total = torch.zeros(end - start)
+            for each in range(ranks):
+                part = gradients[each][start:end] * (1 / ranks)
+                if each != owner:
+                    part = part + residuals[each][start:end]
+                    t = THRESHOLD * (1 / ranks)
+                    sent = torch.where(part >= t, t, torch.where(part <= -t, -t, 0.0))
+                    residuals[each][start:end] = part - sent
+                    part = sent
+                total = total + part
+            mean[start:end] = total
+        expected.append(digest([mean]))
+    nbytes = handle.stats().wire_bytes
+    handle.detach()
+    return found, expected, nbytes
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_come_back_as_they_are(worlds: Worlds, ranks: int) -> None:
+    for found, expected, nbytes in worlds.run(ranks, pulled):
+        assert found == expected
+        share = NUMEL // ranks
+        # a quarter of a byte an element to the owners, four bytes an element back from the own shard
+        assert nbytes == pytest.approx((ranks - 1) * share * (0.25 + 4), rel=0.08)
+
+
+class OfAnotherLibrary(torch.optim.Optimizer):
+    """SGD, of a class whose next step gradwire does not know."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_plain_local_steps_need_not_know_the_optimizer(worlds: Worlds) -> None:
+    schedule = gw.Delayed.cd_sgd(k=3, warmup_steps=2)
+    expected = worlds.run(2, engine, schedule, plain_sgd, False)
+    assert worlds.run(2, engine, schedule, OfAnotherLibrary, False) == expected

@@ -31,10 +31,13 @@ PLANS = {
     "pipelined, 4 bits": gw.Uniform(FOUR_BITS, schedule="pipelined", **SMALL),
     "pipelined, uncompressed": gw.Uniform(gw.Identity(), schedule="pipelined", **SMALL),
     "pipelined, shards": gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True), **SMALL),
-    "delayed, k=2": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.Delayed(k=2), **SMALL),
+    "delayed, k=2": gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.Delayed(k=2, stagger=False), **SMALL),
+    "delayed, k=3, staggered, flush": gw.Uniform(
+        gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.Delayed(k=3, flush=True), **SMALL
+    ),
     "delayed, k=5, 8 bits, flush, warm-up": gw.Uniform(
         gw.ErrorFeedback(gw.QSGD(bits=2)),
-        schedule=gw.Delayed(k=5, correction=gw.QSGD(bits=8), flush=True, warmup_steps=3),
+        schedule=gw.Delayed(k=5, correction=gw.QSGD(bits=8), flush=True, warmup_steps=3, stagger=False),
         **SMALL,
     ),
     "delayed, no corrections": gw.Uniform(FOUR_BITS, schedule=gw.Delayed(k=None), **SMALL),

@@ -7,8 +7,11 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 import gradwire as gw
 
@@ -21,7 +24,8 @@ Mean = Callable[[int, list[Gradients]], Gradients]
 
 
 def exact_mean(step: int, gradients: list[Gradients]) -> Gradients:
-    return [torch.stack([g / len(gradients) for g in column]).sum(0) for column in zip(*gradients, strict=True)]
+    share = 1 / len(gradients)
+    return [torch.stack([g * share for g in column]).sum(0) for column in zip(*gradients, strict=True)]
 
 
 class Reference:
@@ -49,7 +53,8 @@ class Reference:
             gradients = [self._gradients(rank, step) for rank in range(len(self.local))]
             mean = self.mean(step, gradients)
             rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-            if not self.schedule.local_update or step < self.schedule.warmup_steps:
+            synchronous = self.schedule.warmup_steps - (0 if self.schedule.warmup_lands else 1)
+            if not self.schedule.local_update or step < synchronous:
                 self._update(mean)  # synchronous: W(i+1) is what everybody computes on next
                 self._set_local([[None] * len(mean)] * len(self.local), rates)
                 self.history.append([p.detach().clone() for p in self.whole.parameters()])
@@ -76,10 +81,13 @@ class Reference:
             for mine, parameter, gradient in zip(model.parameters(), self.whole.parameters(), own, strict=True):
                 mine.copy_(parameter)
                 if gradient is not None:
-                    rate = rates[id(parameter)] if self.schedule.local_lr is None else self.schedule.local_lr
+                    own = rates[id(parameter)] * self.schedule.local_ratio
+                    rate = own if self.schedule.local_lr is None else self.schedule.local_lr
                     mine.copy_(self._moved(parameter, gradient, rate))
 
     def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rate: float) -> torch.Tensor:
+        if self.schedule.local_step == "sgd":
+            return parameter - gradient * rate
         if isinstance(self.optimizer, torch.optim.SGD):
             buffer = self.optimizer.state[parameter].get("momentum_buffer")
             kept = self.optimizer.param_groups[0]["momentum"]
@@ -93,3 +101,60 @@ class Reference:
         squares = state["exp_avg_sq"] * (second / of_squares) + gradient * gradient * ((1 - second) / of_squares)
         along = gradient * (1 - first) + state["exp_avg"] * first
         return parameter - along * (rate * (1 / of_mean)) / (squares.double().sqrt().float() + group["eps"])
+
+
+def dealt_out(plan: gw.Plan, k: int) -> list[set[str]]:
+    """By step of a period, the tensors that are corrected in it: the largest bucket first, each to the lightest step."""
+    held, shares = [0] * k, [set[str]() for _ in range(k)]
+    for bucket in sorted(plan.buckets, key=lambda bucket: bucket.numel, reverse=True):
+        step = held.index(min(held))
+        held[step] += bucket.numel
+        shares[step].update(bucket.tensors)
+    return shares
+
+
+class Sent:
+    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule; every rank calls it. The
+    plan's tensors are float32, and all are compressed."""
+
+    def __init__(self, schedule: gw.Delayed, plan: gw.Plan, make_model: Callable[[], torch.nn.Module]) -> None:
+        self.schedule, self.carrier = schedule, make_model()
+        self.names = [name for name, _ in self.carrier.named_parameters()]
+        k = schedule.k or 1
+        self.shares = dealt_out(plan, k) if schedule.stagger else [set(self.names), *[set[str]()] * (k - 1)]
+        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
+
+    def mean(self, step: int, gradients: list[Gradients]) -> Gradients:
+        count, k = step - self.schedule.warmup_steps, self.schedule.k
+        corrected = set(self.names) if count < 0 else self.shares[count % k] if k else set[str]()
+        residuals = {key: value for key, value in self.handle.state_dict().items() if "/residual/" in key}
+        exact = self._flushed(gradients, residuals) if self.schedule.flush else exact_mean(step, gradients)
+        means = self._compressed(step, gradients[dist.get_rank()])
+        # the residual of a corrected tensor waits, or was flushed
+        waiting = {key: value for key, value in residuals.items() if key.split("/", 3)[3] in corrected}
+        if self.schedule.flush:
+            waiting = {key: torch.zeros_like(value) for key, value in waiting.items()}
+        self.handle.load_state_dict(self.handle.state_dict() | waiting)
+        return [e if name in corrected else m for name, e, m in zip(self.names, exact, means, strict=True)]
+
+    def _compressed(self, step: int, own: Gradients) -> Gradients:
+        state = self.handle.state_dict()
+        self.handle.load_state_dict(
+            state | {f"rank{dist.get_rank()}/step": torch.tensor(step)}
+        )  # random streams depend on it
+        self.carrier.zero_grad()
+        torch.stack([(p * g).sum() for p, g in zip(self.carrier.parameters(), own, strict=True)]).sum().backward()
+        return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]
+
+    def _flushed(self, gradients: list[Gradients], residuals: dict[str, torch.Tensor]) -> Gradients:
+        """The exact mean with what was kept back, which is a part of the mean."""
+        everybody: list[Any] = [None] * len(gradients)
+        dist.all_gather_object(everybody, residuals)
+        totals = []
+        for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
+            # each rank adds its own, all encodes together, before ranks are added up
+            parts = [sum(v for key, v in kept.items() if key.endswith(f"/{name}")) for kept in everybody]
+            pairs = zip(gradients, parts, strict=True)
+            shares = [g[index] * (1 / len(gradients)) + part.view(parameter.shape) for g, part in pairs]
+            totals.append(torch.stack(shares).sum(0))
+        return totals

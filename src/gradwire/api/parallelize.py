@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 from gradwire.api.handle import Handle
 from gradwire.auto.bits import Bits
+from gradwire.auto.correcting import CorrectionPeriods
 from gradwire.auto.driver import Auto
 from gradwire.auto.tuning import Tuning
 from gradwire.core.checks import show, whole
 from gradwire.core.plan import Plan
+from gradwire.core.schedules import as_schedule
 from gradwire.core.specs import Spec
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.registry import REGISTRY
@@ -71,6 +73,8 @@ def parallelize(
             driver = Bits(plan)
         elif isinstance(plan, Tuned):
             driver = Tuning(plan)
+        elif isinstance(plan, Policy) and as_schedule(plan.schedule).undecided:
+            driver = CorrectionPeriods(plan)
         ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
         prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks, per_node), None
         optimizers = check_optimizers(optimizer, prepared)

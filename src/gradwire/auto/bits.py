@@ -1,14 +1,16 @@
 """Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
 
-In one step of each period every rank encodes and decodes each of its own gradients with every number of bits, before the gradient
-is sent. Squared errors are added over ranks. The new plan keeps the buckets, so residuals stay in place; new buckets are made
-only if tensors get blocks of different sizes.
+In one step of each period every rank encodes and decodes all that it is about to send with every number of bits: its own
+gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, ranks do the same with the means, each with
+a part of the tensors. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in
+place; new buckets are made only if tensors get blocks of different sizes.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,17 +20,19 @@ import torch
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
 from gradwire.compressors import Context, compressor_for
+from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
-from gradwire.core.specs import QSGD, ElementRun
+from gradwire.core.specs import ElementRun, innermost
 from gradwire.core.tensors import TensorInfo
-from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.session import Session
 from gradwire.errors import PlanError
+from gradwire.exchange.layout import Slot
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
 from gradwire.planner.policy import Policy
+from gradwire.planner.schemes import encodes_again
 from gradwire.record.run import Decision
 
 WIDTHS = tuple(range(2, 9))
@@ -77,27 +81,91 @@ class Assigned:
 
 
 class Errors:
-    """Measures the gradients of one step, until `remove`: rows of `measured` by name."""
+    """Measures each tensor as it is sent, or added up over several steps, until `remove`: rows of `measured` by name."""
 
-    def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], wanted: set[str], measure: Callable[..., list[float]]
-    ) -> None:
+    def __init__(self, adaptive: AdaptiveBits, session: Session, wanted: set[str]) -> None:
         self.rows: dict[str, list[float]] = {}
         self.us = 0.0
-        self._names, self._wanted, self._measure = list(parameters), wanted, measure
-        self._hooks = GradientHooks(self, Errors._came, None, parameters.values())
-
-    def _came(self, index: int, parameter: torch.nn.Parameter) -> None:
-        name, gradient = self._names[index], parameter.grad
-        if name not in self._wanted or gradient is None or gradient.is_sparse:
-            return
-        began = time.perf_counter()
-        with torch.no_grad():
-            self.rows[name] = self._measure(name=name, gradient=gradient.detach().reshape(-1))
-        self.us += 1e6 * (time.perf_counter() - began)
+        self._adaptive, self._session = adaptive, session
+        self._left = adaptive.measured_steps
+        """Steps to come."""
+        self._options = {n: bucket.option for bucket in session.plan.buckets for n in bucket.tensors if n in wanted}
+        self._again = [name for name in self._options if encodes_again(self._options[name])]
+        """Tensors whose sums are encoded too."""
+        self._sent: Counter[str] = Counter()
+        """How often each tensor was sent, in steps that were void too."""
+        self._now: list[str] = []
+        """The tensors of the step at hand."""
+        self._own: dict[str, torch.Tensor] = {}
+        self._means: dict[str, torch.Tensor] = {}
+        """Added up so far."""
+        session.lanes.watch = self._sends
 
     def remove(self) -> None:
-        self._hooks.remove()
+        self._session.lanes.watch = None
+
+    @torch.no_grad()
+    def _sends(self, slot: Slot, values: torch.Tensor) -> None:
+        name = slot.name
+        if name not in self._options:
+            return
+        began = time.perf_counter()
+        self._sent[name] += 1
+        self._now.append(name)
+        last = self._sent[name] >= self._adaptive.accumulate
+        own = _added(self._own, name, values.detach(), last)
+        if last:
+            ranks = self._session.group.world_size
+            factor = 1 if slot.apart else ranks
+            # an owner adds its own part of a shard as it is
+            encoded = 1 - 1 / ranks if _first_link(self._options[name]) == "alltoall" else 1.0
+            *errors, square, top = (factor**2 * each for each in self._measured(name, own))
+            self.rows[name] = [*(encoded * each for each in errors), square, top]
+        self.us += 1e6 * (time.perf_counter() - began)
+
+    @torch.no_grad()
+    def step_ended(self) -> bool:
+        """A step counted; returns whether it was the last one. Raises what waiting for its means does."""
+        began = time.perf_counter()
+        self._left -= 1
+        sent, self._now = set(self._now), []
+        session, group = self._session, self._session.group
+        if self._again and session.plan.schedule.gathers_in_forward:
+            session.settle()
+        for index, name in enumerate(self._again):
+            if name not in sent or index % group.world_size != group.rank:  # another rank has the same mean
+                continue
+            slot = session.reducer.running.slots[name]
+            values = slot.view if not slot.apart else session.parameters[name].grad
+            if values is None or values.is_sparse:
+                continue
+            last = self._sent[name] >= self._adaptive.accumulate
+            mean = _added(self._means, name, values.detach(), last)
+            if last:
+                row, errors = self.rows[name], self._measured(name, mean)[:-2]
+                pairs = zip(row, errors, strict=False)
+                self.rows[name] = [*(own + group.world_size**2 * each for own, each in pairs), *row[-2:]]
+        self.us += 1e6 * (time.perf_counter() - began)
+        return not self._left
+
+    def _measured(self, name: str, values: torch.Tensor) -> list[float]:
+        step, rank = self._session.reducer.step, self._session.group.rank
+        return measured(self._adaptive, name, values.reshape(-1), step, rank)
+
+
+def _added(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor, last: bool) -> torch.Tensor:
+    """The values of a step, added to those of the steps before."""
+    if name in sums:
+        values = sums.pop(name).add_(values)
+    elif not last:
+        values = values.to(torch.float32, copy=True)
+    if not last:
+        sums[name] = values
+    return values
+
+
+def _first_link(option: Sequence[str]) -> str:
+    return next(task.partition(":")[0] for task in option if task.partition(":")[0] not in CODEC_TASKS)
 
 
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
@@ -105,9 +173,9 @@ def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: in
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)
-    for spec in adaptive.ways(WIDTHS):
+    for spec in map(innermost, adaptive.ways(WIDTHS)):
         compressor = compressor_for(spec)
-        segments = Segments((Segment(0, numel, tensor_key(name), 0, spec.bits),), device)
+        segments = Segments((Segment(0, numel, tensor_key(name), 0, spec.element_bits),), device)
         payload = torch.empty(compressor.payload_bytes(segments, gradient.dtype), dtype=torch.uint8, device=device)
         compressor.encode(gradient, [], segments, context, payload)
         compressor.decode(payload, segments, torch.float32, False, decoded, context)
@@ -123,7 +191,7 @@ def sensitivities(
     """The input of the rules. Rows are sums of `measured` over ranks, one for each tensor."""
     tensors, ways = [], adaptive.ways(WIDTHS)
     for info, row in zip(infos, rows, strict=True):
-        sizes = [spec.payload_bytes([ElementRun(info.numel, spec.bits)], 4) for spec in ways]
+        sizes = [spec.payload_bytes([ElementRun(info.numel, spec.element_bits)], 4) for spec in ways]
         errors, (square, top) = tuple(row[: len(ways)]), row[len(ways) :]
         tensors.append(Sensitivity(info.name, tuple(sizes), errors, info.numel, math.sqrt(square), math.sqrt(top)))
     return tensors
@@ -140,7 +208,7 @@ def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Pl
     buckets = []
     for bucket in plan.buckets:
         specs = {
-            name: QSGD(bits=bits[name], block=adaptive.block) if name in bits else bucket.spec_of(name)
+            name: adaptive.spec(bits[name], adaptive.block) if name in bits else bucket.spec_of(name)
             for name in bucket.tensors
         }
         alike = len(set(specs.values())) == 1
@@ -177,7 +245,7 @@ class Bits:
     def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
         """Keep nothing but the plan. Gradients are measured in the next step where the run that saved would have done so."""
         self._stop()
-        self._measure_if_due(Live(session))
+        self._measure_if_due(session)
 
     def detached(self) -> None:
         """Stop measuring gradients."""
@@ -186,15 +254,15 @@ class Bits:
     def finished(self, session: Session) -> None:
         """A step ended."""
         live = Live(session)
-        if self._errors is not None:
+        if self._errors is not None and self._errors.step_ended():
             self._choose(live, self._errors)
-        self._measure_if_due(live)
+        self._measure_if_due(session)
 
-    def _measure_if_due(self, live: Live) -> None:
-        first = min(_FIRST, self.adaptive.period - 1)
-        if live.step % self.adaptive.period == first:  # of the next step
-            measure = partial(measured, self.adaptive, step=live.step, rank=live.group.rank)
-            self._errors = Errors(live.session.parameters, self._adapting(live), measure)
+    def _measure_if_due(self, session: Session) -> None:
+        live = Live(session)
+        first = min(_FIRST, self.adaptive.period - self.adaptive.measured_steps)
+        if live.step % self.adaptive.period == first and self._errors is None:  # of the next step
+            self._errors = Errors(self.adaptive, session, self._adapting(live))
 
     def _adapting(self, live: Live) -> set[str]:
         """The tensors whose bits are chosen: those that match no rule of the policy."""
@@ -237,7 +305,7 @@ class Bits:
             return
         found = msgspec.json.decode(told, type=Assignment)
         specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
-        bits = {name: spec.bits for name, spec in specs.items()}
+        bits = {name: spec.element_bits for name, spec in specs.items()}
         if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:
             present = {name: bucket.spec_of(name) for bucket in live.plan.buckets for name in bucket.tensors}
             stay = {name: present[name] for name in adapting}
@@ -249,11 +317,9 @@ class Bits:
             step=live.step,
             rule=self.adaptive.rule,
             bits=bits,
-            blocks={name: spec.block for name, spec in specs.items()},
+            blocks={name: getattr(innermost(spec), "block", 0) for name, spec in specs.items()},
             nbytes=found.nbytes,
-            uniform_nbytes=sum(
-                QSGD(bits=4, block=self.adaptive.block).payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos
-            ),
+            uniform_nbytes=sum(ways[UNIFORM].payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos),
             error=math.sqrt(found.error / uniform) if uniform else 1.0,
             proven=found.proven,
             measured_us=errors.us,

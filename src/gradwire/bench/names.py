@@ -37,7 +37,8 @@ DECIDING: dict[str, dict[str, Any]] = {
 """The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes at most 15 steps. Use as
 many warm-up steps to measure only the chosen plan."""
 _SCHEDULED = re.compile(
-    r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|delayed(?P<k>[1-9][0-9]{0,3}|none)(?:\+(?P<correction>.+))?)",
+    r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|"
+    r"delayed(?P<k>[1-9][0-9]{0,3}|none)(?P<whole>-unstaggered)?(?:\+(?P<correction>.+))?)",
     re.DOTALL,
 )
 _WORDS = {"true": True, "false": False, "null": None}
@@ -149,8 +150,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 def parse_policy(text: str) -> Policy | str:
     """Read a `plan=` of `gw.parallelize`: a short name, a spec, a policy as JSON, or the path of a policy or plan file.
 
-    A suffix sets the schedule of a policy: @pipelined, @delayed, @delayed2 (k=2), @delayednone (k=None) or @delayed5+qsgd8
-    (k=5, corrections in 8 bits).
+    A suffix sets the schedule of a policy: @pipelined, @delayed, @delayed2 (k=2), @delayednone (k=None), @delayed5+qsgd8
+    (k=5, corrections in 8 bits) or @delayed5-unstaggered (every fifth step corrects all buckets).
 
     >>> parse_policy("qsgd4")
     Policy(default=QSGD(bits=4, block=128), exempt_vectors=False)
@@ -165,9 +166,12 @@ def parse_policy(text: str) -> Policy | str:
             raise FormatError(
                 f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part."
             )
-        k = None if match["k"] == "none" else int(match["k"] or 0)
+        if match["word"]:
+            return msgspec.structs.replace(policy, schedule=match["word"])
+        k = None if match["k"] == "none" else int(match["k"])
         correction = parse_spec(match["correction"]) if match["correction"] else None
-        return msgspec.structs.replace(policy, schedule=match["word"] or Delayed(k=k, correction=correction))
+        delayed = Delayed(k=k, correction=correction, stagger=match["whole"] is None)
+        return msgspec.structs.replace(policy, schedule=delayed)
     if text == "identity":
         return Uniform(Identity())
     if text == "fp16":

@@ -125,6 +125,11 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return spec.element_bits if spec.encodes or not self.main_spec.encodes else RAW
 
     @property
+    def compressed(self) -> tuple[str, ...]:
+        """The tensors that are compressed."""
+        return tuple(name for name in self.tensors if self.spec_of(name).encodes)
+
+    @property
     def specs(self) -> tuple[Spec, ...]:
         """The spec of each tensor, in the order of `tensors`."""
         return tuple(self.spec_of(tensor) for tensor in self.tensors)
@@ -172,6 +177,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         only_version(self.version)
         text("fingerprint", self.fingerprint, "the fingerprint of the model")
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        if self.schedule.undecided:
+            raise FormatError(f"schedule is {self.schedule!r}: {self.schedule.undecided}")
         freeze(self, "buckets")
         each("buckets", self.buckets, Bucket)
         freeze_pairs(self, "launch", "[bucket index, link task]")

@@ -6,88 +6,29 @@ point of the group `gradwire.schedules`, and its `engine` names the class that r
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from gradwire.core import entry_points
 from gradwire.core.checks import near, number, show, under, whole
+from gradwire.core.delayed import Delayed
 from gradwire.core.entry_points import SCHEDULES
-from gradwire.core.specs import Spec, as_spec
+from gradwire.core.schedule import Schedule, check_flag
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
-if TYPE_CHECKING:
-    OptionalSpec = Spec | None
-else:
-    OptionalSpec = Any
-
-
-class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """The properties of a schedule that planner and simulator read. The defaults are those of wait-free backpropagation."""
-
-    gathers_in_forward: ClassVar[bool] = False
-    """Whether gather phases run beside the next forward, the layers that come first in forward first."""
-    needs_optimizer: ClassVar[bool] = False
-    """Whether the schedule decides when the optimizer updates parameters."""
-    costs_accuracy: ClassVar[bool] = False
-    """Whether the trained model differs from plain DDP's even without compression."""
-    lends_gradients: ClassVar[bool] = False
-    """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
-
-    @property
-    def engine(self) -> str:
-        """The class that runs the schedule, as "module:Class". See `gradwire.engine.schedules.base`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which class runs the schedule: define `engine`.")
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether each rank updates only its shard of every bucket, and gather phases send parameters."""
-        return False
-
-    @property
-    def hides_exchange(self) -> bool:
-        """Whether whole exchanges run beside the next step."""
-        return False
-
-    @property
-    def sends_at_end(self) -> bool:
-        """Whether all sending begins at the end of the backward."""
-        return False
-
-    @property
-    def period(self) -> int:
-        """The number of steps after which the schedule repeats."""
-        return 1
-
-    @property
-    def overlapped_steps(self) -> int:
-        """How many later steps run beside an exchange."""
-        return 1 if self.hides_exchange else 0
-
-    def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
-        """The buckets that are exchanged in this step of a period, counted from 0. `numels`: elements of all buckets."""
-        return range(len(numels))
-
-    @property
-    def fewest_buckets(self) -> int:
-        """Fewer buckets cannot be scheduled so. Policies make small enough ones."""
-        return 1
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the first step of each period sends gradients with `correction` in place of the plan's specs."""
-        return False
-
-    @property
-    def correction(self) -> Spec | None:
-        """The spec of a correcting step; None is the uncompressed gradient."""
-        return None
-
-    @property
-    def word(self) -> str:
-        """The name of the schedule, such as "pipelined"."""
-        return str(self.__struct_config__.tag)
+__all__ = [
+    "Backward",
+    "Delayed",
+    "LocalSteps",
+    "Nesterov",
+    "Pipelined",
+    "Schedule",
+    "as_schedule",
+    "schedule_class",
+    "schedule_kinds",
+]
 
 
 class Backward(Schedule, frozen=True, tag="backward"):
@@ -115,7 +56,7 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     optimizer's state, the same bytes on the wire, no rank holds the whole mean gradient."""
 
     def __post_init__(self) -> None:
-        _true_or_false(self, "shard_optimizer")
+        check_flag(self, "shard_optimizer")
 
     @property
     def engine(self) -> str:
@@ -126,78 +67,6 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     @property
     def shards_optimizer(self) -> bool:
         return self.shard_optimizer
-
-
-class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
-    """A local update now, the global update one step later (OD-SGD, CD-SGD; Yu et al., sections 2.2 and 3.2).
-
-    W(i) are the global weights after step i-1. L(i) are a rank's own weights, on which step i computes its gradient g(i):
-
-        L(i+1) = W(i) - local_lr * g(i)
-        W(i+1) = W(i) - update(mean over ranks of g(i) as it was sent)
-
-    The exchange of step i runs while step i+1 computes. Steps are counted from 0 after the warm-up. Every k-th step is a
-    correction: it sends the gradient uncompressed, or with the `correction` spec. `k=1` is OD-SGD;
-    `Delayed(k=None, local_update=False)` is BIT-SGD.
-
-    >>> Delayed(k=2, correction={"id": "qsgd", "bits": 8})
-    Delayed(k=2, correction=QSGD(bits=8, block=128))
-    """
-
-    omit_at_default: ClassVar[tuple[str, ...]] = ("correction", "flush", "warmup_steps", "local_lr", "local_update")
-    engine: ClassVar[str] = "gradwire.engine.schedules.delayed:DelayedSchedule"
-    needs_optimizer: ClassVar[bool] = True
-    costs_accuracy: ClassVar[bool] = True
-
-    k: int | None = 5
-    """Every k-th step is a correction. Smaller: closer to plain SGD, more bytes; None: never corrects."""
-    correction: OptionalSpec = None
-    """The spec of a correction step; None sends the uncompressed gradient. Fewer bits: fewer bytes, more error."""
-    flush: bool = False
-    """Whether a correction also sends the residual. True: less lag, a larger jump at corrections. False: the residual waits
-    for the next compressed step, as in the paper."""
-    warmup_steps: int = 0
-    """Synchronous, uncompressed steps at the start. More: closer to plain SGD, no overlap."""
-    local_lr: float | None = None
-    """Learning rate of the local update; None: the param_group's. 0: the next step computes on global weights, one behind."""
-    local_update: bool = True
-    """Whether there is a local update. False: the next step waits for the exchange, and no communication is hidden."""
-
-    def __post_init__(self) -> None:
-        if self.k is not None:
-            whole("k", self.k, "the steps from one correction to the next, or null", low=1)
-        if self.correction is not None:
-            msgspec.structs.force_setattr(self, "correction", as_spec("correction", self.correction))
-        for field in ("flush", "local_update"):
-            _true_or_false(self, field)
-        whole("warmup_steps", self.warmup_steps, "synchronous steps at the start")
-        if self.local_lr is not None:
-            number("local_lr", self.local_lr, "the learning rate of the local update, or null")
-        if self.flush and self.k is None:
-            raise FormatError(
-                "flush is true and k is null: corrections send the residuals, and without k there are none. Give k."
-            )
-        if self.local_lr is not None and not self.local_update:
-            raise FormatError(
-                f"local_lr is {show(self.local_lr)} and local_update is false: without a local update the rate has no effect. "
-                "Leave local_lr out."
-            )
-
-    @property
-    def hides_exchange(self) -> bool:
-        return self.local_update
-
-    @property
-    def sends_at_end(self) -> bool:
-        return not self.local_update
-
-    @property
-    def period(self) -> int:
-        return self.k or 1
-
-    @property
-    def corrects(self) -> bool:
-        return self.k is not None
 
 
 class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -322,11 +191,6 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
             possible = range(cuts[-1] + 1, len(numels) - left + 1)
             cuts.append(min(possible, key=lambda cut: abs(ends[cut] - target)))
         return [range(*pair) for pair in pairwise([*cuts, len(numels)])]
-
-
-def _true_or_false(schedule: msgspec.Struct, field: str) -> None:
-    if not isinstance(getattr(schedule, field), bool):
-        raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")
 
 
 _BY_WORD: dict[str, type[Schedule]] = {

@@ -24,7 +24,7 @@ from gradwire.exchange.layout import Slot, build_buckets, random_streams
 from gradwire.exchange.lending import Lent
 from gradwire.exchange.memory import Remembered, added_up
 from gradwire.exchange.phases import check_two_phases, own_runs, part_totals, put_back_shards, share_memory, take_shards
-from gradwire.exchange.plans import PlanLike, info_of, plan_for
+from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.telling import failures_told, lane_error, not_ready
@@ -33,8 +33,6 @@ from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like
 __all__ = ["Exchange"]
 
 T = TypeVar("T")
-
-_LAST_STEP = 2**62
 
 
 class Exchange:
@@ -118,17 +116,15 @@ class Exchange:
         """The number of the step that begins next, or runs."""
         self.made_for = step
         """The step whose specs it runs."""
-        specs = {spec for bucket in plan.buckets for spec in bucket.specs}
-        self._changing = tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
-        self.random = random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)
+        self._changing = changing_specs(plan)
+        self.random = [random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)]
         self.lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
         """The tensors that are exchanged where they lie."""
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random, step, flats, self.lent.addresses)
+        self.buckets = build_buckets(plan, likes, lanes.group, self.random[0], step, flats, self.lent.addresses)
         self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
         """The place of each tensor, by name."""
         self.executor = Executor(plan, self.buckets, lanes)
-        for tasks in self.executor.tasks:
-            share_memory(tasks, self.buckets)
+        share_memory(self.executor.tasks, self.buckets)
         self.memory = Remembered(self.buckets)
         """What compressors remember."""
         self._sizes = [len(buffers.slots) for buffers in self.buckets]
@@ -300,7 +296,8 @@ class Exchange:
         self.lanes.begin(step)
         self.lent.give_back()
         self.step, self._left, self._phases = step, list(self._sizes), phases
-        self.random[:, :, 1] = step
+        for keys in self.random:
+            keys[:, :, 1] = step
         self.executor.start(phases, buckets)
 
     def count(self, *slots: Slot, owes: bool = True) -> None:
@@ -308,6 +305,9 @@ class Exchange:
         for slot in slots:
             if owes and slot.owed is not None:  # what is lent is divided by the ranks later
                 slot.add_owed(*((self.lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
+        if (watch := self.lanes.watch) is not None:
+            for slot in slots:
+                watch(slot, self.lent.of(slot) if slot.apart else slot.view)
         bucket = slots[0].bucket
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:

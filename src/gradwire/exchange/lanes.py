@@ -24,6 +24,7 @@ from gradwire.exchange.wires import connect_wires
 
 if TYPE_CHECKING:
     from gradwire.exchange.executor import Executor, TaskTimes
+    from gradwire.exchange.layout import Slot
 
 T = TypeVar("T")
 
@@ -85,6 +86,8 @@ class Lanes:
         self._heartbeats: Heartbeats | None = None
         self.hold = False
         """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
+        self.watch: Callable[[Slot, torch.Tensor], None] | None = None
+        """For measurements: called with each tensor that is about to be sent; in a slot it is divided by the ranks already."""
         self.times: list[TaskTimes] | None = None
         """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
 

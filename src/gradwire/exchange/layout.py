@@ -119,7 +119,8 @@ class BucketBuffers:
     @cached_property
     def compressed(self) -> list[Slot]:
         """The slots of compressed tensors."""
-        return [slot for slot in self.slots if self.bucket.spec_of(slot.name).encodes]
+        names = {*self.bucket.compressed}
+        return [slot for slot in self.slots if slot.name in names]
 
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this gradient: put the residuals that it contains back into the memory."""

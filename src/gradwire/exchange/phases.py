@@ -22,9 +22,14 @@ def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
             )
 
 
-def share_memory(tasks: Sequence[PhaseTask], buckets: Sequence[BucketBuffers]) -> None:
-    """The pieces of a lane, whose tasks these are, use the same memory for what they hold no longer than the lane works on them:
-    residuals that are stored narrow, and the sums of pieces that lie apart."""
+def share_memory(tasks_of_lanes: Sequence[Sequence[PhaseTask]], buckets: Sequence[BucketBuffers]) -> None:
+    """The pieces of a lane use the same memory for what they hold no longer than the lane works on them: residuals that are
+    stored narrow, and the sums of pieces that lie apart."""
+    for tasks in tasks_of_lanes:
+        _share_on_lane(tasks, buckets)
+
+
+def _share_on_lane(tasks: Sequence[PhaseTask], buckets: Sequence[BucketBuffers]) -> None:
     pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
     share_scratch(memory for piece in pieces for memory in piece.memory)
     at_once = [task for task, following in pairwise(tasks) if task[:2] == following[:2]]

@@ -15,6 +15,8 @@ from gradwire.errors import PlanError
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.planner.schemes import check_known
 
+_LAST_STEP = 2**62
+
 PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[list[TensorInfo], int], Policy]
 """A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""
 
@@ -47,6 +49,12 @@ def plan_for(
     made = plan.plan(tensors, ranks, ranks_per_node)
     made.check_against(tensors)
     return made, plan
+
+
+def changing_specs(plan: Plan) -> tuple[Spec, ...]:
+    """The plan's specs that are others in later steps."""
+    specs = {spec for bucket in plan.buckets for spec in bucket.specs}
+    return tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
 
 
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:

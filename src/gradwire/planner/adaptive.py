@@ -8,11 +8,13 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.checks import changed, freeze, number, show, whole, word
-from gradwire.core.specs import QSGD, Spec
+from gradwire.core.schedules import Backward, as_schedule
+from gradwire.core.specs import QSGD, ErrorFeedback, Spec
 from gradwire.core.strict import Document
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.planner.policy import Policy, RulesField, Where, as_rule
+from gradwire.planner.policy import Policy, RulesField, ScheduleField, Where, as_rule
+from gradwire.planner.schemes import check_scheme
 
 BIT_RULES = ("exact", "kmeans", "linear")
 """exact: the fewest bytes that keep the budget. kmeans, linear: CGX's two rules (section 5), for comparison."""
@@ -24,7 +26,8 @@ _MB = 2**20
 class AdaptiveBits(Document, frozen=True, kw_only=True):
     """QSGD with 2 to 8 bits by tensor, chosen again and again from errors measured on the gradients (CGX section 5).
 
-    As `plan=` of `gradwire.parallelize`. Raises PlanError for a value outside its range.
+    As `plan=` of `gradwire.parallelize`, in any schedule that lets buckets change. Where an exchange also encodes the sum, as in
+    two phases, the error of that encode counts too. Raises PlanError for a value outside its range.
 
     >>> AdaptiveBits(alpha=1.5)
     AdaptiveBits(alpha=1.5)
@@ -32,7 +35,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "adaptive bits"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.AdaptiveBits."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "blocks")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "blocks", "schedule", "scheme", "feedback", "accumulate")
 
     alpha: float = 2.0
     """The error allowed, over the error with 4 bits for every tensor. 1 or more; the paper uses 1.5 to 3. Larger: fewer bytes."""
@@ -48,6 +51,16 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     rules: RulesField = ()
     """As in `gradwire.Policy`: specs of chosen tensors, as ("*embed*", gw.ErrorFeedback(gw.TopK(0.01))). Vectors that no rule
     matches stay uncompressed."""
+    schedule: ScheduleField = Backward()
+    """As in `gradwire.Policy`."""
+    scheme: str | None = None
+    """As in `gradwire.Policy`."""
+    feedback: bool = False
+    """Whether what an encode loses is added to the next gradient: `gradwire.ErrorFeedback` around each QSGD, which rounds to
+    nearest then. Tensors keep their residuals when their bits change."""
+    accumulate: int = 1
+    """Steps whose gradients are added up before their errors are measured, as in CGX. More: less chance, and a copy of the
+    gradients and of their means while it lasts."""
 
     def __post_init__(self) -> None:
         number("alpha", self.alpha, "the error allowed, over that of 4 bits", error=PlanError)
@@ -57,6 +70,17 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
             )
         whole("period", self.period, "steps from one choice of bits to the next", low=2, error=PlanError)
         word("rule", self.rule, BIT_RULES, error=PlanError)
+        msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        whole("accumulate", self.accumulate, "steps of gradients added up", low=1, error=PlanError)
+        if self.measured_steps > self.period:
+            raise PlanError(
+                f"accumulate is {self.accumulate} and schedule is {self.schedule!r}, so measuring takes {self.measured_steps} "
+                f"steps, but period is {self.period}: there is no choice in each period. Make period longer, or accumulate fewer."
+            )
+        if self.scheme is not None:
+            check_scheme(self.scheme)
+        if not isinstance(self.feedback, bool):
+            raise PlanError(f"feedback is {show(self.feedback)}: it must be True or False.")
         freeze(self, "rules", "blocks")
         msgspec.structs.force_setattr(self, "rules", tuple(as_rule(i, rule) for i, rule in enumerate(self.rules)))
         self.ways((4,))
@@ -70,13 +94,23 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return f"AdaptiveBits({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
-    def ways(self, widths: Sequence[int]) -> tuple[QSGD, ...]:
+    @property
+    def measured_steps(self) -> int:
+        """Steps from the first one that is measured to the last. Where each sends a fragment of the model, all must come."""
+        return self.accumulate * as_schedule(self.schedule).fewest_buckets
+
+    def spec(self, bits: int, block: int) -> QSGD | ErrorFeedback:
+        """The spec of a tensor with so many bits, in blocks of this size."""
+        inner = QSGD(bits=bits, block=block)
+        return ErrorFeedback(inner) if self.feedback else inner
+
+    def ways(self, widths: Sequence[int]) -> tuple[QSGD | ErrorFeedback, ...]:
         """The specs that a tensor may get with so many bits; those with `block` come first.
 
         >>> AdaptiveBits(blocks=(256,)).ways((2, 4))[2:]
         (QSGD(bits=2, block=256), QSGD(bits=4, block=256))
         """
-        return tuple(QSGD(bits=bits, block=block) for block in (self.block, *self.blocks) for bits in widths)
+        return tuple(self.spec(bits, block) for block in (self.block, *self.blocks) for bits in widths)
 
     def policy_of(self, specs: Mapping[str, Spec]) -> Policy:
         """The policy that gives these tensors their specs, and all others the specs of `policy`."""
@@ -91,7 +125,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     @property
     def policy(self) -> Policy:
         """The policy before the first measurement: 4 bits for every tensor."""
-        return Policy(default=self.ways((4,))[0], rules=self.rules)
+        return Policy(default=self.ways((4,))[0], rules=self.rules, schedule=self.schedule, scheme=self.scheme)
 
 
 @dataclass(frozen=True)

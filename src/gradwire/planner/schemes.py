@@ -56,12 +56,14 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "BytePS-Compress": (between_nodes(COLLECTIVES["alltoall"].on("cpu")),),
     "CGX": (COLLECTIVES["alltoall"].on("gpu"),),
     "CGX between nodes": (between_nodes(COLLECTIVES["alltoall"].on("gpu")),),
+    "CD-SGD": (("comp:gpu", "alltoall:inter", "decomp:gpu", "allgather:inter"),),
     "gradwire allreduce": (ALL_REDUCE,),
     "gradwire allgather": _everywhere("allgather"),
     "gradwire alltoall": _everywhere("alltoall"),
 }
 """The option of each system that is one path through the tree, as tasks; several where the device is open.
-'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form."""
+'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form. In 'CD-SGD' sums come back
+uncompressed, as from its parameter server."""
 _SYSTEMS = [name for name in SYSTEMS if not name.startswith("gradwire ")]
 
 
@@ -168,6 +170,19 @@ def codes_own_gradient(option: tuple[str, ...]) -> bool:
     return option[0].startswith("comp")
 
 
+def encodes_again(option: tuple[str, ...]) -> bool:
+    """Whether sums are encoded too, once or at every hop, after each rank's own gradient was.
+
+    >>> from gradwire.core.collectives import COLLECTIVES
+    >>> [encodes_again(COLLECTIVES[name].on("cpu")) for name in ("allgather", "alltoall", "ring")]
+    [False, True, True]
+    """
+    named = collective_of(option)
+    if named is not None and named.encodes_sums:
+        return True
+    return sum(task.startswith("comp:") for task in option) > 1 and "allreduce:inter" not in option
+
+
 def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
     """Whether an option that compresses can carry this spec's payloads, of tensors on this device.
 
@@ -203,12 +218,16 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
     (Identity(), ('alltoall:inter', 'allgather:inter'))
     """
     of = {tensor.name: tensor for tensor in tensors}
-    buckets = tuple(_corrected(bucket, schedule.correction, of[bucket.tensors[0]]) for bucket in plan.buckets)
+    return with_buckets(plan, [_corrected(b, schedule.correction, of[b.tensors[0]]) for b in plan.buckets])
+
+
+def with_buckets(plan: Plan, buckets: Sequence[Bucket]) -> Plan:
+    """The plan with other buckets of the same tensors. Where their link tasks are others they are launched bucket by bucket."""
     order = dict.fromkeys(index for index, _ in plan.launch)
     launch = tuple((index, task) for index in order for task in buckets[index].link_tasks)
     if all(new.link_tasks == old.link_tasks for new, old in zip(buckets, plan.buckets, strict=True)):
         launch = plan.launch
-    return msgspec.structs.replace(plan, buckets=buckets, launch=launch, prediction=None)
+    return msgspec.structs.replace(plan, buckets=tuple(buckets), launch=launch, prediction=None)
 
 
 def _corrected(bucket: Bucket, correction: Spec | None, first: TensorInfo) -> Bucket:

@@ -4,6 +4,7 @@ Make one simulator for a model and a cluster. For each plan the simulator prices
 resource, and runs the event loop until steps repeat.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import pairwise
@@ -103,6 +104,7 @@ class Simulator:
         """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
+        self._nbytes = {tensor.name: tensor.nbytes for tensor in tensors}
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
         # forward uses first what backward reaches last
         forward = [fs_of(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
@@ -160,7 +162,6 @@ class Simulator:
             sent = [tuple(schedule.sent_after(step, numels)) for step in range(schedule.period)]
             layouts = {chosen: self._layout(plan, priced, chosen) for chosen in set(sent)}
             return [layouts[chosen] for chosen in sent]
-        usual = self._layout(plan, priced)
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
@@ -168,7 +169,13 @@ class Simulator:
                 msgspec.structs.replace(bucket, spec=bucket.specs_with(schedule.correction)) for bucket in plan.buckets
             ]
             corrected = [self.prices.of(bucket) for bucket in changed]
-        return [self._layout(plan, corrected), *[usual] * (schedule.period - 1)]
+        nbytes = [sum(self._nbytes[name] for name in bucket.compressed) for bucket in plan.buckets]
+        chosen_in = schedule.corrected(nbytes)
+        of_chosen = {
+            chosen: self._layout(plan, [(corrected if i in chosen else priced)[i] for i in range(len(priced))])
+            for chosen in set(chosen_in)
+        }
+        return [of_chosen[chosen] for chosen in chosen_in]
 
     def _layout(
         self, plan: Plan | LightPlan, priced: list[PricedBucket], chosen: Collection[int] | None = None
@@ -270,7 +277,7 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
 
 def _launched(launch: Sequence[tuple[int, str]], phases: Sequence[int]) -> Sequence[tuple[int, str]]:
     """The launch order; corrections with fewer phases run bucket by bucket."""
-    buckets = dict.fromkeys(bucket for bucket, _ in launch)
-    if len(launch) == sum(phases[bucket] for bucket in buckets):
+    buckets = Counter(bucket for bucket, _ in launch)
+    if all(phases[bucket] == count for bucket, count in buckets.items()):
         return launch
     return [(bucket, "") for bucket in buckets for _ in range(phases[bucket])]

@@ -51,6 +51,8 @@ def test_names_of_what_decides():
         ("qsgd4@pipelined", Pipelined()),
         ("qsgd4@delayed", Delayed()),
         ("qsgd4@delayed2", Delayed(k=2)),
+        ("qsgd4@delayed2-unstaggered", Delayed(k=2, stagger=False)),
+        ("qsgd4@delayed5-unstaggered+qsgd8", Delayed(k=5, correction=QSGD(bits=8), stagger=False)),
         ('{"id":"qsgd","bits":4}@delayednone', Delayed(k=None)),
     ],
 )

@@ -38,15 +38,25 @@ def bench(step_us: float) -> dict[str, Any]:
 def test_methods_exist_and_turns_hold_whole_periods() -> None:
     names = [delayed.COMPUTE, delayed.USUAL, *delayed.CORRECTIONS.values(), delayed.BACKWARD, *delayed.SCHEDULES]
     assert [check_method(name) for name in names] == names
-    assert all(delayed.PERIOD % k == 0 for k, _ in delayed.SCHEDULES.values() if k)
+    assert all(delayed.PERIOD % k == 0 for k, _, _ in delayed.SCHEDULES.values() if k)
 
 
 def test_the_equation_counts_what_the_cores_do() -> None:
-    assert delayed.equation_us(PARTS, None, "") == 12e3  # compute and what the exchange takes of its core
-    assert delayed.equation_us(PARTS, 5, "") == pytest.approx((4 * 12e3 + 40e3) / 5)
-    assert delayed.equation_us(PARTS, 2, delayed.EIGHT_BITS) == pytest.approx((12e3 + 16e3) / 2)
+    assert delayed.equation_us(PARTS, None, "", True) == 12e3  # compute and what the exchange takes of its core
+    assert delayed.equation_us(PARTS, 5, "", False) == pytest.approx((4 * 12e3 + 40e3) / 5)
+    assert delayed.equation_us(PARTS, 2, delayed.EIGHT_BITS, False) == pytest.approx((12e3 + 16e3) / 2)
     slow = PARTS | {"usual_exchange_us": 30e3}
-    assert delayed.equation_us(slow, None, "") == 30e3
+    assert delayed.equation_us(slow, None, "", True) == 30e3
+
+
+def test_staggered_corrections_share_the_exchange_out_evenly() -> None:
+    assert delayed.equation_us(PARTS, 2, "", True) == pytest.approx((7e3 + 40e3) / 2)
+    assert delayed.equation_us(PARTS, 5, "", True) == pytest.approx((4 * 7e3 + 40e3) / 5)
+    # the cores count where the wire does not
+    assert delayed.equation_us(PARTS, 20, "", True) == pytest.approx(10e3 + (19 * 2e3 + 5e3) / 20)
+    for k in delayed.CORRECTED:
+        for words in delayed.CORRECTIONS:
+            assert delayed.equation_us(PARTS, k, words, True) <= delayed.equation_us(PARTS, k, words, False)
 
 
 def test_only_steps_inside_turns_count() -> None:
@@ -65,13 +75,17 @@ def test_the_verdict_sees_what_is_not_as_promised() -> None:
     good = of | {"attainable_us": 9.5e3, "backward_us": 11e3}
     assert delayed.verdict({"500mbit": good}) == []
     late = good | {"steps": of["steps"] | {k5: {"mean_us": 10.9e3, "equation_us": 9e3}}}
-    assert delayed.verdict({"100mbit": late}) == [f"100mbit, {k5}: the mean step is 1.21 times that of equation 7"]
+    assert delayed.verdict({"100mbit": late}) == [
+        f"100mbit, {k5}: the mean step is 1.21 times that of equation 7",
+        f"100mbit, {k5}: the mean step is 1.09 times that of unstaggered corrections",
+    ]
 
 
 def test_the_table_has_a_row_for_each_schedule_and_the_page_a_place_for_it() -> None:
     lines = delayed.table({"500mbit": delayed.of_link(bench(10e3), "500mbit")})
     assert lines[0] == "| milliseconds | 500mbit |"
     assert "| k=5, 8-bit corrections: measured / equation 7 | 10.0 / 11.0 = 0.91 |" in lines
+    assert "| k=5, 8-bit corrections, staggered: measured / equation 7 | 10.0 / 11.0 = 0.91 |" in lines
     assert len(lines) == 2 + 7 + 1 + len(delayed.SCHEDULES)
     page = delayed.PAGE.read_text()
     assert page.index(delayed.BEGIN) < page.index(delayed.END)

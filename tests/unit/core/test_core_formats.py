@@ -126,8 +126,10 @@ schedules = st.one_of(
         correction=st.none() | specs,
         warmup_steps=st.integers(0, 9),
         local_lr=st.none() | st.floats(0, 9),
+        local_step=st.sampled_from(["optimizer", "sgd"]),
+        warmup_lands=st.booleans(),
     ),
-    st.builds(Delayed, k=st.integers(1, 50), flush=st.booleans(), local_update=st.booleans()),
+    st.builds(Delayed, k=st.integers(1, 50), flush=st.booleans(), local_update=st.booleans(), stagger=st.booleans()),
     st.builds(
         LocalSteps,
         every=st.integers(9, 500),
@@ -269,6 +271,15 @@ WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
     (Plan, ("schedule",), {"kind": "delayed", "warmup_steps": -1}, ["schedule.warmup_steps is -1", "at least 0"]),
     (Plan, ("schedule",), {"kind": "delayed", "local_lr": -0.1}, ["schedule.local_lr is -0.1", "at least 0"]),
     (Plan, ("schedule",), {"kind": "delayed", "k": None, "flush": True}, ["flush is true and k is null", "Give k"]),
+    (Plan, ("schedule",), {"kind": "delayed", "local_ratio": 0}, ["schedule.local_ratio is 0", "above 0"]),
+    (Plan, ("schedule",), {"kind": "delayed", "local_step": "sdg"}, ["local_step is 'sdg'", "did you mean 'sgd'"]),
+    (
+        Plan,
+        ("schedule",),
+        {"kind": "delayed", "local_lr": 0.1, "local_ratio": 0.5},
+        ["local_lr is 0.1 and local_ratio is 0.5", "Give one of the two"],
+    ),
+    (Plan, ("schedule",), {"kind": "delayed", "stagger": 1}, ["schedule.stagger is 1", "must be bool"]),
     (
         Plan,
         ("schedule",),

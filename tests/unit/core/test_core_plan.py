@@ -1,11 +1,24 @@
 """Fingerprint, digest, and whether a plan fits a model."""
 
 import hashlib
+import json
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gradwire.core import QSGD, Identity, Plan, Prediction, TensorInfo, fingerprint
+from gradwire.core import (
+    QSGD,
+    Backward,
+    Delayed,
+    Identity,
+    LocalSteps,
+    Plan,
+    Prediction,
+    TensorInfo,
+    fingerprint,
+)
 from gradwire.errors import PlanError
 from gradwire.planner import Uniform
 
@@ -96,3 +109,30 @@ def test_a_plan_with_gpu_codecs_does_not_fit_a_model_on_the_cpu() -> None:
     with pytest.raises(PlanError, match=r"bucket 0 compresses on the gpu, but tensor 'fc.bias' is on the cpu"):
         plan.check_against(MODEL)
     Uniform(Identity()).plan(on_gpu).check_against(MODEL)
+
+
+@given(nbytes=st.lists(st.integers(0, 1000), min_size=1, max_size=40), k=st.integers(1, 9))
+def test_staggered_corrections_are_dealt_out_evenly(nbytes: list[int], k: int) -> None:
+    shares = Delayed(k=k).corrected(nbytes)
+    assert len(shares) == k
+    dealt = [index for share in shares for index in share]
+    assert sorted(dealt) == [index for index, size in enumerate(nbytes) if size], "each compressed bucket once"
+    sums = [sum(nbytes[index] for index in share) for share in shares]
+    assert max(sums) <= sum(nbytes) / k + max(nbytes)
+    assert Delayed(k=k, stagger=False).corrected(nbytes) == [tuple(range(len(nbytes))), *[()] * (k - 1)]
+
+
+def test_schedules_that_never_correct_correct_nothing() -> None:
+    for schedule in (Delayed(k=None), Delayed(k=None, stagger=False), Backward(), LocalSteps(every=3)):
+        assert schedule.corrected([10, 20]) == [()] * schedule.period
+
+
+def test_a_file_from_before_staggered_corrections_loads() -> None:
+    plan = Uniform(QSGD(), schedule=Delayed(k=2)).plan(MODEL)
+    written = json.loads(plan.to_json())
+    assert written["schedule"] == {"kind": "delayed", "k": 2}
+    assert Plan.from_json(json.dumps(written)).schedule == Delayed(k=2, stagger=True)
+    unstaggered = msgspec.structs.replace(plan, schedule=Delayed(k=2, stagger=False))
+    assert json.loads(unstaggered.to_json())["schedule"] == {"kind": "delayed", "k": 2, "stagger": False}
+    assert Plan.from_json(unstaggered.to_json()) == unstaggered
+    assert unstaggered.digest() != plan.digest()

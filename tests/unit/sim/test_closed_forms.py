@@ -12,6 +12,7 @@ from benchmarks.papers.closed_forms import (
     all_reduce_us,
     bit_sgd_us,
     cd_sgd_mean_us,
+    cd_sgd_staggered_us,
     cd_sgd_us,
     dear_saving_us,
     dear_us,
@@ -51,6 +52,20 @@ def test_cd_sgd_is_the_mean_of_its_steps() -> None:
         assert found == pytest.approx(walked_mean_us(every, compute, exchange, codec, compressed, on_compute))
         formula = ((every - 1) * max(compute + on_compute, codec + compressed) + max(compute, exchange)) / every
         assert found == pytest.approx(formula)
+
+
+def test_staggered_corrections_are_never_slower() -> None:
+    rng = random.Random(1)
+    faster = 0
+    for _ in range(200):
+        every = rng.randint(1, 6)
+        compute, exchange, codec, compressed = (rng.randint(0, 40) for _ in range(4))
+        times = (every, compute, exchange, codec, compressed, rng.choice([0, codec]))
+        staggered, at_once = cd_sgd_staggered_us(*times), cd_sgd_mean_us(*times)
+        assert staggered <= at_once + 1e-9
+        faster += staggered < at_once - 1e-9
+    assert faster > 50
+    assert cd_sgd_staggered_us(1, 10, 40, 2, 5) == local_update_us(10, 40)
 
 
 def test_cd_sgd_is_other_methods_at_its_ends() -> None:
@@ -142,6 +157,7 @@ def test_table_2_of_dear() -> None:
         (lambda: cd_sgd_us(0, 0, 1, 2, 3, 4), "correct_every is 0: it must be steps from one correction"),
         (lambda: cd_sgd_us(-1, 2, 1, 2, 3, 4), "step is -1"),
         (lambda: cd_sgd_mean_us(2, 1, 2, 3, 4, 5), "codec_on_compute_us is 5, and codec_us is 3"),
+        (lambda: cd_sgd_staggered_us(2, 1, 2, 3, 4, 5), "codec_on_compute_us is 5, and codec_us is 3"),
         (lambda: max_speedup(4, 0, 0, 1, 1), "forward_us and backward_us are both 0"),
     ],
 )

@@ -281,6 +281,47 @@ class TestSchedules:
         assert timeline.step_us == pytest.approx(17.6)
         assert (timeline.steps, len(times(timeline, "comp"))) == (5, 4)
 
+    @given(
+        tau=st.integers(1, 400),
+        ratio=st.integers(2, 16),
+        scale=st.integers(1, 4),
+        k=st.sampled_from([1, 2, 5]),
+        buckets=st.sampled_from([5, 10, 20]),
+    )
+    def test_staggered_corrections_take_no_step_longer_than_another(self, tau, ratio, scale, k, buckets):
+        """Equal buckets: each step of a period sends as many bytes."""
+        k = k if buckets % k == 0 else 1
+        sizes = [4 * ratio * scale] * buckets
+        model = profile(*((size, tau / buckets) for size in sizes))
+        spec = Truncate(ratio=float(ratio), unsafe=True)
+        plan = plan_of(model, [GATHERED] * buckets, spec, schedule=Delayed(k=k))
+        timeline = simulate(plan, model, cluster(), codec(0.0, 0.0, spec))
+        phi, psi = sum(sizes), 4 * scale * buckets
+        assert timeline.step_us == pytest.approx(max(tau, ((k - 1) * psi + phi) / k))
+        at_once = msgspec.structs.replace(plan, schedule=Delayed(k=k, stagger=False))
+        unstaggered = simulate(at_once, model, cluster(), codec(0.0, 0.0, spec))
+        assert timeline.step_us <= unstaggered.step_us * (1 + 1e-9)
+        assert timeline.sent_bytes == pytest.approx(unstaggered.sent_bytes)
+
+    def test_a_correction_that_takes_too_long_for_one_step_is_hidden_under_five(self):
+        model, spec = profile(*[(64, 20.0)] * 5), Truncate(ratio=8.0, unsafe=True)
+        times_us = {}
+        for stagger in (True, False):
+            plan = plan_of(model, [GATHERED] * 5, spec, schedule=Delayed(k=5, stagger=stagger))
+            times_us[stagger] = simulate(plan, model, cluster(), codec(0.0, 0.0, spec)).step_us
+        assert times_us[True] == 100 and times_us[False] > 120
+
+    def test_staggered_corrections_change_their_link_tasks_alone(self):
+        """Payloads that are summed: corrections are one all-reduce, and the other buckets keep their tasks and their places."""
+        spec, option = RandomK(ratio=0.5), ("comp:gpu", "allreduce:inter", "decomp:gpu")
+        model = profile((80, 5.0), (40, 5.0), (40, 5.0))
+        plan = plan_of(model, [option] * 3, spec, schedule=Delayed(k=2))
+        timeline = simulate(plan, model, cluster(), codec(0.0, 0.0, spec))
+        # 80 bytes as they are and half of 80, in turn with the other two
+        assert timeline.step_us == 120
+        sent = [(e.step % 2, e.bucket, e.end_us - e.start_us) for e in timeline.events if e.what == "allreduce"]
+        assert sorted(sent) == [(0, 0, 80), (0, 1, 20), (0, 2, 20), (1, 0, 40), (1, 1, 40), (1, 2, 40)]
+
     @pytest.mark.parametrize(
         ("numel", "delay", "expected"),
         [(40, 0, (4 * 150 + 40) / 4), (40, 1, 150), (400, 2, (4 * 150 + 100) / 4), (800, 4, 200)],

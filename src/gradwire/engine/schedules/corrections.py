@@ -1,6 +1,6 @@
-"""The two exchanges of the `delayed` schedule: of usual steps, and of corrections, in the same flat buffers.
+"""The exchanges of the `delayed` schedule, in the same flat buffers: of usual steps, and of steps that correct buckets.
 
-Steps of the warm-up are corrections without a spec: they send gradients as they are (CD-SGD, algorithm 1).
+Steps of the warm-up correct all buckets, without a spec: they send gradients as they are (CD-SGD, algorithm 1).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +12,9 @@ from gradwire.core.schedules import Delayed
 from gradwire.exchange import Exchange
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import Remembered
+from gradwire.exchange.mixed import mixed, take_turn
 from gradwire.exchange.plans import info_of
-from gradwire.planner.schemes import correction_plan
+from gradwire.planner.schemes import correction_plan, with_buckets
 
 
 class Corrections:
@@ -27,18 +28,26 @@ class Corrections:
         step: int,
         before: "Corrections | None" = None,
     ) -> None:
-        """Make the exchange of corrections, as it is in this step, beside the usual one. What was remembered is kept."""
+        """Make the buckets of corrections, as they are in this step, beside the usual ones. What was remembered is kept."""
         self.schedule = schedule
         self._usual, self._parameters = usual, parameters
+        self._last: Exchange | None = None
+        """What ran the last step, if that is known."""
         self._corrected: Exchange | None = None
+        self._made: dict[tuple[int, ...], Exchange] = {(): usual}
+        """What runs a step, by the buckets that it corrects."""
         self._kept_back: dict[str, torch.Tensor] = {}
-        """What compressors remembered before residuals were flushed into a step, until it counts."""
+        """What compressors remembered of corrected buckets before residuals were flushed into a step, until it counts."""
         self._warming = warming = step < schedule.warmup_steps
+        self._everything = tuple(range(len(usual.buckets)))
+        sizes = [sum(slot.view.nbytes for slot in buffers.compressed) for buffers in usual.buckets]
+        self._chosen_in = schedule.corrected(sizes)
         if schedule.k is None and not warming:
             return
         sent = msgspec.structs.replace(schedule, correction=None) if warming else schedule
         plan = correction_plan(usual.plan, sent, [info_of(*item) for item in parameters.items()])
         self._corrected = made = Exchange.on(usual.lanes, parameters, plan, step, usual.flats)
+        self._made[self._everything] = made
         if before is not None and before.memory is not None:
             made.memory.take_over(made.memory.fitting(before.memory.carried()))
 
@@ -49,11 +58,12 @@ class Corrections:
 
     @property
     def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
-        """The buckets of corrections, and the part of all steps after the warm-up that are some. None before there are any."""
+        """The buckets of corrections, and the part of all steps after the warm-up that use each of them. None before there are
+        any."""
         others = self._warming and self.schedule.correction is not None
-        if self._corrected is None or self.schedule.k is None or others:
+        if self._corrected is None or self.schedule.every is None or others:
             return (), 0.0
-        return self._corrected.buckets, 1 / self.schedule.k
+        return self._corrected.buckets, 1 / self.schedule.every
 
     def at_step(self, step: int, keep: bool = False) -> "Corrections":
         """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
@@ -69,31 +79,48 @@ class Corrections:
         return self._corrected is not None and self._corrected.outdated(step)
 
     def exchange_of(self, step: int) -> Exchange:
-        """What a step runs: in the warm-up, and when its count is a multiple of k, the exchange of corrections."""
-        count, k = step - self.schedule.warmup_steps, self.schedule.k
-        if self._corrected is not None and (count < 0 or (k is not None and count % k == 0)):
-            return self._corrected
-        return self._usual
+        """What runs a step: the usual buckets, but for those that the step corrects. The warm-up corrects all."""
+        count = step - self.schedule.warmup_steps
+        chosen = self._everything if count < 0 else self._chosen_in[count % len(self._chosen_in)]
+        if chosen not in self._made:
+            assert self._corrected is not None, "a step corrects, and nothing was made for it"
+            buckets = [
+                (self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything
+            ]
+            plan = with_buckets(self._usual.plan, buckets)
+            self._made[chosen] = mixed(self._usual, self._corrected, chosen, plan)
+        runs = self._made[chosen]
+        if runs is not self._last:
+            take_turn(runs)
+        self._last = runs
+        return runs
 
     def add_residuals(self, exchange: Exchange, names: Iterable[str]) -> None:
-        """If corrections flush, add to these gradients of one what error feedback kept back of them, and forget it. See
-        docs/papers/cd-sgd.md."""
+        """If corrections flush, add to these gradients what error feedback kept back of them, where their bucket is corrected in
+        this step, and forget it. See docs/papers/cd-sgd.md."""
         if not self.schedule.flush or exchange is self._usual:
             return
-        carried = self._usual.memory.carried()
+        corrected = self._replaced_by(exchange)
+        carried = corrected.carried()
         self._kept_back = dict(carried)
         for name in names:
             slot = exchange.slots[name]
             if (residual := carried.pop(f"residual/{name}", None)) is not None:
                 placed = slot.in_memory(residual)
                 exchange.flats[slot.bucket][slot.offset : slot.offset + placed.numel()] += placed
-        self._usual.memory.take_over(carried)
+        corrected.take_over(carried)
+
+    def _replaced_by(self, exchange: Exchange) -> Remembered:
+        """What the usual compressors remember of the buckets that this exchange corrects."""
+        pairs = zip(self._usual.buckets, exchange.buckets, strict=True)
+        return Remembered([usual for usual, running in pairs if usual is not running])
 
     def landed(self, counts: bool, taken_back: bool = False) -> None:
         """A step is over. If it does not count, residuals are what they were, but for those that are `taken_back`, with the
         gradient that they were added to, into what corrections remember."""
-        if self._kept_back and not counts:
+        if self._kept_back and self._last is not None and not counts:
             theirs = set(self.memory.names()) if taken_back and self.memory is not None else set()
             restored = {key: value for key, value in self._kept_back.items() if key.partition("/")[2] not in theirs}
-            self._usual.memory.take_over(self._usual.memory.carried() | restored)
+            corrected = self._replaced_by(self._last)
+            corrected.take_over(corrected.carried() | restored)
         self._kept_back = {}

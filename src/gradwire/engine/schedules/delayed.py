@@ -11,9 +11,9 @@ docs/papers/cd-sgd.md):
 3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
    changes nothing: L(i+1) is put back by the next training forward.
 
-Warm-up steps, and all steps without local update, land at once. Corrections run on buckets of their own, with the correction's
-spec (none in the warm-up) in the same flat buffers. Gradients of the next step cannot overwrite what is being sent, since only
-step 2 writes there.
+Warm-up steps (with `warmup_lands=False` all but the last) and all steps without local update land at once. A corrected bucket has
+schemes of its own, with the correction's spec (none in the warm-up) in the same flat buffer. Which buckets a step corrects
+follows from its number and the plan. Gradients of the next step cannot overwrite what is being sent: only step 2 writes there.
 
 Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
 gradients, which the script's own and the flat buffers no longer share.
@@ -161,11 +161,10 @@ class DelayedSchedule:
             self._arrive_first()
             update = partial(step_later, optimizer, whole, snapshot(optimizer))
             self._launch([parameter.grad for parameter in parameters], BackwardState.DONE, update)
-            data = self._data
-            if self._last_act or not data.local_update or self._reducer.step < data.warmup_steps:
+            if self._last_act or self._data.lands(self._reducer.step):
                 self._land()
             else:
-                self._weights.local_update(local_moves(optimizer, parameters, data.local_lr))
+                self._weights.local_update(local_moves(optimizer, parameters, self._data))
         self._change_now()
 
     def correcting(self) -> tuple[Sequence[BucketBuffers], float]:

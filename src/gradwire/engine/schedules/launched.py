@@ -59,7 +59,7 @@ def check_delayed(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer
             f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
             "gw.Delayed(k=None), or a spec without momentum."
         )
-    if schedule.local_update and schedule.local_lr != 0:
+    if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
         check_local_updates(optimizers)
 
 

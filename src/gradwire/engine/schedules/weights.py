@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.core.checks import printable
+from gradwire.core.delayed import Delayed
 from gradwire.engine.drift import checksums
 from gradwire.engine.seams.stepping import outermost
 from gradwire.errors import PlanError
@@ -257,7 +258,7 @@ class LocalMove(NamedTuple):
 
 
 def local_moves(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], local_lr: float | None
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter], schedule: Delayed
 ) -> Iterator[LocalMove | None]:
     """The local update of each parameter by its own gradient. None is no move."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -266,8 +267,12 @@ def local_moves(
         if group is None or gradient is None:
             yield None
             continue
-        rate = float(group["lr"]) if local_lr is None else local_lr
-        yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
+        local_lr = schedule.local_lr
+        rate = schedule.local_ratio * float(group["lr"]) if local_lr is None else local_lr
+        if schedule.local_step == "sgd" and rate:
+            yield LocalMove(gradient, LocalUpdate(-rate if group.get("maximize") else rate))
+        else:
+            yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
 
 
 def local_move(
@@ -322,8 +327,9 @@ def check_local_updates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             known = ", ".join(kind.__name__ for kind in _MOMENTS)
             raise PlanError(
                 f"the delayed schedule steps each rank's own weights along its own gradient, and for {type(optimizer).__name__} "
-                f"such a step is not known; it is for {known}. Use one of them, or gw.Delayed(local_lr=0): then the next "
-                "step computes on the global weights, one update behind."
+                f"such a step is not known; it is for {known}. Use one of them, or gw.Delayed(local_step='sgd'), which takes "
+                "the gradient alone, or gw.Delayed(local_lr=0): then the next step computes on the global weights, one update "
+                "behind."
             )
 
 

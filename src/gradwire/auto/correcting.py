@@ -1,0 +1,134 @@
+"""`gw.Delayed(k="auto")` on a live job: how often buckets are corrected, by the residual that error feedback keeps back.
+
+In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the two sums,
+and each finds the same k. The larger the residual is beside a gradient, the more often corrections come.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from gradwire.auto.decision import say, unlike
+from gradwire.auto.live import Live
+from gradwire.core.delayed import FIRST_K
+from gradwire.core.latest import Latest
+from gradwire.core.plan import Plan
+from gradwire.core.schedules import as_schedule
+from gradwire.core.tensors import TensorInfo
+from gradwire.engine.session import Session
+from gradwire.errors import PlanError
+from gradwire.planner.policy import Policy
+from gradwire.record.run import Decision
+
+PERIOD = 200
+"""Steps from one measurement to the next."""
+MEASURED_AT = 20
+"""The step of each period that is measured, the warm-up left out: residuals have grown by then."""
+POSSIBLE = (2, 5, 10, 20, 50, 100)
+"""Not 1: then nothing would be compressed, and no residual would ever change."""
+_LAG = 5.0
+"""What k residuals may come to, in gradients. The paper advises k = 5, and its quantiser keeps back 0.7 to 1 gradients if these
+are normal and independent."""
+
+
+def k_for(residual: float) -> int:
+    """The k for a residual of this norm, over the norm of a gradient.
+
+    >>> [k_for(residual) for residual in (0.0, 0.2, 1.0, 2.4, 30.0)]
+    [100, 20, 5, 2, 2]
+    """
+    return max((k for k in POSSIBLE if k * residual <= _LAG), default=POSSIBLE[0])
+
+
+@dataclass(frozen=True)
+class ChosenK:
+    """How often buckets are corrected from a step on."""
+
+    step: int
+    k: int
+    residual: float
+    """The norm of all residuals over that of all gradients, of all ranks."""
+
+    def __str__(self) -> str:
+        return (
+            f"k={self.k} from step {self.step}: what error feedback keeps back is {self.residual:.2f} times as large as the "
+            "gradients."
+        )
+
+
+class CorrectionPeriods:
+    """The driver of one handle."""
+
+    later_specs = ()
+    searching = False
+
+    def __init__(self, policy: Policy) -> None:
+        """Raises PlanError where there is no residual to measure, or where a change of k would lose one."""
+        if not any(spec.feedback for spec in (policy.default, *(spec for _, spec in policy.rules))):
+            raise PlanError(
+                f"k is 'auto', which looks at the residuals of error feedback, and {policy.default!r} keeps none. Wrap it in "
+                "gw.ErrorFeedback(...), or give k a number."
+            )
+        correction = as_schedule(policy.schedule).correction
+        if correction is not None and correction.feedback:
+            raise PlanError(
+                f"k is 'auto' and correction is {correction!r}: its residuals would be lost when k changes. Leave the "
+                "error feedback of corrections out, or give k a number."
+            )
+        self.policy, self.decisions = policy, Latest[ChosenK]()
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
+
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """The policy until the first measurement."""
+        return msgspec.structs.replace(self.policy, schedule=as_schedule(self.policy.schedule).with_k(FIRST_K))
+
+    def recorded(self) -> Decision:
+        """The last choice, if there is one."""
+        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
+
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why a saved plan cannot come from the policy with another k; '' if it can."""
+        if plan.schedule.corrects and plan.schedule.period in POSSIBLE:
+            plan = msgspec.structs.replace(plan, schedule=plan.schedule.with_k(FIRST_K))
+        return unlike(plan, own)
+
+    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
+        """Keep nothing but the plan."""
+
+    def detached(self) -> None:
+        """Nothing is kept on the model."""
+
+    def finished(self, session: Session) -> None:
+        """A step ended."""
+        live = Live(session)
+        if (live.step - live.plan.schedule.warmup_steps) % PERIOD == MEASURED_AT:
+            rows = live.exchange(squares(session))()
+            residuals, gradients = (math.fsum(column) for column in zip(*rows, strict=True))
+            self._choose(live, residuals, gradients)
+
+    def _choose(self, live: Live, residuals: float, gradients: float) -> None:
+        present = live.plan.schedule
+        if not (gradients > 0 and math.isfinite(residuals) and math.isfinite(gradients)):
+            if live.group.rank == 0:
+                say(f"k={present.period} stays: the gradients of step {live.step} are zero or not finite.")
+            return
+        residual = math.sqrt(residuals / gradients)
+        chosen = ChosenK(live.step, k_for(residual), residual)
+        if live.group.rank == 0 and chosen.k != present.period:
+            say(str(chosen))
+        self.decisions.append(chosen)
+        live.change_to(msgspec.structs.replace(live.plan, schedule=present.with_k(chosen.k)))
+
+
+@torch.no_grad()
+def squares(session: Session) -> Sequence[float]:
+    """The sums of squares of this rank's residuals, and of its own gradients as parts of the mean."""
+    kept = [value for key, value in session.exchange.memory.carried().items() if key.startswith("residual/")]
+    gradients = [parameter.grad for parameter in session.parameters.values() if parameter.grad is not None]
+    own, parts = (math.fsum(float(each.float().square().sum()) for each in tensors) for tensors in (kept, gradients))
+    return own, parts / session.group.world_size**2

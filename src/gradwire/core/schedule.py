@@ -1,0 +1,102 @@
+"""What every schedule has: the base class of `gradwire.core.schedules`."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from gradwire.core.checks import show
+from gradwire.core.specs import Spec
+from gradwire.errors import FormatError
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """The properties of a schedule that planner and simulator read. The defaults are those of wait-free backpropagation."""
+
+    gathers_in_forward: ClassVar[bool] = False
+    """Whether gather phases run beside the next forward, the layers that come first in forward first."""
+    needs_optimizer: ClassVar[bool] = False
+    """Whether the schedule decides when the optimizer updates parameters."""
+    costs_accuracy: ClassVar[bool] = False
+    """Whether the trained model differs from plain DDP's even without compression."""
+    lends_gradients: ClassVar[bool] = False
+    """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
+
+    @property
+    def engine(self) -> str:
+        """The class that runs the schedule, as "module:Class". See `gradwire.engine.schedules.base`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which class runs the schedule: define `engine`.")
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank updates only its shard of every bucket, and gather phases send parameters."""
+        return False
+
+    @property
+    def hides_exchange(self) -> bool:
+        """Whether whole exchanges run beside the next step."""
+        return False
+
+    @property
+    def sends_at_end(self) -> bool:
+        """Whether all sending begins at the end of the backward."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """The number of steps after which the schedule repeats."""
+        return 1
+
+    @property
+    def overlapped_steps(self) -> int:
+        """How many later steps run beside an exchange."""
+        return 1 if self.hides_exchange else 0
+
+    def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
+        """The buckets that are exchanged in this step of a period, counted from 0. `numels`: elements of all buckets."""
+        return range(len(numels))
+
+    @property
+    def fewest_buckets(self) -> int:
+        """Fewer buckets cannot be scheduled so. Policies make small enough ones."""
+        return 1
+
+    @property
+    def corrects(self) -> bool:
+        """Whether some steps of each period send gradients with `correction` in place of the plan's specs."""
+        return False
+
+    def corrected(self, nbytes: Sequence[int]) -> list[tuple[int, ...]]:
+        """For each step of a period, the buckets that it sends with `correction`. `nbytes`: the bytes of each bucket's gradients
+        that the plan compresses."""
+        return [tuple(range(len(nbytes))) if self.corrects else (), *[()] * (self.period - 1)]
+
+    @property
+    def correction(self) -> Spec | None:
+        """The spec of a correcting step; None is the uncompressed gradient."""
+        return None
+
+    def with_k(self, k: int) -> "Schedule":
+        """The schedule that corrects each bucket in every k-th step. Of schedules that correct."""
+        raise NotImplementedError(f"{type(self).__name__} corrects nothing, so it has no k.")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Synchronous steps at the start."""
+        return 0
+
+    @property
+    def undecided(self) -> str:
+        """What must be decided before a plan can have this schedule, and by whom; '' if nothing."""
+        return ""
+
+    @property
+    def word(self) -> str:
+        """The name of the schedule, such as "pipelined"."""
+        return str(self.__struct_config__.tag)
+
+
+def check_flag(schedule: Schedule, field: str) -> None:
+    """Raises FormatError unless this field of the schedule is true or false."""
+    if not isinstance(getattr(schedule, field), bool):
+        raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")
