@@ -1,6 +1,6 @@
 """What checksums add to encode and decode of a gradient that is in no cache; one thread.
 
-    python -m benchmarks checksums [--numel 1048576] [--pairs 400] [--bits 4]
+    python -m benchmarks checksums [--numel 1048576] [--pairs 400] [--codes 2 4 8 16]
 
 With checksums: the encode sums on its way, as before a send; the payload is copied, as the kernel does when it is received; its
 checksum is computed, and it is decoded. Without: the same, but for checksums. Both are timed in turn, over so many gradients that
@@ -12,6 +12,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,19 +31,26 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks checksums", description=__doc__)
     parser.add_argument("--numel", type=int, default=2**20)
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--codes", type=int, nargs="+", default=[2, 4, 8, 16], help="bits; 16 is a cast to float16")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    times = measured(options.numel, options.pairs, options.bits)
-    medians = {way: {part: 1e6 * statistics.median(of_part) for part, of_part in times[way].items()} for way in WAYS}
-    added = {}
-    for way in WAYS[1:]:
-        ratios = [sum(one) / sum(none) for one, none in zip(_steps(times[way]), _steps(times["none"]), strict=True)]
-        added[way] = statistics.median(ratios) - 1
-        print(f"{way}: {100 * added[way]:.1f} % more than without checksums (median of {options.pairs} pairs)")
-    for way in WAYS:
-        print(way, {part: f"{us:.1f} us" for part, us in medians[way].items()})
-    result = {"processor": cpu_name(), "numel": options.numel, "bits": options.bits, "us": medians, "added": added}
+    by_bits = {}
+    for bits in options.codes:
+        times = measured(options.numel, options.pairs, bits)
+        none = [sum(step) for step in _steps(times["none"])]
+        added = {
+            way: statistics.median(sum(one) / of_none for one, of_none in zip(_steps(times[way]), none, strict=True))
+            - 1
+            for way in WAYS[1:]
+        }
+        us = {way: {part: 1e6 * statistics.median(each) for part, each in times[way].items()} for way in WAYS}
+        by_bits[str(bits)] = {"added": added, "us": us}
+        for way in WAYS:
+            print(
+                f"{bits} bits, {way}: {100 * added.get(way, 0):.1f} % more;",
+                {k: round(v, 1) for k, v in us[way].items()},
+            )
+    result = {"processor": cpu_name(), "numel": options.numel, "pairs": options.pairs, "by_bits": by_bits}
     write(RESULTS / "checksums.json", result)
     return 0
 
@@ -57,13 +65,18 @@ def measured(numel: int, pairs: int, bits: int) -> dict[str, dict[str, list[floa
     gradients = [torch.randn(numel) for _ in range(pool)]
     decoded = [torch.zeros(numel) for _ in range(pool)]
     segments, stream = Segments.of([Segment(0, numel, 1, 0, bits)]), torch.tensor([0, 1, 0, 0])
-    payload, received = (
-        torch.zeros(sum(qsgd_bytes([(numel, bits)], BLOCK, "max")), dtype=torch.uint8) for _ in range(2)
-    )
+    payload_bytes = 2 * numel if bits == 16 else sum(qsgd_bytes([(numel, bits)], BLOCK, "max"))
+    payload, received = (torch.zeros(payload_bytes, dtype=torch.uint8) for _ in range(2))
     times: dict[str, dict[str, list[float]]] = {way: {"encode": [], "receive": [], "decode": []} for way in WAYS}
     for turn in range(3 * pairs + 3):
         way, at = WAYS[turn % 3], turn % pool
-        call = cpu.call("qsgd_encode", gradients[at], None, segments, stream, BLOCK, "max", "stochastic", payload)
+        into = decoded[at - pool // 2]
+        if bits == 16:
+            call = cpu.call("cast_encode", gradients[at], None, torch.float16, payload)
+            decode = partial(cpu.cast_decode, received, torch.float16, False, into)
+        else:
+            call = cpu.call("qsgd_encode", gradients[at], None, segments, stream, BLOCK, "max", "stochastic", payload)
+            decode = partial(cpu.qsgd_decode, received, segments, BLOCK, "max", False, into)
         encode = encoder(way, call, payload)
         began = time.perf_counter()
         encode()
@@ -73,7 +86,7 @@ def measured(numel: int, pairs: int, bits: int) -> dict[str, dict[str, list[floa
         if way != "none":
             crc32c(received)
         checked = time.perf_counter()
-        cpu.qsgd_decode(received, segments, BLOCK, "max", False, decoded[at - pool // 2])
+        decode()
         ended = time.perf_counter()
         if turn >= 3:
             for part, seconds in (

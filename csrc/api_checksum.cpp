@@ -178,15 +178,13 @@ Crc fastest() {
   return by_table;
 }
 
-void not_along(Summing&, const uint8_t*) {}
-
 }  // namespace
 
 thread_local Encoded* asked = nullptr;
 
 Summing summing() {
   Summing sum;
-  sum.along = not_along;
+  sum.along = nullptr;
 #ifdef GRADWIRE_HAVE_AVX512
   if (fastest() == by_folding) sum.along = fold_along;
 #endif
