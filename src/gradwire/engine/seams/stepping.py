@@ -76,10 +76,11 @@ class Stepping:
         """Steps are as before. Where something else stands before ours since, ours stays and only calls on."""
         self._act = None
         for reference, ours in self._ours:
-            optimizer, own = reference(), ours()
+            optimizer = reference()
+            own: Any = ours()
             if optimizer is None or own is None or optimizer.__dict__.get("step") is not own:
                 continue
-            before = own.__func__.before  # type: ignore[attr-defined]
+            before = own.__func__.before
             if before is None:
                 del optimizer.step
             else:
