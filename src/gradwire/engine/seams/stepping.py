@@ -76,11 +76,10 @@ class Stepping:
         """Steps are as before. Where something else stands before ours since, ours stays and only calls on."""
         self._act = None
         for reference, ours in self._ours:
-            optimizer = reference()
-            own: Any = ours()
+            optimizer, own = reference(), ours()
             if optimizer is None or own is None or optimizer.__dict__.get("step") is not own:
                 continue
-            before = own.__func__.before
+            before = vars(optimizer)["step"].__func__.before
             if before is None:
                 del optimizer.step
             else:
