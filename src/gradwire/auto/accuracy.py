@@ -24,7 +24,8 @@ STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.0
 _EIGHT_BITS = QSGD(bits=8)
 _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 """The specs whose losses under `delayed` are in docs/schedules.md (`python -m benchmarks convergence`)."""
-_SAFE_DELAYED = (Delayed(k=2), Delayed(k=2, correction=_EIGHT_BITS), Delayed(k=5), Delayed(k=5, correction=_EIGHT_BITS))
+_SAFE_DELAYED = tuple(Delayed(k, correction, stagger=False) for k in (2, 5) for correction in (None, _EIGHT_BITS))
+"""Staggered corrections have no row of losses there yet."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
