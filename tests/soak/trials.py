@@ -172,7 +172,8 @@ def raised(stage: Stage) -> str:
 
 def hook_raised(stage: Stage) -> str:
     """A hook of the script raises on one rank, of any kind that torch has in a step."""
-    variant = stage.chance.choice(HOOKS)
+    # the sharded schedule refuses an optimizer with step hooks
+    variant = stage.chance.choice([each for each in HOOKS if stage.schedule != "sharded" or "step" not in each])
     return f"{variant}: {raising(stage, 'hook raised', variant)}"
 
 
@@ -234,9 +235,8 @@ def corrupted(stage: Stage) -> str:
     # the hook makes its exchange anew after the second step
     first = 1 if stage.schedule == "auto" else chance.randint(4 if stage.schedule == HOOK else 2, 8)
     fault = Fault("corrupted", chance.randrange(stage.size), first, draw=chance.random())
-    job = replace(
-        stage.job, steps=30, checkpoint_every=2, drift_check_steps=5, fault=fault, by_gloo=chance.random() < 0.5
-    )
+    by_gloo = chance.random() < 0.5 or stage.setting == "narrow residuals"  # with these wires carry nothing
+    job = replace(stage.job, steps=30, checkpoint_every=2, drift_check_steps=5, fault=fault, by_gloo=by_gloo)
     ends = stage.kept(job)
     stage.notes.fired = ", ".join(ends[fault.rank].fired)
     expect(all(end.kind == "CommunicationError" for end in ends), f"not all were told: {ends}")

@@ -231,6 +231,7 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...], grace_s: float
     deadline = time.monotonic() + grace_s  # a thread that waits for a rank that failed ends with its collective
     while (left := gradwire_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
+        gc.collect()  # what that thread held becomes garbage then
     return ("raised", f"it left threads:\n{_where_threads_are()}") if left else ("returned", value)
 
 
