@@ -1,16 +1,18 @@
 """How long planning takes, what each method's plan is predicted to need, and how near joint comes to the best.
 
-    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR]
+    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--random N [--first SEED]]
 
 Two made-up models on 8 nodes of 8 ranks, one like BERT-base (199 tensors) and one of 314 tensors, with 4-bit QSGD on GPUs and
 CPUs. Times of codecs are made up too: what is measured here is the planner. Wall-clock medians, and the least CPU time, which
 says more on a busy machine; tables that many plans share, as the tree of options, are made before. Then small cases beside
 brute force. 1 if the joint planner takes more than 250 ms of CPU time.
 
---scaling: by tensors and by ranks. --cases: published profiles in DIR, `profiles/*.json` and codec times.
+--scaling: by tensors and by ranks. --random: so many random jobs, each method beside what the planner promises; 1 if a promise is
+broken. --cases: published profiles in DIR, `profiles/*.json` and codec times.
 """
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -22,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, write
 from benchmarks.planner_parts import cases, gaps, scaling
+from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import make
@@ -72,7 +75,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--cases", type=Path)
+    parser.add_argument("--random", type=int)
+    parser.add_argument("--first", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    if chosen.random is not None:
+        found = check_many(chosen.first, chosen.random)
+        print(json.dumps(found, indent=1))
+        return int(bool(found["counterexamples"]))
     if chosen.scaling:
         show("joint planning", "planner-scaling", scaling())
     if chosen.cases is not None:

@@ -24,10 +24,11 @@ from gradwire.core import (
 )
 from gradwire.costs.prices import bytes_of
 from gradwire.errors import PlanError
+from gradwire.planner.bytecomp import bytecomp
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
-from gradwire.planner.joint import joint
+from gradwire.planner.joint import joint, quick_starts
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.starts import bytecomp, ddp, drafts_to_start_from
+from gradwire.planner.starts import ddp
 from gradwire.sim.rules import Rules, rules_of
 from gradwire.sim.simulator import FS_PER_US
 
@@ -102,7 +103,7 @@ def test_the_oracle_tries_every_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_never_worse_than_a_start_and_the_same_again(seed):
     job = job_of(seed, 20, specs=(SPEC, TopK(0.01)))
-    starts = [job.step(draft) for draft in drafts_to_start_from(job)]
+    starts = [job.step(draft) for draft in quick_starts(job)]
     found = joint(job, evaluations=10_000)
     assert job.step(found) <= min(starts)
     assert joint(job_of(seed, 20, specs=(SPEC, TopK(0.01))), evaluations=10_000) == found
