@@ -12,7 +12,6 @@ broken. --cases: published profiles in DIR, `profiles/*.json` and codec times.
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -79,9 +78,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     chosen = parser.parse_args(arguments)
     if chosen.random is not None:
-        found = check_many(chosen.first, chosen.random)
-        print(json.dumps(found, indent=1))
-        return int(bool(found["counterexamples"]))
+        return check_random(chosen.first, chosen.random)
     if chosen.scaling:
         show("joint planning", "planner-scaling", scaling())
     if chosen.cases is not None:
@@ -97,6 +94,21 @@ def run(arguments: list[str]) -> int:
     show("planning, 8 nodes of 8 ranks", "planner", rows)
     show("small cases beside brute force", "planner-gaps", gaps())
     return int(any(each["method"] == "joint" and each["planning_cpu_ms"] > ALLOWED_MS for each in rows))
+
+
+def check_random(first: int, jobs: int) -> int:
+    """Print counterexamples as they are found, and how many there are; 1 if there are any."""
+    broken = without = 0
+    for begin in range(first, first + jobs, 100):
+        found = check_many(begin, min(100, first + jobs - begin))
+        broken, without = broken + len(found["counterexamples"]), without + found["without_plan"]
+        for seed, said in found["counterexamples"].items():
+            print(f"seed {seed}: {'; '.join(said)}")
+        done = begin - first + found["jobs"]
+        print(
+            f"{done} jobs from seed {first} on, {without} without any plan, {broken} with a counterexample", flush=True
+        )
+    return int(broken > 0)
 
 
 def show(title: str, name: str, rows: list[dict[str, Any]]) -> None:
