@@ -29,7 +29,7 @@ from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import make
 
 ALLOWED_MS = 250.0
-METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "hipress", "bytecomp", "ddp")
+METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "grace", "hipress", "bytecomp", "ddp")
 """All but Cupcake's search, which is stopped by the clock."""
 CODECS = Costs(
     codecs=[

@@ -16,7 +16,7 @@ from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.options import Option, select
 from gradwire.planner.schemes import RESTRICTED, SYSTEMS
-from gradwire.planner.starts import best_of, close_before, fused, hipress
+from gradwire.planner.starts import best_of, by_own_tasks, close_before, fused
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
 
@@ -132,7 +132,7 @@ def selective(job: PlanningJob) -> Draft:
         keeps = RESTRICTED["inter-allgather"], RESTRICTED["inter-alltoall"]
         options = [o for o in job.options if o.compresses and any(keep(o) for keep in keeps)]
         choices += [Choice(job.specs[0], option.tasks) for option in options]
-    return hipress(job, choices)
+    return by_own_tasks(job, choices)
 
 
 def cupcake(job: PlanningJob, strategy: str = "fusion") -> Draft:

@@ -32,6 +32,7 @@ from gradwire.planner.starts import (
     fused,
     fused_by,
     fusion,
+    grace,
     hipress,
     layer_wise,
     sorted_parts,
@@ -56,7 +57,8 @@ FUSING: dict[str, Planner] = {
 }
 ALONE: dict[str, Planner] = {
     "layerwise": partial(fused_by, strategy=layer_wise),
-    "hipress": lambda job: hipress(job, job.choices()),
+    "grace": grace,
+    "hipress": hipress,
     "bytecomp": bytecomp,
 }
 """The other methods, by name: those that make buckets, and those that leave every tensor alone."""

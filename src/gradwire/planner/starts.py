@@ -8,8 +8,10 @@ from gradwire.core.collectives import ALL_REDUCE, LINKS
 from gradwire.costs.prices import CurveCost
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
+from gradwire.planner.grammar import DEVICES
 from gradwire.planner.pareto import improved
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums, step_of
+from gradwire.planner.schemes import RESTRICTED, tasks_of
 from gradwire.sim.replay import NEVER
 
 _MIB = 2**20
@@ -183,13 +185,38 @@ def ddp(job: PlanningJob) -> Draft:
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
 
 
-def hipress(job: PlanningJob, choices: Sequence[Choice]) -> Draft:
-    """Every tensor alone, and compressed if its own tasks then take less (docs/papers/cupcake.md)."""
+def by_own_tasks(job: PlanningJob, choices: Sequence[Choice]) -> Draft:
+    """Every tensor alone, and compressed if its own tasks then take less: HiPress's rule (docs/papers/cupcake.md)."""
     parts = []
     for place in range(len(job.profile.tensors)):
         allowed = [choice for choice in choices if job.may([place], choice)]
         parts.append(min((Part((place,), choice) for choice in allowed), key=lambda part: sum(job.program(part).busy)))
     return Draft(tuple(parts))
+
+
+def hipress(job: PlanningJob) -> Draft:
+    """HiPress: its rule, with compression between nodes alone where nodes have several ranks."""
+    published = [o.tasks for name in ("inter-allgather", "inter-alltoall") for o in job.options if RESTRICTED[name](o)]
+    flat = [] if 1 < job.cluster.nodes < job.cluster.world_size else _flat(job, "allgather", "alltoall")
+    choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in (*published, *flat)]
+    return by_own_tasks(job, [*job.plain, *choices])
+
+
+def grace(job: PlanningJob) -> Draft:
+    """GRACE: every tensor alone and compressed, all ranks as one group: all-gather, or all-reduce of payloads that can be added.
+
+    Of several specs the best. Where none can travel so, nothing is compressed.
+    """
+    ways = _flat(job, "allgather", "allreduce")
+    choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in ways]
+    drafts = [fused(job, layer_wise, choice) for choice in choices or job.plain[:1]]
+    return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
+
+
+def _flat(job: PlanningJob, *schemes: str) -> list[tuple[str, ...]]:
+    """The options of these collectives for the specs, with codecs on either device."""
+    ways = product(schemes, DEVICES, job.specs)
+    return [tasks_of(scheme, device, spec) for scheme, device, spec in ways]
 
 
 def best_of(job: PlanningJob, drafts: Iterator[Draft]) -> Draft | None:

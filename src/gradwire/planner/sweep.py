@@ -28,7 +28,8 @@ from gradwire.sim.timeline import simulate
 LABELS = {
     "ddp": "plain DDP",
     "layerwise": "layer-wise",
-    "hipress": "HiPress's rule",
+    "grace": "GRACE",
+    "hipress": "HiPress",
     "fusion": "Cupcake's best fusion",
     "bytecomp": "ByteComp",
     "joint": "gradwire (joint)",
