@@ -3,7 +3,7 @@
 The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, and what every
 other method answers.
 
-From each of the three best plans the search takes every local move that makes the step shorter: launch later exchanges behind
+From each of the best plans the search takes every local move that makes the step shorter: launch later exchanges behind
 more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
 bucket, cut a bucket in two, merge two neighbours of a class, let compressed buckets carry exempt tensors. The search ends when
 no move helps, or after so many simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
@@ -42,7 +42,7 @@ from gradwire.sim.replay import NEVER
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
 """Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
-"""The search tries moves from so many of the best starts."""
+"""The search tries moves from so many of the best starts, and from one more where it has every start and no lanes."""
 FEW, MANY = 32, 512
 """With at most so many tensors ByteComp's selection is among the starts: in a search with limited steps, and in a whole one. It
 takes a simulation or more for each tensor."""
@@ -87,11 +87,15 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
             f"memory_bytes is {job.limits.memory_bytes}: every plan needs more extra memory on a device, even plain all-reduce. "
             f"{numbered(cures)}"
         )
+    most = _STARTS
     if until is None:
-        until = job.evaluations + (moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS))
-    ends = []
-    for number, (draft, step) in enumerate(sorted(starts.items(), key=lambda start: start[1])[:_STARTS]):
-        share = (until - job.evaluations) // (min(_STARTS, len(starts)) - number)
+        most += not job.rules.lanes
+        until = job.evaluations + (
+            moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS * most // _STARTS)
+        )
+    ends, best = [], sorted(starts.items(), key=lambda start: start[1])[:most]
+    for number, (draft, step) in enumerate(best):
+        share = (until - job.evaluations) // (len(best) - number)
         ends.append(improve(job, draft, step, job.evaluations + share))
     return min(ends, key=lambda end: end[0])[1]
 
