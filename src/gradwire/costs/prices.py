@@ -5,7 +5,7 @@ prices too (docs/papers/cupcake.md)."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -43,7 +43,12 @@ def time_at(points: Points, nbytes: float) -> float:
     """
     if nbytes <= points[0][0] or len(points) == 1:
         return points[0][1]
-    right = min(bisect_right(points, nbytes, key=lambda point: point[0]), len(points) - 1)
+    return _between(points, bisect_right(points, nbytes, key=lambda point: point[0]), nbytes)
+
+
+def _between(points: Points, right: int, nbytes: float) -> float:
+    """right: how many points have at most so many bytes."""
+    right = min(right, len(points) - 1)
     (low, before), (high, after) = points[right - 1], points[right]
     slope = (after - before) / (high - low)
     return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
@@ -269,13 +274,20 @@ class AffineCost(msgspec.Struct, frozen=True):
         return self.alpha_us + self.us_per_byte * nbytes
 
 
-class CurveCost(msgspec.Struct, frozen=True):
+class CurveCost(msgspec.Struct, frozen=True, dict=True):
     """Microseconds for so many bytes of uncompressed gradient: straight between points, as `time_at`."""
 
     points: Points
 
     def __call__(self, nbytes: float) -> float:
-        return time_at(self.points, nbytes)
+        sizes = self._sizes
+        if nbytes <= sizes[0] or len(sizes) == 1:
+            return self.points[0][1]
+        return _between(self.points, bisect_right(sizes, nbytes), nbytes)
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [nbytes for nbytes, _ in self.points]
 
     def line(self, low: float, high: float) -> AffineCost:
         """The line through the times at two sizes, with no start or rate below 0."""
@@ -320,11 +332,11 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
             per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
-    rows = [(float(nbytes), *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
+    rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
     encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))
     exchange = tuple((row[0], row[2] + row[3]) for row in rows)
     busiest = max(intra, inter, key=lambda points: time_at(points, _LARGE))
-    return FoldedCosts(*map(CurveCost, (encode, exchange, busiest, decode)))
+    return FoldedCosts(CurveCost(encode), CurveCost(exchange), CurveCost(busiest), CurveCost(decode))
 
 
 def _times(prices: Prices, option: tuple[str, ...], spec: Spec, nbytes: int) -> tuple[float, float, float, float]:

@@ -6,6 +6,7 @@ A `PlanningJob` holds all inputs of a search: the model's times, the cluster, th
 import copy
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,6 +64,14 @@ class Draft(NamedTuple):
     skew: int = 1
 
 
+class TensorClass(NamedTuple):
+    """Tensors that may share buckets, in gradient-ready order; gaps_us: backward between their gradients."""
+
+    places: list[int]
+    gaps_us: list[float]
+    nbytes: list[int]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a plan. None: no limit."""
 
@@ -118,6 +127,8 @@ class PlanningJob:
         self.specs = tuple(spec for spec in specs if spec.encodes)
         self.size = cache(self._size)
         """The sizes of a bucket of these tensors."""
+        self.classes = cache(self._classes_of)
+        """By whether a choice compresses: tensors of one dtype, and, if it does, all exempt or all not."""
         self._folded = cache(fold)
         self.fusion_costs = cache(self._fusion_costs)
         """What a bucket of any size costs by a choice, for strategies of fusion: the simulator's prices. Exchanges take what all
@@ -181,12 +192,17 @@ class PlanningJob:
         exempt = [self.is_exempt(place) for place in tensors]
         return not (choice.encodes and any(exempt)) or (choice.spec.carries_uncompressed and not all(exempt))
 
-    def classes(self, choice: Choice) -> list[list[int]]:
-        """Groups of tensors that may share buckets: of one dtype, and, if the choice compresses, all exempt or all not."""
+    def _classes_of(self, encodes: bool) -> list[TensorClass]:
+        tensors = self.profile.tensors
         found: dict[tuple[str, bool], list[int]] = {}
-        for place, tensor in enumerate(self.profile.tensors):
-            found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
-        return list(found.values())
+        for place, tensor in enumerate(tensors):
+            found.setdefault((tensor.dtype, encodes and self.is_exempt(place)), []).append(place)
+        classes = []
+        for places in found.values():
+            ready = [0, *(place + 1 for place in places)]
+            gaps = [sum(each.backward_us for each in tensors[start:end]) for start, end in pairwise(ready)]
+            classes.append(TensorClass(places, gaps, [tensors[place].nbytes for place in places]))
+        return classes
 
     def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
         raw = {place for place in tensors if spec.encodes and self.is_exempt(place)}

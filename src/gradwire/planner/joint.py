@@ -42,7 +42,7 @@ from gradwire.sim.replay import NEVER
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
 """Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
-"""The search tries moves from so many of the best starts, and from one more where it has every start and no lanes."""
+"""The search tries moves from so many of the best starts."""
 FEW, MANY = 32, 512
 """With at most so many tensors ByteComp's selection is among the starts: in a search with limited steps, and in a whole one. It
 takes a simulation or more for each tensor."""
@@ -87,21 +87,17 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
             f"memory_bytes is {job.limits.memory_bytes}: every plan needs more extra memory on a device, even plain all-reduce. "
             f"{numbered(cures)}"
         )
-    most = _STARTS
     if until is None:
-        most += not job.rules.lanes
-        until = job.evaluations + (
-            moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS * most // _STARTS)
-        )
-    ends, best = [], sorted(starts.items(), key=lambda start: start[1])[:most]
+        until = job.evaluations + (moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS))
+    ends, best = [], sorted(starts.items(), key=lambda start: start[1])[:_STARTS]
     for number, (draft, step) in enumerate(best):
         share = (until - job.evaluations) // (len(best) - number)
         ends.append(improve(job, draft, step, job.evaluations + share))
     return min(ends, key=lambda end: end[0])[1]
 
 
-def quick_starts(job: PlanningJob) -> Iterator[Draft]:
-    """Plans in ascending order of planning time."""
+def fixed_starts(job: PlanningJob) -> Iterator[Draft]:
+    """Plans that take no search: fixed buffers, and gradwire's own policy."""
     yield ddp(job)
     choices, infos = job.choices(6), job.profile.tensor_infos(job.rules.device)
     place = {info.name: index for index, info in enumerate(infos)}
@@ -115,18 +111,23 @@ def quick_starts(job: PlanningJob) -> Iterator[Draft]:
             by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
         parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
         yield Draft(sorted_parts(parts))
-    for choice in choices:
+
+
+def quick_starts(job: PlanningJob) -> Iterator[Draft]:
+    """Plans in ascending order of planning time."""
+    yield from fixed_starts(job)
+    for choice in job.choices(6):
         yield fused(job, by_lines, choice)
     if len(job.profile.tensors) <= FEW:
         yield published(job, looks=1).draft
 
 
 def every_start(job: PlanningJob, found: Mapping[Draft, int]) -> Iterator[Draft]:
-    """The quick ones, and what every other method answers; found: the starts so far with their steps.
+    """Those that take no search, and what every other method answers; found: the starts so far with their steps.
 
     Methods that leave every tensor alone are not asked where all their plans certainly have longer steps than the best start.
     """
-    yield from quick_starts(job)
+    yield from fixed_starts(job)
     for method in FUSING.values():
         yield _draft_of(method, job)
     least = job.least_alone()

@@ -187,7 +187,7 @@ def least_alone_us(
     Once the first gradient is ready a step is at least as long as each link has work, so at least as long as any weighted mean of
     both links' work. The least mean has for each tensor the option that has the least, latencies included.
     """
-    ways = [(Identity(), loads) for loads in pricer.loads(plain, 0)]
+    ways: list[tuple[Spec, tuple[LinkLoad, LinkLoad]]] = [(Identity(), loads) for loads in pricer.loads(plain, 0)]
     ways += [(spec, loads) for spec, options in coded.items() for loads in pricer.loads(options, spec.rounds)]
     known: dict[tuple[object, ...], list[float]] = {}
     totals = [0.0] * len(_MEANS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 from gradwire.core.collectives import ALL_REDUCE, LINKS
 from gradwire.costs.prices import CurveCost
@@ -17,6 +17,8 @@ from gradwire.sim.replay import NEVER
 _MIB = 2**20
 _BETWEEN = ((_MIB, 64 * _MIB), (_MIB // 16, 4 * _MIB))
 """Bytes between which curves are taken for lines. Different ones suit small buckets and large ones."""
+_RETRIED = 4
+"""Of so many choices fusion tries all readings of its costs."""
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
 
 
@@ -34,16 +36,13 @@ def _cut(
     job: PlanningJob, strategy: Strategy, choice: Choice, beside: Strategy, busiest: bool = False, exposed: bool = False
 ) -> Draft:
     """As `fused`. beside: cuts all classes but the largest. busiest, exposed: as in `PlanningJob.fusion_costs`."""
-    parts, tensors = [], job.profile.tensors
-    classes = job.classes(choice)
-    largest = max(classes, key=lambda places: sum(tensors[place].nbytes for place in places))
-    for places in classes:
-        own = choice if job.may(places, choice) else job.plain[0]
-        ready = [0, *(place + 1 for place in places)]
-        gaps = [sum(each.backward_us for each in tensors[start:end]) for start, end in pairwise(ready)]
-        start, cut = 0, strategy if places is largest else beside
-        for end in cut(gaps, [tensors[place].nbytes for place in places], job.fusion_costs(own, busiest, exposed)):
-            parts.append(Part(tuple(places[start:end]), own))
+    parts, classes = [], job.classes(choice.encodes)
+    largest = max(classes, key=lambda each: sum(each.nbytes))
+    for each in classes:
+        own = choice if job.may(each.places, choice) else job.plain[0]
+        start, cut = 0, strategy if each is largest else beside
+        for end in cut(each.gaps_us, each.nbytes, job.fusion_costs(own, busiest, exposed)):
+            parts.append(Part(tuple(each.places[start:end]), own))
             start = end
     return Draft(sorted_parts(parts))
 
@@ -68,12 +67,14 @@ def fusion(job: PlanningJob) -> Draft:
     for as long as the busiest link takes; decodes for part of the encodes, and for exposed. The simulator says which plan is
     best. Tensors of other classes share the links with the largest class, so as few buckets as possible hold them.
     """
-    drafts = {}
-    for choice in _for_all(job):
+    choices = _for_all(job)
+    drafts = {_fuse(job, by_lines, choice): (choice, False, False) for choice in choices}
+    steps = {draft: step for draft in drafts if (step := job.step(draft)) is not None}
+    for choice, _, _ in [drafts[draft] for draft in sorted(steps, key=lambda draft: steps[draft])[:_RETRIED]]:
         two_links = {task.partition(":")[2] for task in choice.option} >= {*LINKS}
         lumped = job.fusion_costs(choice).decoding == "lumped" and choice.encodes
-        for busiest, exposed in product((False, True)[: 1 + two_links], (False, True)[: 1 + lumped]):
-            drafts[_fuse(job, by_lines, choice, busiest, exposed)] = choice, busiest, exposed
+        for busiest, exposed in list(product((False, True)[: 1 + two_links], (False, True)[: 1 + lumped]))[1:]:
+            drafts.setdefault(_fuse(job, by_lines, choice, busiest, exposed), (choice, busiest, exposed))
     best = best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
     return best_of(job, iter([best, _fuse(job, by_curves, *drafts[best])])) or best
 
