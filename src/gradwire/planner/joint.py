@@ -43,9 +43,11 @@ EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
 """Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
 """The search tries moves from so many of the best starts."""
-FEW, MANY = 32, 512
-"""With at most so many tensors ByteComp's selection is among the starts: in a search with limited steps, and in a whole one. It
-takes a simulation or more for each tensor."""
+FEW = 32
+"""With at most so many tensors ByteComp's selection is among the starts of a search with limited steps: it takes a simulation or
+more for each tensor."""
+MOST_CANDIDATES = 40_000
+"""Up to so many tensors times options ByteComp is among the starts of a whole search. BERT-base has 34,626 with one spec."""
 
 Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
 
@@ -134,7 +136,8 @@ def every_start(job: PlanningJob, found: Mapping[Draft, int]) -> Iterator[Draft]
     for name, method in ALONE.items():
         if min(found.values(), default=NEVER) <= least:
             return
-        if name != "bytecomp" or len(job.profile.tensors) <= MANY:
+        options = len(job.plain) + sum(map(len, job.coded.values()))
+        if name != "bytecomp" or len(job.profile.tensors) * options <= MOST_CANDIDATES:
             yield _draft_of(method, job)
 
 
