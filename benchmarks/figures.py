@@ -20,7 +20,6 @@ from benchmarks.bars import draw_bars
 from benchmarks.common import RESULTS, write
 from benchmarks.figures_page import page
 from benchmarks.papers.closed_forms import dear_us
-from benchmarks.papers.methods import hipress
 from benchmarks.testbeds import (
     ALGORITHMS,
     SYSTEMS_OF,
@@ -40,6 +39,7 @@ from gradwire.errors import FormatError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.schemes import RESTRICTED
+from gradwire.planner.starts import by_own_tasks
 from gradwire.report.pictures import Panel, draw_lines
 from gradwire.sim.events import COMPUTE
 
@@ -258,7 +258,7 @@ def restricted(papers: Papers, beds: Beds, pictures: Path) -> Section:
                         *whole.plain,
                         *(whole.choices()[0]._replace(spec=whole.specs[0], option=o) for o in coded),
                     ]
-                    job, draft = whole, hipress(whole, choices)
+                    job, draft = whole, by_own_tasks(whole, choices)
                 else:
                     job = papers.job(profile, bed, algorithm, RESTRICTED.get(search, lambda option: True))
                     draft = selected(job)

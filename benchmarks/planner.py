@@ -1,13 +1,14 @@
 """How long planning takes, what each method's plan is predicted to need, and how near joint comes to the best.
 
-    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR]
+    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--random N [--first SEED]]
 
 Two made-up models on 8 nodes of 8 ranks, one like BERT-base (199 tensors) and one of 314 tensors, with 4-bit QSGD on GPUs and
 CPUs. Times of codecs are made up too: what is measured here is the planner. Wall-clock medians, and the least CPU time, which
 says more on a busy machine; tables that many plans share, as the tree of options, are made before. Then small cases beside
 brute force. 1 if the joint planner takes more than 250 ms of CPU time.
 
---scaling: by tensors and by ranks. --cases: published profiles in DIR, `profiles/*.json` and codec times.
+--scaling: by tensors and by ranks. --random: so many random jobs, each method beside what the planner promises; 1 if a promise is
+broken. --cases: published profiles in DIR, `profiles/*.json` and codec times.
 """
 
 import argparse
@@ -22,12 +23,13 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, write
 from benchmarks.planner_parts import cases, gaps, scaling
+from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import make
 
 ALLOWED_MS = 250.0
-METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "hipress", "bytecomp", "ddp")
+METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "grace", "hipress", "bytecomp", "ddp")
 """All but Cupcake's search, which is stopped by the clock."""
 CODECS = Costs(
     codecs=[
@@ -72,7 +74,11 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--cases", type=Path)
+    parser.add_argument("--random", type=int)
+    parser.add_argument("--first", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    if chosen.random is not None:
+        return check_random(chosen.first, chosen.random)
     if chosen.scaling:
         show("joint planning", "planner-scaling", scaling())
     if chosen.cases is not None:
@@ -88,6 +94,21 @@ def run(arguments: list[str]) -> int:
     show("planning, 8 nodes of 8 ranks", "planner", rows)
     show("small cases beside brute force", "planner-gaps", gaps())
     return int(any(each["method"] == "joint" and each["planning_cpu_ms"] > ALLOWED_MS for each in rows))
+
+
+def check_random(first: int, jobs: int) -> int:
+    """Print counterexamples as they are found, and how many there are; 1 if there are any."""
+    broken = without = 0
+    for begin in range(first, first + jobs, 100):
+        found = check_many(begin, min(100, first + jobs - begin))
+        broken, without = broken + len(found["counterexamples"]), without + found["without_plan"]
+        for seed, said in found["counterexamples"].items():
+            print(f"seed {seed}: {'; '.join(said)}")
+        done = begin - first + found["jobs"]
+        print(
+            f"{done} jobs from seed {first} on, {without} without any plan, {broken} with a counterexample", flush=True
+        )
+    return int(broken > 0)
 
 
 def show(title: str, name: str, rows: list[dict[str, Any]]) -> None:

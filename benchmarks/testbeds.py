@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.papers.methods import FUSIONS as RIVALS
-from benchmarks.papers.methods import hipress
+from benchmarks.papers.methods import FUSIONS
 from gradwire.core import Cluster, Costs, Link, Profile
 from gradwire.core.specs import DGC, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.costs.imported import import_file
+from gradwire.planner.bytecomp import published
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.options import Option, select
 from gradwire.planner.schemes import RESTRICTED, SYSTEMS
-from gradwire.planner.starts import FUSIONS, best_of, bytecomp, close_before, fused
+from gradwire.planner.starts import best_of, by_own_tasks, close_before, fused
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
 
@@ -78,7 +78,8 @@ class Papers:
         keep: Callable[[Option], bool] = lambda option: True,
         free: bool = False,
     ) -> PlanningJob:
-        """All tensors may be compressed; codecs on GPUs, one decode call for all payloads (decision 11). keep: of the options."""
+        """All tensors may be compressed; codecs on GPUs, one decode call for all payloads, rings as in NCCL's own
+        collectives (decision 11). keep: of the options."""
         cluster = bed.cluster()
         options = select(devices=("gpu",), nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node, where=keep)
         return PlanningJob(
@@ -87,7 +88,7 @@ class Papers:
             self.free if free else self.costs,
             [ALGORITHMS[algorithm]],
             Limits(exempt_vectors=False),
-            Rules(decode_calls="one"),
+            Rules(decode_calls="one", routing="ring"),
             options,
         )
 
@@ -131,17 +132,17 @@ def selective(job: PlanningJob) -> Draft:
         keeps = RESTRICTED["inter-allgather"], RESTRICTED["inter-alltoall"]
         options = [o for o in job.options if o.compresses and any(keep(o) for keep in keeps)]
         choices += [Choice(job.specs[0], option.tasks) for option in options]
-    return hipress(job, choices)
+    return by_own_tasks(job, choices)
 
 
 def cupcake(job: PlanningJob, strategy: str = "fusion") -> Draft:
     """Cupcake's best fusion, or a rule that it is compared with."""
-    return fused(job, (FUSIONS | RIVALS)[strategy], Choice(job.specs[0], gathered(job)))
+    return fused(job, FUSIONS[strategy], Choice(job.specs[0], gathered(job)))
 
 
 def selected(job: PlanningJob) -> Draft:
     """ByteComp's selection; the whole search for models of few tensors."""
-    return bytecomp(job, looks=None if len(job.profile.tensors) <= 40 else 1).draft
+    return published(job, looks=None if len(job.profile.tensors) <= 40 else 1).draft
 
 
 SYSTEMS_OF = {

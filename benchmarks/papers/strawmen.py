@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
-from gradwire.planner.starts import close_after, close_before, shortest
+from gradwire.planner.starts import close_after, close_before, even_split, layer_wise
 
 __all__ = [
     "STRATEGIES",
@@ -25,29 +25,6 @@ __all__ = [
 ]
 
 _MB = 2**20
-
-
-def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
-    """Every tensor alone, as GRACE and wait-free backpropagation do.
-
-    >>> layer_wise([1, 1, 1], [4, 4, 4], FusionCosts(encode=(1, 0), exchange=(1, 0)))
-    (1, 2, 3)
-    """
-    check_tensors(backward_us, nbytes)
-    return tuple(range(1, len(nbytes) + 1))
-
-
-def even_split(
-    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, groups: Iterable[int] = range(2, 33)
-) -> tuple[int, ...]:
-    """Cupcake's even split: buckets whose numbers of tensors differ by at most one. The best of 2 to 32 buckets."""
-    tensors = len(nbytes)
-
-    def boundaries(count: int) -> tuple[int, ...]:
-        count = min(count, tensors)
-        return tuple(tensors * number // count for number in range(1, count + 1))
-
-    return shortest(map(boundaries, groups), backward_us, nbytes, costs)
 
 
 def nearby_layers(

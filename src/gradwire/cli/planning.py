@@ -214,7 +214,7 @@ def plan(
     method: Annotated[
         str,
         typer.Option(
-            help="joint, fusion, bucket, bytecomp or ddp; in gradwire's repository also cupcake, even, layerwise and hipress."
+            help="joint, fusion, bucket, even, layerwise, grace, hipress, bytecomp or ddp; in gradwire's repository also cupcake."
         ),
     ] = "joint",
     devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None,
@@ -252,7 +252,7 @@ def plan(
     from gradwire.core import Cluster, Costs, Profile
     from gradwire.planner.drafts import Limits, PlanningJob
     from gradwire.planner.methods import explanation, make
-    from gradwire.planner.sweep import SWEPT, check_some_may, methods_here, sweep_methods
+    from gradwire.planner.sweep import SWEPT, check_some_may, sweep_methods
     from gradwire.sim.rules import changed_rules
 
     if (given := GivenModel.of(model, config, shape)) is not None and profile is not None:
@@ -280,9 +280,7 @@ def plan(
     rules = changed_rules(times, decode_calls=decode_calls)
     if points := points_of(links, inter, nodes, picture):
         refuse_with_sweep(out=out, method=None if method == "joint" else method)
-        chosen = methods_here() if methods is None else split_names(methods)
-        if methods is None and (absent := [method for method in SWEPT if method not in chosen]):
-            typer.echo(f"Left out, because they need gradwire's repository: {', '.join(absent)}.", err=True)
+        chosen = list(SWEPT) if methods is None else split_names(methods)
         with bar("Planning", len(points) * len(chosen)) as seen:
             rows = sweep_methods(times, points, codecs, specs, limits, rules, chosen, seen)
         show_sweep(rows, times, picture, json)

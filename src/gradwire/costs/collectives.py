@@ -19,8 +19,9 @@ from gradwire.errors import PlanError
 
 ROUTINGS = ("ring", "direct")
 """How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
-messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own
-exchanges on CPUs do (decisions 1 and 13). All-reduce is a ring in both. It matters where ranks share a node's inter link."""
+messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own exchanges
+do, on GPUs in one grouped call (decisions 1 and 13). All-reduce is a ring in both. It matters where ranks share a node's inter
+link."""
 
 
 class Load(NamedTuple):

@@ -1,8 +1,11 @@
 """Prices of a bucket's tasks on a cluster: microseconds, and bytes on the links. Times of codecs come from measured points.
-Cupcake's affine costs are folded from these prices (docs/papers/cupcake.md)."""
+
+The simulator and all searches take their times from here, launches included. Cupcake's costs of a bucket are folded from these
+prices too (docs/papers/cupcake.md)."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -22,8 +25,10 @@ from gradwire.errors import PlanError
 DECODE_CALLS = ("each", "one")
 """How a Decomp decodes several payloads of the same elements. each: one call for each payload, as the engine does. one: one
 call for all their bytes; published codec times on GPUs seem to mean this."""
-_BETWEEN = (2**20, 64 * 2**20)
-"""Bytes of gradient between which codec times are taken to be affine."""
+_SMALLEST_POWER, _LARGEST_POWER = 4, 17
+"""Folded curves have a point at each of these powers of 4, in elements: from 1 KB to 17 GB."""
+_LARGE = 64 * 2**20
+"""Bytes of a large bucket."""
 
 
 def time_at(points: Points, nbytes: float) -> float:
@@ -38,7 +43,12 @@ def time_at(points: Points, nbytes: float) -> float:
     """
     if nbytes <= points[0][0] or len(points) == 1:
         return points[0][1]
-    right = min(bisect_right(points, nbytes, key=lambda point: point[0]), len(points) - 1)
+    return _between(points, bisect_right(points, nbytes, key=lambda point: point[0]), nbytes)
+
+
+def _between(points: Points, right: int, nbytes: float) -> float:
+    """right: how many points have at most so many bytes."""
+    right = min(right, len(points) - 1)
     (low, before), (high, after) = points[right - 1], points[right]
     slope = (after - before) / (high - low)
     return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
@@ -132,6 +142,8 @@ class Prices:
         self.costs, self.codecs = costs, {(codec.spec, codec.device): codec for codec in costs.codecs}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
+        # many options have the same step
+        self._codec, self._exchange = cache(self._price_codec), cache(self._price_exchange)
 
     def of(self, bucket: Bucket) -> PricedBucket:
         """The bucket's tasks with their prices. Raises PlanError for an option or codec that cannot be priced."""
@@ -149,7 +161,7 @@ class Prices:
         uncut = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if uncut else max(1, -(-int(whole.raw) // bucket.chunk_bytes))
         size = Bytes(*(nbytes / pieces for nbytes in whole))
-        return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size, self.launch_us), pieces)
+        return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size), pieces)
 
     def tasks(
         self,
@@ -157,28 +169,28 @@ class Prices:
         rounds: int,
         shares: Mapping[Spec, float],
         size: Bytes,
-        launch_us: float | None = None,
     ) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 
-        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece. launch_us: as in
-        `Prices`.
+        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece.
         """
         tasks = []
-        for step in steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing):
+        for step in self.steps(option, rounds):
             if step.traffic is None:
-                # the encodes of several rounds are parts of one encode
-                cuts = rounds if rounds and step.task.startswith("comp") else 1
-                tasks.append(Price(step.task, self._codec_us(step, shares, size.coded) / cuts, step.gathers))
+                tasks.append(self._codec(step, rounds, tuple(shares.items()), size.coded))
             else:
-                if us := self._launch_us(step, size, launch_us):
+                if us := self._launch_us(step, size):
                     tasks.append(Price("launch:cpu", us, step.gathers))
                 tasks.append(self._exchange(step, size[step.payload]))
         return tuple(tasks)
 
-    def _launch_us(self, step: Step, size: Bytes, launch_us: float | None) -> float:
+    def steps(self, option: tuple[str, ...], rounds: int) -> tuple[Step, ...]:
+        """The steps of an option on this cluster; rounds: of the spec."""
+        return steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
+
+    def _launch_us(self, step: Step, size: Bytes) -> float:
         """Processor time of an exchange beside codecs."""
-        link = self.cluster.allreduce
+        link, launch_us = self.cluster.allreduce, self.launch_us
         if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
             return launch_us or 0.0
         return link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us
@@ -194,7 +206,12 @@ class Prices:
             shares[bucket.spec[name]] = shares.get(bucket.spec[name], 0.0) + size / total
         return shares
 
-    def _codec_us(self, step: Step, shares: Mapping[Spec, float], nbytes: float) -> float:
+    def _price_codec(self, step: Step, rounds: int, shares: tuple[tuple[Spec, float], ...], nbytes: float) -> Price:
+        # the encodes of several rounds are parts of one encode
+        cuts = rounds if rounds and step.task.startswith("comp") else 1
+        return Price(step.task, self._codec_us(step, shares, nbytes) / cuts, step.gathers)
+
+    def _codec_us(self, step: Step, shares: tuple[tuple[Spec, float], ...], nbytes: float) -> float:
         """One call for all specs of the bucket: the time of the whole size by each spec, weighted with the spec's bytes.
 
         nbytes: of the gradients in float32.
@@ -205,11 +222,11 @@ class Prices:
         calls = 1 if self.decode_calls == "one" else step.parts
         size = nbytes * step.share * step.parts / calls
         us = 0.0
-        for spec, share in shares.items():
+        for spec, share in shares:
             us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
         return calls * us
 
-    def _exchange(self, step: Step, nbytes: float) -> Price:
+    def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
         intra, inter, sent = step.traffic
         held = nbytes * step.share * step.parts
@@ -257,44 +274,75 @@ class AffineCost(msgspec.Struct, frozen=True):
         return self.alpha_us + self.us_per_byte * nbytes
 
 
-def fold(
-    option: tuple[str, ...],
-    spec: Spec,
-    cluster: Cluster,
-    costs: Costs,
-    *,
-    routing: str = "ring",
-    decode_calls: str = "each",
-) -> tuple[AffineCost, AffineCost, AffineCost]:
-    """The affine costs (encode, exchange, decode) of float32 buckets that one option synchronises.
+class CurveCost(msgspec.Struct, frozen=True, dict=True):
+    """Microseconds for so many bytes of uncompressed gradient: straight between points, as `time_at`."""
 
-    encode: Cupcake's h, all Comp tasks, and the Decomps that a later exchange waits for. exchange: Cupcake's g, all link tasks,
-    one after the other; the spec's ratio, the scheme's factor and the number of ranks are in it. decode: the last Decomp, for
-    all-gather of the payloads of all ranks. Exchanges are exact up to a payload's rounding. Codec times follow the line through
-    the measured curve at 1 and 64 MiB. routing, decode_calls: as in `Prices`. Raises PlanError for what cannot be priced.
+    points: Points
+
+    def __call__(self, nbytes: float) -> float:
+        sizes = self._sizes
+        if nbytes <= sizes[0] or len(sizes) == 1:
+            return self.points[0][1]
+        return _between(self.points, bisect_right(sizes, nbytes), nbytes)
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [nbytes for nbytes, _ in self.points]
+
+    def line(self, low: float, high: float) -> AffineCost:
+        """The line through the times at two sizes, with no start or rate below 0."""
+        at_low = self(low)
+        beta = max(0.0, (self(high) - at_low) / (high - low))
+        return AffineCost(max(0.0, at_low - beta * low), beta)
+
+
+class FoldedCosts(NamedTuple):
+    """What float32 buckets cost by their bytes of gradient."""
+
+    encode: CurveCost
+    """Cupcake's h: all Comp tasks, launches, and the Decomps that a later exchange waits for."""
+    exchange: CurveCost
+    """Cupcake's g: all link tasks, one after the other. The spec's ratio and the scheme's factor are in it."""
+    busiest: CurveCost
+    """The tasks on the link that has most to do in large buckets: other buckets can be on the other link meanwhile."""
+    decode: CurveCost
+    """The last Decomp, for all-gather of the payloads of all ranks."""
+
+
+def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
+    """The costs of buckets of any size that one option synchronises, by these prices.
+
+    The curves bend where the measured times of codecs do. Exchanges are exact up to a payload's rounding. Raises PlanError for
+    what cannot be priced.
 
     >>> from gradwire.core import Link, Cast, CodecCosts
     >>> cluster = Cluster(nodes=4, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
     >>> times = Costs(codecs=[CodecCosts(spec=Cast(), device="gpu", encode=[(0, 7.0)], decode=[(0, 2.0)])])
-    >>> encode, exchange, decode = fold(("comp:gpu", "allgather:inter", "decomp:gpu"), Cast(), cluster, times)
-    >>> exchange  # 3 alpha; of each byte of gradient half a byte goes to 3 ranks, at 0.001 us a byte
-    AffineCost(alpha_us=30.0, us_per_byte=0.0015)
-    >>> decode.alpha_us  # 4 payloads
+    >>> way = ("comp:gpu", "allgather:inter", "decomp:gpu")
+    >>> folded = fold(way, Cast(), Prices([], cluster, times))
+    >>> folded.exchange(2000)  # 3 alpha; of each byte of gradient half a byte goes to 3 ranks, at 0.001 us a byte
+    33.0
+    >>> folded.decode(2000)  # 4 payloads
     8.0
     """
-    tensors = [TensorInfo(f"{nbytes} bytes", (nbytes // 4,), "float32") for nbytes in _BETWEEN]
-    prices = Prices(tensors, cluster, costs, routing, decode_calls)
-    small, large = (_times(prices, Bucket(tensors=(t.name,), spec=spec, option=option)) for t in tensors)
-    betas = [(high - low) / (_BETWEEN[1] - _BETWEEN[0]) for low, high in zip(small, large, strict=True)]
-    encode, exchange, decode = (
-        AffineCost(low - beta * _BETWEEN[0], beta) for low, beta in zip(small, betas, strict=True)
-    )
-    return encode, exchange, decode
+    sizes = {4 * 4**power for power in range(_SMALLEST_POWER, _LARGEST_POWER)}
+    for step in prices.steps(option, spec.rounds):
+        what, _, device = step.task.partition(":")
+        if step.traffic is None and step.share and step.parts:
+            measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
+            per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
+            sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
+    rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
+    encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))
+    exchange = tuple((row[0], row[2] + row[3]) for row in rows)
+    busiest = max(intra, inter, key=lambda points: time_at(points, _LARGE))
+    return FoldedCosts(CurveCost(encode), CurveCost(exchange), CurveCost(busiest), CurveCost(decode))
 
 
-def _times(prices: Prices, bucket: Bucket) -> tuple[float, float, float]:
-    """Encode, exchange and decode of a bucket."""
-    tasks = prices.of(bucket).tasks
-    exchange = sum(task.us for task in tasks if task.task.endswith(("intra", "inter")))
+def _times(prices: Prices, option: tuple[str, ...], spec: Spec, nbytes: int) -> tuple[float, float, float, float]:
+    """Encode, exchanges on either link, and decode of a bucket."""
+    size = bytes_of([TensorInfo("bucket", (nbytes // 4,), "float32")], spec)
+    tasks = prices.tasks(option, spec.rounds, {spec: 1.0}, size)
+    intra, inter = (sum(task.us for task in tasks if task.task.endswith(link)) for link in LINKS)
     decode = tasks[-1].us if tasks[-1].task.startswith("decomp") else 0.0
-    return sum(task.us for task in tasks) - exchange - decode, exchange, decode
+    return sum(task.us for task in tasks) - intra - inter - decode, intra, inter, decode

@@ -3,8 +3,10 @@
 A `PlanningJob` holds all inputs of a search: the model's times, the cluster, the costs, and the choices of spec and option.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,17 +15,18 @@ from gradwire.core.checks import word
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Bucket, Plan, Prediction
-from gradwire.core.profile import Profile
+from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.schedules import Backward
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.tensors import fingerprint
-from gradwire.costs.prices import Bytes, bytes_of
+from gradwire.costs.prices import AffineCost, Bytes, bytes_of, fold
 from gradwire.errors import PlanError
 from gradwire.planner.grammar import DEVICES
 from gradwire.planner.listing import choose
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.options import Option
-from gradwire.planner.programs import Pricer, least_step_us
+from gradwire.planner.partition import FusionCosts
+from gradwire.planner.programs import Pricer, least_alone_us, least_step_us
 from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
 from gradwire.sim.native import ReplayProgram
 from gradwire.sim.replay import NEVER, Replayer, launch_key
@@ -59,6 +62,14 @@ class Draft(NamedTuple):
 
     parts: tuple[Part, ...]
     skew: int = 1
+
+
+class TensorClass(NamedTuple):
+    """Tensors that may share buckets, in gradient-ready order; gaps_us: backward between their gradients."""
+
+    places: list[int]
+    gaps_us: list[float]
+    nbytes: list[int]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +125,21 @@ class PlanningJob:
             self.rules.cpu_workers,
         )
         self.specs = tuple(spec for spec in specs if spec.encodes)
-        own = self.rules.device
+        self.size = cache(self._size)
+        """The sizes of a bucket of these tensors."""
+        self.classes = cache(self._classes_of)
+        """By whether a choice compresses: tensors of one dtype, and, if it does, all exempt or all not."""
+        self._folded = cache(fold)
+        self.fusion_costs = cache(self._fusion_costs)
+        """What a bucket of any size costs by a choice, for strategies of fusion: the simulator's prices. Exchanges take what all
+        links together take, or, with `busiest`, what the busiest one takes. Decodes that delay compute count with encodes, unless
+        they are to be `exposed`."""
+        self._given = options
+        self._allow()
+
+    def _allow(self) -> None:
+        """Find the options within the limits."""
+        own, options, cluster = self.rules.device, self._given, self.cluster
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
         restrict = self.limits.restrict
@@ -130,8 +155,13 @@ class PlanningJob:
         """By spec, the options that can carry its payloads."""
         self._judged = cache(self._judge)
         self.evaluations = 0
-        self.size = cache(self._size)
-        """The sizes of a bucket of these tensors."""
+
+    def restricted(self, restrict: str) -> "PlanningJob":
+        """The same job within a restriction, with the same prices. Raises PlanError as a new job would."""
+        job = copy.copy(self)
+        job.limits = msgspec.structs.replace(self.limits, restrict=restrict)
+        job._allow()
+        return job
 
     def _carrying(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
         """The allowed options that can carry a spec's payloads, and the all-reduce of payloads that can be added on the wire.
@@ -162,12 +192,17 @@ class PlanningJob:
         exempt = [self.is_exempt(place) for place in tensors]
         return not (choice.encodes and any(exempt)) or (choice.spec.carries_uncompressed and not all(exempt))
 
-    def classes(self, choice: Choice) -> list[list[int]]:
-        """Groups of tensors that may share buckets: of one dtype, and, if the choice compresses, all exempt or all not."""
+    def _classes_of(self, encodes: bool) -> list[TensorClass]:
+        tensors = self.profile.tensors
         found: dict[tuple[str, bool], list[int]] = {}
-        for place, tensor in enumerate(self.profile.tensors):
-            found.setdefault((tensor.dtype, choice.encodes and self.is_exempt(place)), []).append(place)
-        return list(found.values())
+        for place, tensor in enumerate(tensors):
+            found.setdefault((tensor.dtype, encodes and self.is_exempt(place)), []).append(place)
+        classes = []
+        for places in found.values():
+            ready = [0, *(place + 1 for place in places)]
+            gaps = [sum(each.backward_us for each in tensors[start:end]) for start, end in pairwise(ready)]
+            classes.append(TensorClass(places, gaps, [tensors[place].nbytes for place in places]))
+        return classes
 
     def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
         raw = {place for place in tensors if spec.encodes and self.is_exempt(place)}
@@ -175,6 +210,18 @@ class PlanningJob:
             raw = set()
         members = [self.profile.tensors[place] for place in tensors if place not in raw]
         return bytes_of(members, spec, [self.profile.tensors[place] for place in raw])
+
+    def _fusion_costs(self, choice: Choice, busiest: bool = False, exposed: bool = False) -> FusionCosts:
+        folded = self._folded(choice.option, choice.spec, self.simulator.prices)
+        rules, nothing = self.rules, AffineCost(0.0, 0.0)
+        on_compute = rules.codec_on == "compute" and choice.option[-1] == f"decomp:{rules.device}"
+        lumped = rules.decode == "with encode" or (rules.decode == "at once" and on_compute)
+        return FusionCosts(
+            encode=folded.encode,
+            exchange=folded.busiest if busiest else folded.exchange,
+            decode=nothing if rules.decode == "none" else folded.decode,
+            decoding="lumped" if lumped and not exposed else "exposed",
+        )
 
     def program(self, part: Part) -> ReplayProgram:
         """The bucket's tasks."""
@@ -269,8 +316,16 @@ class PlanningJob:
     def lower_bound_us(self) -> float:
         """Microseconds: no plan with these choices has a shorter step. See `least_step_us`."""
         plain = [choice.option for choice in self.plain]
-        tensors = [(t, self.is_exempt(place)) for place, t in enumerate(self.profile.tensors)]
-        return least_step_us(self.pricer, self.line.after, tensors, self.specs, plain, self.coded)
+        moved = {spec: [on_cpu(option) for option in options] for spec, options in self.coded.items() if self.offloads}
+        return least_step_us(self.pricer, self.line.after, self._exemptions(), self.specs, plain, self.coded, moved)
+
+    def least_alone(self) -> int:
+        """Femtoseconds: no plan of these choices with every tensor alone has a shorter step. See `least_alone_us`."""
+        plain = [choice.option for choice in self.plain]
+        return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self.coded) * FS_PER_US)
+
+    def _exemptions(self) -> list[tuple[TensorProfile, bool]]:
+        return [(tensor, self.is_exempt(place)) for place, tensor in enumerate(self.profile.tensors)]
 
 
 def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:

@@ -1,48 +1,87 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, Cupcake's exact
-fusion, and, for models of few tensors, ByteComp's selection. It tries each with the first choices for all compressible buckets.
+The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, and what every
+other method answers.
 
-From each of the three best plans the search takes every local move that makes the step shorter: launch later exchanges behind
+From each of the best plans the search takes every local move that makes the step shorter: launch later exchanges behind
 more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
 bucket, cut a bucket in two, merge two neighbours of a class, let compressed buckets carry exempt tensors. The search ends when
-no move helps, or after `evaluations` simulated steps. A count, not a time, ends the search, so the same input gives the same
-plan.
+no move helps, or after so many simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
 
-The result is no worse than any start. `Prediction.lower_bound_us` bounds its distance from the best plan;
-`benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
+The result is no worse than any start, so no worse than any other method. `Prediction.lower_bound_us` bounds its distance from the
+best plan; `benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from typing import TypeAlias
 
 from gradwire.core.checks import whole
+from gradwire.core.specs import Spec
 from gradwire.errors import PlanError
+from gradwire.planner.bytecomp import Moved, bytecomp, published
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
-from gradwire.planner.starts import ddp, drafts_to_start_from, sorted_parts
+from gradwire.planner.policy import Policy
+from gradwire.planner.starts import (
+    by_lines,
+    close_after,
+    close_before,
+    ddp,
+    even_split,
+    fused,
+    fused_by,
+    fusion,
+    grace,
+    hipress,
+    layer_wise,
+    sorted_parts,
+)
+from gradwire.sim.replay import NEVER
 
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
-"""Default of `evaluations`. A step with lanes is simulated event by event, which takes a hundred times as long."""
+"""Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
 """The search tries moves from so many of the best starts."""
+FEW = 32
+"""With at most so many tensors ByteComp's selection is among the starts of a search with limited steps: it takes a simulation or
+more for each tensor."""
+MOST_CANDIDATES = 40_000
+"""Up to so many tensors times options ByteComp is among the starts of a whole search. BERT-base has 34,626 with one spec."""
+
+Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
+
+FUSING: dict[str, Planner] = {
+    "fusion": fusion,
+    "bucket": partial(fused_by, strategy=close_after),
+    "even": partial(fused_by, strategy=even_split),
+    "ddp": ddp,
+}
+ALONE: dict[str, Planner] = {
+    "layerwise": partial(fused_by, strategy=layer_wise),
+    "grace": grace,
+    "hipress": hipress,
+    "bytecomp": bytecomp,
+}
+"""The other methods, by name: those that make buckets, and those that leave every tensor alone."""
 
 
-def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
+def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = None) -> Draft:
     """The best draft found.
 
-    evaluations: most steps to simulate; None: as above, by the job's rules. Raises PlanError if no start fits into the memory.
+    evaluations: most steps to simulate, those of the starts included, which are then the quick ones; None: every start, and then
+    so many moves, None: as above. Raises PlanError if no start fits into the memory.
     """
-    if evaluations is None:
-        evaluations = EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS
-    whole("evaluations", evaluations, "how many steps may be simulated", low=1, error=PlanError)
-    until = job.evaluations + evaluations
-    starts: list[tuple[int, Draft]] = []
-    for draft in drafts_to_start_from(job):
-        if starts and job.evaluations >= until - evaluations * 2 // 3:
+    starts: dict[Draft, int] = {}
+    begun, until = job.evaluations, None
+    if evaluations is not None:
+        whole("evaluations", evaluations, "how many steps may be simulated", low=1, error=PlanError)
+        until = begun + evaluations
+    for draft in every_start(job, starts) if evaluations is None else quick_starts(job):
+        if starts and until is not None and job.evaluations >= until - (until - begun) * 2 // 3:
             break  # the rest is for the moves
-        found = job.step(draft)
-        if found is not None and (found, draft) not in starts:
-            starts.append((found, draft))
+        if draft not in starts and (found := job.step(draft)) is not None:
+            starts[draft] = found
     if not starts:
         least = job.extra_bytes(ddp(job))
         cures = [f"allow {least} bytes, as plain all-reduce needs", "set no limit"]
@@ -50,12 +89,61 @@ def joint(job: PlanningJob, evaluations: int | None = None) -> Draft:
             f"memory_bytes is {job.limits.memory_bytes}: every plan needs more extra memory on a device, even plain all-reduce. "
             f"{numbered(cures)}"
         )
-    starts.sort(key=lambda start: start[0])
-    ends = []
-    for number, (step, draft) in enumerate(starts[:_STARTS]):
-        share = (until - job.evaluations) // (min(_STARTS, len(starts)) - number)
+    if until is None:
+        until = job.evaluations + (moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS))
+    ends, best = [], sorted(starts.items(), key=lambda start: start[1])[:_STARTS]
+    for number, (draft, step) in enumerate(best):
+        share = (until - job.evaluations) // (len(best) - number)
         ends.append(improve(job, draft, step, job.evaluations + share))
     return min(ends, key=lambda end: end[0])[1]
+
+
+def fixed_starts(job: PlanningJob) -> Iterator[Draft]:
+    """Plans that take no search: fixed buffers, and gradwire's own policy."""
+    yield ddp(job)
+    choices, infos = job.choices(6), job.profile.tensor_infos(job.rules.device)
+    place = {info.name: index for index, info in enumerate(infos)}
+    by_policy: dict[Spec, list[tuple[int, ...]]] = {}
+    for choice in choices:
+        for limit in (5, 8, 16, 32):
+            yield fused(job, partial(close_before, limit=limit * 2**20), choice)
+        if choice.spec not in by_policy:
+            policy = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors)
+            buckets = policy.plan(infos, job.cluster.world_size, job.cluster.ranks_per_node).buckets
+            by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
+        parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
+        yield Draft(sorted_parts(parts))
+
+
+def quick_starts(job: PlanningJob) -> Iterator[Draft]:
+    """Plans in ascending order of planning time."""
+    yield from fixed_starts(job)
+    for choice in job.choices(6):
+        yield fused(job, by_lines, choice)
+    if len(job.profile.tensors) <= FEW:
+        yield published(job, looks=1).draft
+
+
+def every_start(job: PlanningJob, found: Mapping[Draft, int]) -> Iterator[Draft]:
+    """Those that take no search, and what every other method answers; found: the starts so far with their steps.
+
+    Methods that leave every tensor alone are not asked where all their plans certainly have longer steps than the best start.
+    """
+    yield from fixed_starts(job)
+    for method in FUSING.values():
+        yield _draft_of(method, job)
+    least = job.least_alone()
+    for name, method in ALONE.items():
+        if min(found.values(), default=NEVER) <= least:
+            return
+        options = len(job.plain) + sum(map(len, job.coded.values()))
+        if name != "bytecomp" or len(job.profile.tensors) * options <= MOST_CANDIDATES:
+            yield _draft_of(method, job)
+
+
+def _draft_of(method: Planner, job: PlanningJob) -> Draft:
+    found = method(job)
+    return found.draft if isinstance(found, Moved) else found
 
 
 def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int, Draft]:

@@ -1,33 +1,26 @@
 """Plans by name of a method, and what they decided, in words."""
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from gradwire.core.checks import word
 from gradwire.core.plan import Plan
 from gradwire.core.repository import from_repository
 from gradwire.errors import PlanError
+from gradwire.planner.bytecomp import Moved
 from gradwire.planner.drafts import BYTECOMP_ONLY, Draft, PlanningJob, numbered
-from gradwire.planner.joint import joint
+from gradwire.planner.joint import ALONE, FUSING, Planner, joint
 from gradwire.planner.schemes import RESTRICTED
-from gradwire.planner.starts import FUSIONS, Moved, bytecomp, ddp, fused_by
+from gradwire.planner.starts import ddp
 from gradwire.sim.simulator import FS_PER_US
 
-Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
+METHODS: dict[str, Planner] = {"joint": joint, **FUSING, **ALONE}
+"""joint: `gradwire.planner.joint`. fusion: the best fusion; bucket: the best of 2 to 64 MB; even: the best of 2 to 32 groups;
+layerwise: every tensor alone; each with the one choice of spec and option that is best for all. grace, hipress: the published
+systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce."""
 
-METHODS: dict[str, Planner] = {
-    "joint": joint,
-    **{name: partial(fused_by, strategy=strategy) for name, strategy in FUSIONS.items()},
-    "bytecomp": bytecomp,
-    "ddp": ddp,
-}
-"""joint: `gradwire.planner.joint`. fusion: the exact fusion; bucket: the best of 2 to 64 MB; each with the one choice of spec and
-option that is best for all. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce."""
-
-RIVALS = ("cupcake", "even", "layerwise", "hipress")
-"""Methods of papers, to compare with. They are in `benchmarks/papers`, which only the repository has."""
+RIVALS = ("cupcake",)
+"""Cupcake's own search, to compare with. It is in `benchmarks/papers`, which only the repository has."""
 
 
 class MadePlan(NamedTuple):

@@ -96,15 +96,14 @@ def step_of(
     boundaries: Sequence[int], ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts
 ) -> float:
     """As `evaluate`, unchecked, from the prefix sums of times and sizes: for searches that ask often."""
-    codec_us = link_us = after_us = 0.0
+    codec_us = link_us = size = 0.0
     start = 0
     for end in boundaries:
         size = total_bytes[end] - total_bytes[start]
         codec_us += costs.of_compute(size)
         link_us = max(link_us, ready_us[end] + codec_us) + costs.exchange(size)
-        after_us = costs.after(size)
         start = end
-    return link_us + after_us
+    return link_us + costs.after(size)
 
 
 def prefix_sums(values: Sequence[float]) -> list[float]:

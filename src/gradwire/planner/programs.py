@@ -3,21 +3,25 @@
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
-from operator import itemgetter
+from operator import add, itemgetter, le
+from typing import NamedTuple
 
-from gradwire.core.collectives import LINKS
+from gradwire.core.collectives import CODEC_TASKS, LINKS
 from gradwire.core.costs import Points
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
 from gradwire.costs.collectives import us_per_byte
 from gradwire.costs.prices import Bytes, bytes_of, time_at
-from gradwire.costs.steps import Step, steps_of
 from gradwire.sim.events import INTER, INTRA
 from gradwire.sim.native import ReplayProgram
 from gradwire.sim.simulator import FS_PER_US, Simulator
 
 _SHARED_BYTES = 64
 """Bytes of a payload that several tensors in one bucket may share: headers, rounding."""
+_MEANS = ((1.0, 0.0), (0.75, 0.25), (0.5, 0.5), (0.25, 0.75), (0.0, 1.0))
+"""Weights of the links inside and between nodes in a mean of their work."""
+_ROUNDED_US = 1e-8
+"""Each of the tasks of a bucket, fewer than 20, is rounded by half a femtosecond at most."""
 _LATEST = 4
 """The number of tensors whose own tasks count in the bound."""
 
@@ -28,6 +32,19 @@ def _rising(points: Points) -> Points:
     for index in reversed(range(len(points) - 1)):
         rising[index] = (points[index][0], min(points[index][1], rising[index + 1][1]))
     return tuple(rising)
+
+
+class LinkLoad(NamedTuple):
+    """What an option puts on one link: microseconds, and microseconds for each byte of a bucket's `Bytes`."""
+
+    latency: float
+    raw: float
+    first: float
+    later: float
+
+    def us(self, size: Bytes) -> float:
+        """Microseconds for the bytes of a bucket, without latencies."""
+        return self.raw * size.raw + self.first * size.first + self.later * size.later
 
 
 class Pricer:
@@ -47,33 +64,36 @@ class Pricer:
             for task, points in (("comp", codec.encode), ("decomp", codec.decode))
         }
 
-    def _steps(self, option: tuple[str, ...], rounds: int) -> tuple[Step, ...]:
-        cluster = self.prices.cluster
-        return steps_of(option, cluster.nodes, cluster.ranks_per_node, rounds, self.rules.routing)
+    def link_loads(self, options: Sequence[tuple[str, ...]], rounds: int, link: int) -> set[LinkLoad]:
+        """The least load of options on one link."""
+        return {self._load(option, rounds, link) for option in options}
 
-    def link_loads(
-        self, options: Sequence[tuple[str, ...]], rounds: int, link: int
-    ) -> set[tuple[float, tuple[float, float, float]]]:
-        """The least load of options on one link: (latencies in us, us for each byte of Bytes.raw, .first and .later)."""
-        found = set()
-        for option in options:
-            latency, factors = 0.0, [0.0, 0.0, 0.0]
-            for step in self._steps(option, rounds):
-                if step.traffic is not None and self.simulator.resource(step.task) == link:
-                    loads = zip(step.traffic[:2], self.prices.cluster.links_for(step.task), strict=True)
-                    alpha, beta = max(
-                        ((load.messages * own.alpha_us, load.factor * us_per_byte(own)) for load, own in loads),
-                        key=itemgetter(1),
-                    )
-                    latency += alpha
-                    factors[step.payload] += beta * step.share * step.parts
-            found.add((latency, (factors[0], factors[1], factors[2])))
-        return found
+    def loads(self, options: Sequence[tuple[str, ...]], rounds: int) -> list[tuple[LinkLoad, LinkLoad]]:
+        """The least loads of options inside nodes and between nodes, without those that another one beats in all parts."""
+        kept: list[tuple[LinkLoad, LinkLoad]] = []
+        for loads in sorted({(self._load(o, rounds, INTRA), self._load(o, rounds, INTER)) for o in options}):
+            parts = [number for load in loads for number in load]
+            if not any(all(map(le, (number for load in other for number in load), parts)) for other in kept):
+                kept.append(loads)
+        return kept
+
+    def _load(self, option: tuple[str, ...], rounds: int, link: int) -> LinkLoad:
+        latency, factors = 0.0, [0.0, 0.0, 0.0]
+        for step in self.prices.steps(option, rounds):
+            if step.traffic is not None and self.simulator.resource(step.task) == link:
+                loads = zip(step.traffic[:2], self.prices.cluster.links_for(step.task), strict=True)
+                alpha, beta = max(
+                    ((load.messages * own.alpha_us, load.factor * us_per_byte(own)) for load, own in loads),
+                    key=itemgetter(1),
+                )
+                latency += alpha
+                factors[step.payload] += beta * step.share * step.parts
+        return LinkLoad(latency, *factors)
 
     def sequence_us(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> float:
         """The least time of a bucket's tasks, one after the other, if the bucket has this size or a larger one."""
         us = 0.0
-        for step in self._steps(option, spec.rounds):
+        for step in self.prices.steps(option, spec.rounds):
             what, _, device = step.task.partition(":")
             if step.traffic is not None:
                 held = size[step.payload] * step.share * step.parts
@@ -97,7 +117,8 @@ class Pricer:
                 links.append(task.resource)
             busy[task.resource] += task.length
             tasks.append((task.resource, task.length, task.urgency, phase))
-        return ReplayProgram(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), len(tasks) - len(links))
+        codecs = sum(price.task.startswith(CODEC_TASKS) for price in prices)
+        return ReplayProgram(tuple(tasks), tuple(links), (busy[0], busy[1], busy[2], busy[3]), codecs)
 
 
 def least_step_us(
@@ -107,6 +128,7 @@ def least_step_us(
     specs: Sequence[Spec],
     plain: Sequence[tuple[str, ...]],
     coded: Mapping[Spec, Sequence[tuple[str, ...]]],
+    moved: Mapping[Spec, Sequence[tuple[str, ...]]],
 ) -> float:
     """Microseconds that no plan can beat, with any buckets, options, specs and launch order, if no bucket is cut into chunks.
 
@@ -118,15 +140,16 @@ def least_step_us(
     quickest choice for this tensor alone, since no task of a larger bucket is shorter.
 
     after: femtoseconds until each gradient can be ready, the forward first. tensors: in gradient-ready order, each with whether
-    it must stay uncompressed. plain, coded: the options of uncompressed buckets, and of compressed ones by spec.
+    it must stay uncompressed. plain, coded: the options of uncompressed buckets, and of compressed ones by spec. moved: these
+    with codecs on CPUs, where they may be offloaded.
     """
     ready_us = [time / FS_PER_US for time in after]
     bound = ready_us[-1]
     for link in (INTER, INTRA):
-        ways: list[tuple[Spec, float, tuple[float, float, float]]] = []
+        ways: list[tuple[Spec, LinkLoad]] = []
         for spec in (Identity(), *specs):
             options = coded[spec] if spec.encodes else plain
-            ways += [(spec, *way) for way in pricer.link_loads(options, spec.rounds, link)]
+            ways += [(spec, load) for load in pricer.link_loads(options, spec.rounds, link)]
         known: dict[tuple[object, ...], float] = {}
         least = []
         for tensor, exempt in tensors:
@@ -136,13 +159,9 @@ def least_step_us(
                     spec for spec in (Identity(), *specs) if not exempt or not spec.encodes or spec.carries_uncompressed
                 ]
                 sizes = {spec: _least_bytes(tensor, spec, exempt) for spec in allowed}
-                known[key] = min(
-                    sum(factor * size for factor, size in zip(factors, sizes[spec][:3], strict=True))
-                    for spec, _, factors in ways
-                    if spec in sizes
-                )
+                known[key] = min(load.us(sizes[spec]) for spec, load in ways if spec in sizes)
             least.append(known[key])
-        latency_us = min(latency for _, latency, _ in ways)
+        latency_us = min(load.latency for _, load in ways)
         still = list(accumulate(reversed(least)))[::-1]
         bound = max(bound, *(r + s + latency_us for r, s in zip(ready_us[1:], still, strict=True)))
     for place in _latest_and_largest(tensors):
@@ -150,9 +169,37 @@ def least_step_us(
         quickest = min(pricer.sequence_us(option, Identity(), _least_bytes(tensor, Identity())) for option in plain)
         for spec in [spec for spec in specs if not exempt or spec.carries_uncompressed]:
             size = _least_bytes(tensor, spec, exempt)
-            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in coded[spec])])
+            options = (*coded[spec], *moved.get(spec, ()))
+            quickest = min([quickest, *(pricer.sequence_us(option, spec, size) for option in options)])
         bound = max(bound, ready_us[place + 1] + quickest)
-    return bound * (1 - 1e-12)
+    return bound * (1 - 1e-12) - _ROUNDED_US * len(tensors)
+
+
+def least_alone_us(
+    pricer: Pricer,
+    after: Sequence[int],
+    tensors: Sequence[tuple[TensorProfile, bool]],
+    plain: Sequence[tuple[str, ...]],
+    coded: Mapping[Spec, Sequence[tuple[str, ...]]],
+) -> float:
+    """Microseconds that no plan with every tensor alone can beat; arguments as of `least_step_us`.
+
+    Once the first gradient is ready a step is at least as long as each link has work, so at least as long as any weighted mean of
+    both links' work. The least mean has for each tensor the option that has the least, latencies included.
+    """
+    ways: list[tuple[Spec, tuple[LinkLoad, LinkLoad]]] = [(Identity(), loads) for loads in pricer.loads(plain, 0)]
+    ways += [(spec, loads) for spec, options in coded.items() for loads in pricer.loads(options, spec.rounds)]
+    known: dict[tuple[object, ...], list[float]] = {}
+    totals = [0.0] * len(_MEANS)
+    for tensor, exempt in tensors:
+        key = (tensor.shape, tensor.dtype, exempt)
+        if key not in known:
+            allowed = [(spec, loads) for spec, loads in ways if not (exempt and spec.encodes)]
+            sizes = {spec: bytes_of([tensor], spec) for spec in dict(allowed)}
+            work = [[load.latency + load.us(sizes[spec]) for load in loads] for spec, loads in allowed]
+            known[key] = [min(intra * a + inter * b for a, b in work) for intra, inter in _MEANS]
+        totals = list(map(add, totals, known[key]))
+    return (after[1] / FS_PER_US + max(totals)) * (1 - 1e-12) - _ROUNDED_US * len(tensors)
 
 
 def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[int]:

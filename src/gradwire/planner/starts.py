@@ -2,29 +2,24 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import product
 
-from gradwire.core.collectives import ALL_REDUCE
-from gradwire.core.specs import Spec
-from gradwire.costs.prices import fold
-from gradwire.errors import PlanError
-from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
+from gradwire.core.collectives import ALL_REDUCE, LINKS
+from gradwire.costs.prices import CurveCost
+from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
-from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.partition import FusionCosts, Strategy, check_tensors, evaluate
-from gradwire.planner.policy import Policy
-from gradwire.planner.schemes import carries
-from gradwire.planner.select import by_own_times, select_options
-from gradwire.sim.native import ReplayProgram
+from gradwire.planner.grammar import DEVICES
+from gradwire.planner.pareto import improved
+from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums, step_of
+from gradwire.planner.schemes import RESTRICTED, tasks_of
 from gradwire.sim.replay import NEVER
 
 _MIB = 2**20
+_BETWEEN = ((_MIB, 64 * _MIB), (_MIB // 16, 4 * _MIB))
+"""Bytes between which curves are taken for lines. Different ones suit small buckets and large ones."""
+_RETRIED = 4
+"""Of so many choices fusion tries all readings of its costs."""
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
-FEW = 32
-"""With at most so many tensors ByteComp's selection is among the starts: each tensor takes a simulation or more."""
-MOST = 1000
-"""Up to so many products of counts the offload tries all; beyond that it uses coordinate descent."""
 
 
 def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -33,40 +28,86 @@ def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
-    """Cut each class by a strategy of fusion with Cupcake's affine costs; exempt classes get the first uncompressed choice."""
-    parts, tensors = [], job.profile.tensors
-    for places in job.classes(choice):
-        own = choice if job.may(places, choice) else job.plain[0]
-        ready = [0, *(place + 1 for place in places)]
-        gaps = [sum(each.backward_us for each in tensors[start:end]) for start, end in pairwise(ready)]
-        start = 0
-        for end in strategy(gaps, [tensors[place].nbytes for place in places], _costs(job, own)):
-            parts.append(Part(tuple(places[start:end]), own))
+    """Cut each class by a strategy of fusion with the choice's costs; exempt classes get the first uncompressed choice."""
+    return _cut(job, strategy, choice, strategy)
+
+
+def _cut(
+    job: PlanningJob, strategy: Strategy, choice: Choice, beside: Strategy, busiest: bool = False, exposed: bool = False
+) -> Draft:
+    """As `fused`. beside: cuts all classes but the largest. busiest, exposed: as in `PlanningJob.fusion_costs`."""
+    parts, classes = [], job.classes(choice.encodes)
+    largest = max(classes, key=lambda each: sum(each.nbytes))
+    for each in classes:
+        own = choice if job.may(each.places, choice) else job.plain[0]
+        start, cut = 0, strategy if each is largest else beside
+        for end in cut(each.gaps_us, each.nbytes, job.fusion_costs(own, busiest, exposed)):
+            parts.append(Part(tuple(each.places[start:end]), own))
             start = end
     return Draft(sorted_parts(parts))
 
 
 def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
     """As `fused`, with the one choice that is best for all buckets."""
-    choices = job.choices()
-    coded = [choice for choice in choices if choice.encodes]
-    drafts = [fused(job, strategy, choice) for choice in coded or choices]
+    drafts = [fused(job, strategy, choice) for choice in _for_all(job)]
     # if all exceed the memory limit, return the smallest: the caller reports how much it needs
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
-def _costs(job: PlanningJob, choice: Choice) -> FusionCosts:
-    rules, costs = job.rules, job.simulator.prices.costs
-    folded = fold(
-        choice.option, choice.spec, job.cluster, costs, routing=rules.routing, decode_calls=rules.decode_calls
-    )
-    encode, exchange, decode = ((max(0.0, line.alpha_us), max(0.0, line.us_per_byte)) for line in folded)
-    return FusionCosts(encode=encode, exchange=exchange, decode=decode)
+def _for_all(job: PlanningJob) -> list[Choice]:
+    """The choices that all buckets may have."""
+    choices = job.choices()
+    return [choice for choice in choices if choice.encodes] or choices
 
 
-def _optimal(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
-    line = [(cost.alpha_us, cost.us_per_byte) for cost in (costs.encode, costs.exchange, costs.decode)]
-    return optimal(backward_us, nbytes, line[0], line[1], line[2]).boundaries
+def fusion(job: PlanningJob) -> Draft:
+    """Cupcake's problem with the choice that is best for all buckets: first along lines, then along the measured curves.
+
+    Cupcake has one link, and decodes beside everything else. Here exchanges on two links are taken for one after the other, and
+    for as long as the busiest link takes; decodes for part of the encodes, and for exposed. The simulator says which plan is
+    best. Tensors of other classes share the links with the largest class, so as few buckets as possible hold them.
+    """
+    choices = _for_all(job)
+    drafts = {_fuse(job, by_lines, choice): (choice, False, False) for choice in choices}
+    steps = {draft: step for draft in drafts if (step := job.step(draft)) is not None}
+    for choice, _, _ in [drafts[draft] for draft in sorted(steps, key=lambda draft: steps[draft])[:_RETRIED]]:
+        two_links = {task.partition(":")[2] for task in choice.option} >= {*LINKS}
+        lumped = job.fusion_costs(choice).decoding == "lumped" and choice.encodes
+        for busiest, exposed in list(product((False, True)[: 1 + two_links], (False, True)[: 1 + lumped]))[1:]:
+            drafts.setdefault(_fuse(job, by_lines, choice, busiest, exposed), (choice, busiest, exposed))
+    best = best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
+    return best_of(job, iter([best, _fuse(job, by_curves, *drafts[best])])) or best
+
+
+def _fuse(job: PlanningJob, strategy: Strategy, choice: Choice, busiest: bool = False, exposed: bool = False) -> Draft:
+    return _cut(job, strategy, choice, partial(close_before, limit=64 * _MIB), busiest, exposed)
+
+
+def by_lines(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    """The exact fusion for each of some lines through the costs; of their partitions the shortest by the costs themselves."""
+    found = {}
+    for low, high in _BETWEEN:
+        along = along_lines(costs, low, high)
+        lines = [(line.alpha_us, line.us_per_byte) for line in (along.encode, along.exchange, along.decode)]
+        if tuple(lines) not in found:
+            found[tuple(lines)] = optimal(backward_us, nbytes, lines[0], lines[1], lines[2], costs.decoding).boundaries
+    return shortest(found.values(), backward_us, nbytes, costs)
+
+
+def along_lines(costs: FusionCosts, low: float = _MIB, high: float = 64 * _MIB) -> FusionCosts:
+    """The costs as lines through the times at two sizes, with no start or rate below 0."""
+    lines = [
+        cost.line(low, high) if isinstance(cost, CurveCost) else cost
+        for cost in (costs.encode, costs.exchange, costs.decode)
+    ]
+    return FusionCosts(encode=lines[0], exchange=lines[1], decode=lines[2], decoding=costs.decoding)
+
+
+def by_curves(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    """The best fusion for costs of any shape, as far as `gradwire.planner.pareto` gets; at least as good as `by_lines`."""
+    ends = by_lines(backward_us, nbytes, costs)
+    known = Fusion(ends, evaluate(ends, backward_us, nbytes, costs))
+    return improved(backward_us, nbytes, costs, known)[0].boundaries
 
 
 def close_after(
@@ -112,11 +153,31 @@ def shortest(
 ) -> tuple[int, ...]:
     """The boundaries with the shortest step."""
     check_tensors(backward_us, nbytes)
-    return min(candidates, key=lambda ends: evaluate(ends, backward_us, nbytes, costs))
+    ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
+    return min(dict.fromkeys(candidates), key=lambda ends: step_of(ends, ready_us, total_bytes, costs))
 
 
-FUSIONS: dict[str, Strategy] = {"fusion": _optimal, "bucket": close_after}
-"""Methods that cut the tensors, by name."""
+def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
+    """Every tensor alone, as GRACE and wait-free backpropagation do.
+
+    >>> layer_wise([1, 1, 1], [4, 4, 4], FusionCosts(encode=(1, 0), exchange=(1, 0)))
+    (1, 2, 3)
+    """
+    check_tensors(backward_us, nbytes)
+    return tuple(range(1, len(nbytes) + 1))
+
+
+def even_split(
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, groups: Iterable[int] = range(2, 33)
+) -> tuple[int, ...]:
+    """Cupcake's even split: buckets whose numbers of tensors differ by at most one. The best of 2 to 32 buckets."""
+    tensors = len(nbytes)
+
+    def boundaries(count: int) -> tuple[int, ...]:
+        count = min(count, tensors)
+        return tuple(tensors * number // count for number in range(1, count + 1))
+
+    return shortest(map(boundaries, groups), backward_us, nbytes, costs)
 
 
 def ddp(job: PlanningJob) -> Draft:
@@ -125,89 +186,38 @@ def ddp(job: PlanningJob) -> Draft:
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)
 
 
-class Moved(NamedTuple):
-    """A draft after ByteComp's Algorithm 2."""
+def by_own_tasks(job: PlanningJob, choices: Sequence[Choice]) -> Draft:
+    """Every tensor alone, and compressed if its own tasks then take less: HiPress's rule (docs/papers/cupcake.md)."""
+    parts = []
+    for place in range(len(job.profile.tensors)):
+        allowed = [choice for choice in choices if job.may([place], choice)]
+        parts.append(min((Part((place,), choice) for choice in allowed), key=lambda part: sum(job.program(part).busy)))
+    return Draft(tuple(parts))
 
-    draft: Draft
-    way: str
-    """How the offload was searched, in words."""
+
+def hipress(job: PlanningJob) -> Draft:
+    """HiPress: its rule, with compression between nodes alone where nodes have several ranks."""
+    published = [o.tasks for name in ("inter-allgather", "inter-alltoall") for o in job.options if RESTRICTED[name](o)]
+    flat = [] if 1 < job.cluster.nodes < job.cluster.world_size else _flat(job, "allgather", "alltoall")
+    choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in (*published, *flat)]
+    return by_own_tasks(job, [*job.plain, *choices])
 
 
-def bytecomp(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Moved:
-    """ByteComp's selection and offload, every tensor alone, with the first spec.
+def grace(job: PlanningJob) -> Draft:
+    """GRACE: every tensor alone and compressed, all ranks as one group: all-gather, or all-reduce of payloads that can be added.
 
-    looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not.
+    Of several specs the best. Where none can travel so, nothing is compressed.
     """
-    restrict = job.limits.restrict
-    choices = list(job.plain)
-    if job.specs:
-        choices += [Choice(job.specs[0], option) for option in job.coded[job.specs[0]]]
-    exempt = [place for place in range(len(job.profile.tensors)) if job.is_exempt(place)]
-    if restrict == "all-compressed":
-        if exempt:
-            cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
-            raise PlanError(
-                f"restrict is 'all-compressed', but {len(exempt)} tensors must stay uncompressed. {numbered(cures)}"
-            )
-        choices = choices[len(job.plain) :] or choices
-    tensors = job.profile.tensors
-    by_size: dict[tuple[object, ...], list[ReplayProgram]] = {}
-    tables = []
-    for place, tensor in enumerate(tensors):
-        key = (tensor.shape, tensor.dtype, job.is_exempt(place))
-        if key not in by_size:
-            by_size[key] = job.programs((place,), choices[: len(job.plain)] if job.is_exempt(place) else choices)
-        tables.append(by_size[key])
-    if restrict == "myopic":
-        chosen = by_own_times(tables)
-    else:
-        chosen = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks).chosen
-    parts = [Part((place,), choices[index]) for place, index in enumerate(chosen)]
-    return _offloaded(job, Draft(tuple(parts)), most)
+    ways = _flat(job, "allgather", "allreduce")
+    choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in ways]
+    drafts = [fused(job, layer_wise, choice) for choice in choices or job.plain[:1]]
+    return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
-def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:
-    if not job.offloads:
-        return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
-    parts = draft.parts
-    elsewhere = {}
-    for place, part in enumerate(parts):
-        spec, option = part.choice.spec, on_cpu(part.choice.option)
-        if spec.encodes:
-            if not carries(option, spec, job.rules.device):
-                way = f"Nothing is offloaded: payloads of {spec!r} can only be encoded on the device of the gradients."
-                return Moved(draft, way)
-            elsewhere[place] = part._replace(choice=Choice(spec, option))
-    moved = {place: job.program(part) for place, part in elsewhere.items()}
-    groups = [(job.profile.tensors[place].nbytes, part.choice) for place, part in enumerate(parts)]
-    found = offload(job.line, [job.program(part) for part in parts], moved, groups, most=most)
-    way = "all products of counts" if found.exhaustive else "coordinate descent over groups, which may miss the best"
-    return Moved(
-        draft._replace(parts=tuple(elsewhere[p] if p in found.tensors else part for p, part in enumerate(parts))),
-        f"Offloaded to CPUs: {len(found.tensors)} of {len(moved)} compressed tensors, searched by {way}; "
-        f"{found.simulated} steps simulated.",
-    )
-
-
-def drafts_to_start_from(job: PlanningJob) -> Iterator[Draft]:
-    """The plans that the joint planner compares first, in ascending order of planning time."""
-    yield ddp(job)
-    choices, infos = job.choices(6), job.profile.tensor_infos(job.rules.device)
-    place = {info.name: index for index, info in enumerate(infos)}
-    by_policy: dict[Spec, list[tuple[int, ...]]] = {}
-    for choice in choices:
-        for limit in (5, 8, 16, 32):
-            yield fused(job, partial(close_before, limit=limit * _MIB), choice)
-        if choice.spec not in by_policy:
-            policy = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors)
-            buckets = policy.plan(infos, job.cluster.world_size, job.cluster.ranks_per_node).buckets
-            by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
-        parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
-        yield Draft(sorted_parts(parts))
-    for choice in choices:
-        yield fused(job, _optimal, choice)
-    if len(job.profile.tensors) <= FEW:
-        yield bytecomp(job, looks=1).draft
+def _flat(job: PlanningJob, *schemes: str) -> list[tuple[str, ...]]:
+    """The options of these collectives for the specs, with codecs on either device."""
+    ways = product(schemes, DEVICES, job.specs)
+    return [tasks_of(scheme, device, spec) for scheme, device, spec in ways]
 
 
 def best_of(job: PlanningJob, drafts: Iterator[Draft]) -> Draft | None:

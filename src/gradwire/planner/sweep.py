@@ -6,7 +6,6 @@ others, so the factor is the step of one rank alone divided by the step of n ran
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
 from gradwire.core.specs import Spec
-from gradwire.errors import GradwireError, PlanError
+from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, RIVALS, make, method_named
 from gradwire.planner.starts import ddp
@@ -29,7 +28,8 @@ from gradwire.sim.timeline import simulate
 LABELS = {
     "ddp": "plain DDP",
     "layerwise": "layer-wise",
-    "hipress": "HiPress's rule",
+    "grace": "GRACE",
+    "hipress": "HiPress",
     "fusion": "Cupcake's best fusion",
     "bytecomp": "ByteComp",
     "joint": "gradwire (joint)",
@@ -93,17 +93,6 @@ def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> N
             f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in imported profiles, and "
             "the planner takes such tensors for biases and norms. Give --all-tensors, or Limits(exempt_vectors=False)."
         )
-
-
-def methods_here() -> list[str]:
-    """The methods of `SWEPT` that are installed: only the repository has those of `RIVALS`."""
-    found = []
-    for method in SWEPT:
-        with suppress(GradwireError):
-            if method in RIVALS:
-                method_named(method)
-            found.append(method)
-    return found
 
 
 def sweep_methods(

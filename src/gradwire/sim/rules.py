@@ -33,8 +33,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Codec tasks that the CPU pool does at the same time."""
     decode_calls: str = "each"
     """How a decode of several payloads is called: each or one; see gradwire.costs.prices.DECODE_CALLS."""
-    routing: str = "ring"
-    """How sums and gathers go: ring or direct; see gradwire.costs.collectives.ROUTINGS."""
+    routing: str = "direct"
+    """How sums and gathers go: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine sends all but all-reduce
+    from each rank to each other one, on GPUs in one grouped call."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
@@ -57,7 +58,7 @@ def rules_of(device: str) -> Rules:
     >>> rules_of("cpu").lanes, rules_of("gpu").lanes
     (2, 0)
     """
-    return Rules(device="cpu", lanes=2, routing="direct") if device == "cpu" else Rules(device=device)
+    return Rules(device="cpu", lanes=2) if device == "cpu" else Rules(device=device)
 
 
 def device_of(profile: Profile) -> str:

@@ -421,7 +421,8 @@ class TestFold:
             spec=spec, device="gpu", encode=[(0, 5.0), (10**9, 405.0)], decode=[(0, 2.0), (10**9, 102.0)]
         )
         costs = Costs(codecs=[codec])
-        encode, link, decode = fold(option, spec, cluster(nodes), costs)
+        encode, link, busiest, decode = fold(option, spec, Prices([], cluster(nodes), costs))
+        assert busiest == link
         for numel in (2**16, 2**20, 2**22 + 128):
             tasks = prices(option, spec, cluster(nodes), numel, costs)
             exchange = sum(task.us for task in tasks if task.task.endswith("inter"))

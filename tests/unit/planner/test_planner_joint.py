@@ -24,10 +24,11 @@ from gradwire.core import (
 )
 from gradwire.costs.prices import bytes_of
 from gradwire.errors import PlanError
+from gradwire.planner.bytecomp import bytecomp
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
-from gradwire.planner.joint import joint
+from gradwire.planner.joint import joint, quick_starts
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.starts import bytecomp, ddp, drafts_to_start_from
+from gradwire.planner.starts import ddp
 from gradwire.sim.rules import Rules, rules_of
 from gradwire.sim.simulator import FS_PER_US
 
@@ -102,7 +103,7 @@ def test_the_oracle_tries_every_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_never_worse_than_a_start_and_the_same_again(seed):
     job = job_of(seed, 20, specs=(SPEC, TopK(0.01)))
-    starts = [job.step(draft) for draft in drafts_to_start_from(job)]
+    starts = [job.step(draft) for draft in quick_starts(job)]
     found = joint(job, evaluations=10_000)
     assert job.step(found) <= min(starts)
     assert joint(job_of(seed, 20, specs=(SPEC, TopK(0.01))), evaluations=10_000) == found
@@ -239,3 +240,26 @@ def test_no_torch(files):
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_grace_compresses_every_tensor_and_gathers():
+    draft = make(job_of(6, 6, gbps=1.0, nodes=4, limits=Limits(exempt_vectors=False)), "grace").draft
+    gathered = ("comp:gpu", "allgather:inter", "decomp:gpu")
+    assert draft.parts == tuple(Part((place,), Choice(SPEC, gathered)) for place in range(6))
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(4, 1), (4, 4)])
+def test_hipress_compresses_between_nodes_what_is_then_sooner_exchanged(nodes, ranks_per_node):
+    limits = Limits(exempt_vectors=False, devices=("gpu",))
+    job = job_of(3, 12, gbps=25.0, nodes=nodes, ranks_per_node=ranks_per_node, limits=limits)
+    draft = make(job, "hipress").draft
+    inside = ("reducescatter:intra",) if ranks_per_node > 1 else ()
+    gathered = (*inside, "comp:gpu", "allgather:inter", "decomp:gpu", *(("allgather:intra",) if inside else ()))
+    for part in draft.parts:
+        own, *others = (
+            sum(job.program(part._replace(choice=choice)).busy)
+            for choice in (part.choice, Choice(SPEC, gathered), *job.plain)
+        )
+        assert own <= min(others)
+        assert not part.choice.encodes or (part.choice.option[:1] == inside or not inside)
+    assert 0 < sum(part.choice.encodes for part in draft.parts) < len(draft.parts) == 12

@@ -9,11 +9,10 @@ from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noq
 from gradwire.core import Costs, Identity
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
-from gradwire.planner.joint import joint
+from gradwire.planner.joint import every_start, joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
 from gradwire.planner.options import option_of
 from gradwire.planner.schemes import RESTRICTED
-from gradwire.planner.starts import drafts_to_start_from
 from gradwire.sim.simulator import FS_PER_US
 
 
@@ -96,7 +95,7 @@ def test_restrict_on_the_command_line(files):  # noqa: F811
 def test_no_plan_is_below_the_bound(seed):
     job = job_of(seed, 9, gbps=[1.0, 10.0, 1000.0][seed % 3], limits=Limits(exempt_vectors=seed % 2 == 0))
     least_us = job.lower_bound_us()
-    drafts = [*drafts_to_start_from(job), joint(job)]
+    drafts = [*every_start(job, {}), joint(job)]
     assert min(job.step(draft) for draft in drafts) / FS_PER_US >= least_us
 
 

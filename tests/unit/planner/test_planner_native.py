@@ -7,10 +7,10 @@ from test_planner_joint import job_of
 from test_planner_select import SPEC, case, options_of, tables_of
 
 from gradwire.costs.prices import bytes_of
+from gradwire.planner.bytecomp import published
 from gradwire.planner.joint import joint
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.select import select_options
-from gradwire.planner.starts import bytecomp
 from gradwire.sim import native
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL
 from gradwire.sim.native import ReplayProgram
@@ -99,7 +99,7 @@ def test_plans_are_the_same(seed):
     assert here.line.native is not None
     there.line.native = None
     assert joint(here) == joint(there)
-    assert bytecomp(here, looks=2) == bytecomp(there, looks=2)
+    assert published(here, looks=2) == published(there, looks=2)
 
 
 @needed
