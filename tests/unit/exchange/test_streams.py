@@ -39,7 +39,7 @@ class DeviceLanes(Lanes):
         self.control = Lane("gradwire-double", link)
         self.data = [self.control]
         self._name, self.flight = "double", Flight(0, (0, 1), "double")
-        self.failure = self._ended = self.running = self.times = self.watch = None
+        self.failure = self._ended = self.running = self.times = self.watch = self._heartbeats = None
         self.mendable = self.hold = False
 
 
