@@ -52,7 +52,7 @@ class Shuffled(Given):
 
 def residual_sum(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """What this rank has not sent yet. Gradients are divided before they are encoded, so residuals just add up."""
-    total = torch.zeros(1)
+    total = torch.zeros(1, dtype=torch.float64)
     for key, value in state.items():
         if key.endswith(f"/{name}") and "/residual/" in key:
             total = total + value.double()

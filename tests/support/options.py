@@ -101,7 +101,7 @@ class Ranks:
     def step(self, step: int, given: Sequence[Sequence[torch.Tensor]]) -> list[FakeLink]:
         """Exchange what each rank gives; the means are in `results()` then."""
         for rank, own in zip(self.ranks, given, strict=True):
-            rank.random[:, :, 1] = step
+            rank.random[0][:, :, 1] = step
             rank.lent.give_back()
             for slot, gradient in zip(rank.buckets[0].slots, own, strict=True):
                 if slot.apart:
