@@ -18,9 +18,9 @@ TESTS = Path(__file__).parents[1]
 def test_a_sample_of_the_faults(tmp_path: Path) -> None:
     """Pairs of a kind of fault and a schedule, and some thousand steps; two minutes on two cores.
 
-    Without two kinds, of which LOG.md lists an open fault each: `make soak` has them.
+    Without lost links, of which LOG.md lists an open fault: `make soak` has them.
     """
-    kinds = ",".join(sorted(set(KINDS) - {"link lost", "odd one"}))
+    kinds = ",".join(sorted(set(KINDS) - {"link lost"}))
     summary = soak(tmp_path, faults=95, steps=3000, seed=100, only=kinds)
     assert len(summary["kinds"]) + len(summary["not_possible_here"]) >= 13
     assert {schedule for row in summary["pairs"].values() for schedule in row} == {

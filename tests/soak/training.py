@@ -294,15 +294,16 @@ def _without_wires(by_gloo: bool) -> Iterator[None]:
 @contextmanager
 def _as_version(job: Job) -> Iterator[None]:
     """The odd rank may say that it is of another version."""
-    import gradwire.engine.prepare as prepare
+    from gradwire.engine import prepare
+    from gradwire.exchange import tensors
 
     version = prepare.__version__
     if job.odd == (dist.get_rank(), "version"):
-        prepare.__version__ = "9.9.9"
+        prepare.__version__ = tensors.__version__ = "9.9.9"  # of a handle, and of an exchange alone
     try:
         yield
     finally:
-        prepare.__version__ = version
+        prepare.__version__ = tensors.__version__ = version
 
 
 def threads_and_files() -> tuple[int, int]:
