@@ -193,7 +193,7 @@ def test_ranks_with_other_bits_are_told_so(worlds: Worlds) -> None:
 def test_wrong_names_and_bits_are_refused() -> None:
     c10d.register_model(network())
     for act in (lambda: c10d.exclude_layer("bn"), lambda: c10d.set_layer_bits("conv", 4)):
-        with pytest.raises(gw.PlanError, match="no layer has"):
+        with pytest.raises(gw.PlanError, match="no layer is named"):
             act()
     with pytest.raises(gw.SpecError, match="bits"):
         c10d.set_layer_bits("0.weight", 99)

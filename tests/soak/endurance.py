@@ -17,8 +17,8 @@ from soak.training import threads_and_files
 PAGE = os.sysconf("SC_PAGE_SIZE")
 DRIFT_CHECK_STEPS = 100
 RANKS = 2
-MEASURED_EVERY = 1000
-"""Steps from one look at the memory to the next."""
+LOOKS = 20
+"""At the memory in a run, or one every 1,000 steps where that is more."""
 WARM_UP = 5
 """Looks that do not count: allocators fill their lists."""
 MOST_GROWTH = 1_000_000
@@ -80,8 +80,8 @@ def go_on(steps: int) -> tuple[int, int, int, int, int]:
         time.sleep(0.05)
     files, threads = (now - then for now, then in zip(threads_and_files(), before, strict=True))
     assert not gradwire_threads()
-    counted = memory[WARM_UP:] if len(memory) > 2 * WARM_UP else memory
-    growth = min(counted[-2:]) - min(counted[:2]) if len(counted) > 2 else 0
+    counted = memory[WARM_UP:]
+    growth = min(counted[-2:]) - min(counted[:2])
     return compared, decisions, growth, threads, files
 
 
@@ -94,11 +94,12 @@ def train(steps: int) -> tuple[int, int, list[int]]:
     handle = gw.parallelize(model, optimizer, drift_check_steps=DRIFT_CHECK_STEPS)
     batches = [torch.randn(4, 20, generator=seeded(dist.get_rank(), number)) for number in range(50)]
     compared, memory = 0, list[int]()
+    measured_every = max(1, min(1000, steps // LOOKS))
     for step in range(steps):
         optimizer.zero_grad()
         (model(batches[step % 50]) - 1).square().mean().backward()
         optimizer.step()
-        if (step + 1) % MEASURED_EVERY == 0:
+        if (step + 1) % measured_every == 0:
             own, everybody = digest(model.parameters()), [None] * dist.get_world_size()
             dist.all_gather_object(everybody, own)
             assert set(everybody) == {own}, f"after step {step + 1} weights differ: {everybody}"

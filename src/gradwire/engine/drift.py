@@ -96,8 +96,8 @@ class OwnSteps:
             if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
                 self._write(weights, f"{after}/{self._steps}")
             return self._differs(names) if self._written else None
-        except RuntimeError:
-            # the host of the store is gone: whoever waits for a rank next says so, and this only looks
+        except (RuntimeError, struct.error):
+            # the host of the store is gone, perhaps within an answer: whoever waits for a rank next says so, and this only looks
             self._told = True
             return None
 

@@ -12,10 +12,10 @@ on the CPU. These travel as `gw.QSGD` through exchanges, one after another on a 
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from glob import escape
 from typing import Any
 
@@ -35,19 +35,18 @@ from gradwire.planner.policy import Policy
 
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_recent: deque[Any] = deque(maxlen=4)
+"""Gloo's last works. Its threads must not free them: they would wait for Python's lock, which DDP holds as it ends a group."""
 
 
 class _Settings:
     """What all groups of this process do."""
 
-    bits = 4
-    min_numel = 2**14
+    bits, min_numel = 4, 2**14
 
     def __init__(self) -> None:
         self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-        self.layers: dict[str, QSGD | Identity] = {}
-        """Of the layers that have a spec of their own."""
+        self.layers: dict[str, QSGD | Identity] = {}  # those with a spec of their own
 
 
 _settings = _Settings()
@@ -84,9 +83,7 @@ def set_layer_bits(name: str, bits: int) -> None:
 def _set(name: str, spec: QSGD | Identity) -> None:
     found = [each for each in _settings.parameters if name in each]
     if not found:
-        raise PlanError(
-            f"no layer has {name!r} in its name{near(name, _settings.parameters)}. Call register_model first."
-        )
+        raise PlanError(f"no layer is named {name!r}{near(name, _settings.parameters)}. Call register_model first.")
     _settings.layers |= dict.fromkeys(found, spec)
 
 
@@ -113,12 +110,11 @@ class QuantisingGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Gloo's, or an exchange that runs on the worker's thread: a future tells its end."""
-        opts = opts if opts is not None else dist.AllreduceOptions()
-        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        opts, tensor = opts or dist.AllreduceOptions(), tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
         parts = self._parts(tensor) if sums or means else None
         if parts is None:
-            return self._gloo.allreduce(tensors, opts)
+            return _gloos("allreduce")(self, tensors, opts)
         exchange, factor = self._exchange_of(parts), self.size() if sums else 1
         done: torch.futures.Future[Any] = torch.futures.Future()
         self._worker.submit(_average, exchange, parts, tensor, factor, done)
@@ -132,7 +128,8 @@ class QuantisingGroup(dist.ProcessGroup):
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The tensor's layers by name, or the whole; None if it is not quantised."""
-        if tensor.numel() < _settings.min_numel or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
+        quantised = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.is_contiguous()
+        if tensor.numel() < _settings.min_numel or not quantised:
             return None
         if not _settings.parameters:
             return {f"buffer of {tensor.numel()}": tensor.detach().view(-1)}
@@ -158,20 +155,21 @@ class QuantisingGroup(dist.ProcessGroup):
             policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
             fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
             lanes = self._lanes
-            per_node = lanes.group.grid.ranks_per_node_if_even
-            plan = policy.plan([info_of(*each) for each in parts.items()], self.size(), per_node)
+            infos = [info_of(*each) for each in parts.items()]
+            plan = policy.plan(infos, self.size(), lanes.group.grid.ranks_per_node_if_even)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))
             if fresh:
                 lanes.open(facts, torch.device("cpu"))
             with lanes.told("all ranks to compare an all-reduce", 0):
-                lanes.control.submit(partial(agree, facts=facts, global_ranks=lanes.group.global_ranks)).result()
+                lanes.control.submit(lambda link: agree(link, facts, lanes.group.global_ranks)).result()
             self._exchanges[key] = Exchange.on(lanes, parts, plan, 0)
         return self._exchanges[key]
 
 
 @torch.no_grad()
 def _average(exchange: Exchange, parts: dict[str, torch.Tensor], tensor: torch.Tensor, factor: int, done: Any) -> None:
+    _recent.clear()
     try:
         exchange.average_(parts)
         done.set_result([tensor.mul_(factor)])
@@ -181,14 +179,17 @@ def _average(exchange: Exchange, parts: dict[str, torch.Tensor], tensor: torch.T
 
 def _result_of(done: Any) -> list[torch.Tensor]:
     """What is raised here reaches DDP, which waits in C++. What `Future.set_exception` sets does not."""
-    found: Any = done.value()
-    if isinstance(found, Exception):
+    if isinstance(found := done.value(), Exception):
         raise found
     return [*found]
 
 
 def _gloos(name: str) -> Callable[..., Any]:
-    return lambda group, *arguments, **named: getattr(group._gloo, name)(*arguments, **named)
+    def call(group: QuantisingGroup, *arguments: Any, **named: Any) -> Any:
+        _recent.append(work := getattr(group._gloo, name)(*arguments, **named))
+        return work
+
+    return call
 
 
 # what a subclass in Python leaves out torch runs while it holds the interpreter's lock. A thread of gloo's that frees a tensor
