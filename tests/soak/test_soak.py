@@ -22,7 +22,7 @@ def test_a_sample_of_the_faults(tmp_path: Path) -> None:
     }  # fmt: skip
     assert summary["compared"] >= 60
     (run,) = summary["endurance"]
-    assert run["drift_checks"] == 30 and run["memory_growth_bytes"] < 1_000_000
+    assert run["drift_checks"] == 30 and run["passed"]
 
 
 def test_a_few_faults(tmp_path: Path) -> None:

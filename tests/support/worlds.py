@@ -204,14 +204,14 @@ def _live(rank: int, places: Sequence[Place], timeout_s: float, pipe: connection
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         places[rank].enter()
         torch.set_num_threads(1)
-        timeout = timedelta(seconds=timeout_s)
         port = 0 if rank == 0 else pipe.recv()
         # coming up may take longer than the group's timeout on a busy machine
-        host, size = places[0].address, len(places)
-        store = dist.TCPStore(host, port, size, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+        host, size, most = places[0].address, len(places), timedelta(seconds=60)
+        store = dist.TCPStore(host, port, size, rank == 0, most, wait_for_workers=False)
         if rank == 0:
             pipe.send(store.port)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=most)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
         while True:
             try:
                 function, arguments = pickle.loads(pipe.recv_bytes())
