@@ -151,13 +151,15 @@ RESUMED = {
 }
 
 
-def resumed(schedule: gw.Delayed, residual_dtype: str, at: int) -> tuple[list[str], list[str]]:
+def resumed(
+    schedule: gw.Delayed | gw.LocalSteps, residual_dtype: str, at: int, spec: gw.Spec = TWO_BITS
+) -> tuple[list[str], list[str]]:
     """W after the steps that follow `at`, of a run that went through and of one that was taken up from a saved state."""
 
     def begun() -> tuple[torch.nn.Module, torch.optim.Optimizer, gw.Handle]:
         model = make_model()
         optimizer = momentum(model.parameters())
-        policy = gw.Uniform(TWO_BITS, schedule=schedule, residual_dtype=residual_dtype, **SMALL)
+        policy = gw.Uniform(spec, schedule=schedule, residual_dtype=residual_dtype, **SMALL)
         return model, optimizer, gw.parallelize(model, optimizer, plan=policy)
 
     model, optimizer, handle = begun()
@@ -182,6 +184,14 @@ def resumed(schedule: gw.Delayed, residual_dtype: str, at: int) -> tuple[list[st
 @pytest.mark.parametrize(("residual_dtype", "at"), [("float32", 6), ("float32", 7), ("int8", 6)])
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(worlds: Worlds, name: str, residual_dtype: str, at: int) -> None:
     for through, after in worlds.run(2, resumed, RESUMED[name], residual_dtype, at):
+        assert after == through
+
+
+@pytest.mark.parametrize("schedule", [gw.Delayed(k=3), gw.Delayed(k=None), gw.LocalSteps(every=1)], ids=repr)
+@pytest.mark.parametrize("begins", [5, 6, 7])
+def test_a_spec_that_begins_about_where_a_run_is_resumed(worlds: Worlds, schedule: Any, begins: int) -> None:
+    spec = gw.PowerSGD(rank=1, start_step=begins)
+    for through, after in worlds.run(2, resumed, schedule, "float32", 6, spec):
         assert after == through
 
 

@@ -41,8 +41,8 @@ class Injector:
 
     def __init__(self, job: Job, trainee: Trainee) -> None:
         self._fault: Fault | None = job.fault if job.fault and job.fault.rank == dist.get_rank() else None
-        self._trainee = trainee
-        self._lines = 0
+        self._trainee, self._steps = trainee, job.steps
+        self._lines, self._tried = 0, 0
         self._flips: FlippingBackend | FlippingWire | None = None
         self._flipping = False
         self._armed = False
@@ -72,7 +72,7 @@ class Injector:
                     self._armed = True
                     self._arm(fault)
                 yield
-            case "short memory":
+            case "short memory" if step + 1 < self._steps:  # after the last step a script does not go on
                 with self._short(fault):
                     yield
             case "corrupted":
@@ -120,8 +120,10 @@ class Injector:
 
     @contextmanager
     def _short(self, fault: Fault) -> Iterator[None]:
-        """The first time it counts gradwire's lines of a step, and later one of them raises."""
-        line = 1 + int(fault.draw * self._lines) if self._lines else -1
+        """The first time it counts gradwire's lines of a step, and later one of them raises: an earlier one where a step had
+        fewer."""
+        line = 1 + int(fault.draw * self._lines * 0.8**self._tried) if self._lines else -1
+        self._tried += self._lines > 0
         with short_memory(line) as seen:
             try:
                 yield

@@ -1,5 +1,6 @@
 """MemoryError at a line of gradwire's own part of a step, as where memory is short at an allocation."""
 
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ def short_memory(line: int) -> Iterator[list[str]]:
         ours = frame.f_globals.get("__name__", "").startswith(OURS)
         if not ours or frame.f_code.co_name in OUTSIDE:
             return None
-        if event == "line":
+        if event == "line" and not _is_with(frame):
             seen.append(f"{frame.f_globals['__name__']}:{frame.f_lineno}")
             if len(seen) == line:
                 sys.settrace(None)
@@ -35,3 +36,8 @@ def short_memory(line: int) -> Iterator[list[str]]:
         yield seen
     finally:
         sys.settrace(None)
+
+
+def _is_with(frame: FrameType) -> bool:
+    """Whether the line is that of a `with`: Python comes there again when the block ends, and an error would leave it open."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")

@@ -12,8 +12,8 @@ _HANDLE = "_gradwire_handle"
 class _Keeps(Patch):
     """Stands in a model's `__dict__` and keeps its handle. Copies of the model have none.
 
-    The model itself keeps the handle, not a table: an error that was raised holds the frames of the script, and so the model. Where
-    the handle holds such an error, the two are garbage together, which a table of handles would keep for ever.
+    The model itself keeps the handle, not a table: an error that was raised holds the frames of the script, and so the model.
+    Where the handle holds such an error, the two are garbage together, which a table of handles would keep for ever.
     """
 
     def __init__(self, handle: object) -> None:

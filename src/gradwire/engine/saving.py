@@ -19,6 +19,7 @@ from gradwire.exchange.states import Saved, read_state, split, warn_of_lost, wri
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""
     _check_between_steps(session, "state_dict()")
+    session.use_specs_of_now()  # `load_state` expects what these keep, and the last step may have landed only here
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
     memory = session.exchange.memory.state() | of_schedule | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)

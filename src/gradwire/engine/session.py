@@ -176,6 +176,11 @@ class Session(Observer):
         self.use(exchange)
         exchange.memory.take_over(carried)
 
+    def use_specs_of_now(self) -> None:
+        """Between two steps: run the next one with its own specs, where some begin or end with it."""
+        if self.exchange.outdated(self.reducer.step):
+            self.change_to(self.plan)
+
     def assemble(self, plan: Plan, step: int) -> Exchange:
         """An exchange that runs a plan from this step on."""
         return Exchange.on(self.lanes, self.parameters, plan, step, in_place=plan.schedule.lends_gradients)
@@ -276,8 +281,8 @@ class Session(Observer):
         self.first_gradient.ended(self.reducer.first_gradient_s, time.perf_counter() - exposed_s, self._model())
         if self.policy is not None and not self.order_known and self.schedule.traits.learns_order:
             self._plan_again(self.policy)
-        elif self.exchange.outdated(self.reducer.step):
-            self.change_to(self.plan)
+        else:
+            self.use_specs_of_now()
         if self.driver is not None:
             self.driver.finished(self)
         self.began_s, self.inputs = None, 0

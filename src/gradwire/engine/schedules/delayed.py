@@ -57,7 +57,7 @@ from gradwire.engine.seams.hooks import ModelHook
 from gradwire.engine.seams.settling import SettleFirst
 from gradwire.engine.seams.splitting import why_at_once
 from gradwire.engine.seams.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.errors import GradwireError, StepStateError
+from gradwire.errors import StepStateError
 from gradwire.exchange import StepReport
 from gradwire.exchange.layout import BucketBuffers
 from gradwire.exchange.memory import added_up
@@ -282,11 +282,12 @@ class DelayedSchedule:
         try:
             # all hear of a step that some left only when the next one is computed, and go on
             reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
-        except GradwireError:
-            self._under_way.clear()
+        except BaseException:
             self._of_corrections.landed(counts=False)
             raise
-        self._under_way.clear()
+        finally:
+            # `let_go` keeps this list, and an error in it would keep the frames that it passed, this schedule among them
+            self._under_way.clear()
         self._waited_s = exposed = time.perf_counter() - start
         self._take(launched, reports)
         self._buffers.put(self._reducer.group.rank)
