@@ -9,6 +9,7 @@ place; new buckets are made only if tensors get blocks of different sizes.
 import logging
 import math
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ class Errors:
     def __init__(self, adaptive: AdaptiveBits, session: Session, wanted: set[str]) -> None:
         self.rows: dict[str, list[float]] = {}
         self.us = 0.0
-        self._adaptive, self._session = adaptive, session
+        # lanes keep this, and what ends with a session keeps lanes
+        self._adaptive, self._session = adaptive, weakref.proxy(session)
         self._left = adaptive.measured_steps
         """Steps to come."""
         self._options = {n: bucket.option for bucket in session.plan.buckets for n in bucket.tensors if n in wanted}
