@@ -1,11 +1,11 @@
-# The commands to remember: make demo | unit | test | test-slow | check | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | test | test-slow | test-all | check | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: demo unit test test-slow check wheel bench soak fuzz fuzz-threads fmt clean
+.PHONY: demo unit test test-slow test-all check wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -20,10 +20,14 @@ unit: .venv/.dev
 test: .venv/.dev
 	$(PYTEST) -m "not slow" --durations=25
 
-# what `make test` leaves out, and more broken files
+# what `make test` leaves out, and more broken files; of a test with hundreds of cases that start ranks, a hundred
 test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
+
+# every case; most of an hour
+test-all: .venv/.dev
+	GRADWIRE_ALL_CASES=1 $(PYTEST)
 
 check: .venv/.dev
 	$(PY) -m ruff check src tests benchmarks examples setup.py

@@ -46,10 +46,15 @@ QUICK_CASES = {
 }
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
+SLOW_CASES = 100
+"""How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow cases, and order files for the workers of xdist, each of which takes up the next when it is done with one."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow cases, leave out some where there are very many, and order files for the workers of xdist, each of which takes up
+    the next when it is done with one."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    left_out: list[pytest.Item] = []
     for item in items:
         if "for_cuda" in item.name:  # a compiler starts for them
             item.add_marker("slow")
@@ -57,8 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if many and item.get_closest_marker("slow") is None:
             cases[str(item.path), item.originalname].append(item)
     for of_one_test in cases.values():
-        for item in set(of_one_test) - sample(of_one_test):
+        slow = sorted(set(of_one_test) - sample(of_one_test), key=_chance)
+        for item in slow:
             item.add_marker("slow")
+        if slow and slow[0].path.parent.name == "ranks" and "GRADWIRE_ALL_CASES" not in os.environ:
+            left_out += slow[SLOW_CASES:]
+    config.hook.pytest_deselected(items=left_out)
+    out = set(left_out)
+    items[:] = [item for item in items if item not in out]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
@@ -67,12 +78,17 @@ def sample(cases: list[pytest.Function]) -> set[pytest.Function]:
     """Cases in which every value of every parameter occurs, as far as the folder's number allows; the same in every run."""
     kept: set[pytest.Function] = set()
     seen: set[tuple[str, int]] = set()
-    for case in sorted(cases, key=lambda case: zlib.crc32(case.name.encode())):
+    for case in sorted(cases, key=_chance):
         values = {(name, id(value)) for name, value in case.callspec.params.items()}
         if not values <= seen and len(kept) < QUICK_CASES[case.path.parent.name]:
             kept.add(case)
             seen |= values
     return kept
+
+
+def _chance(case: pytest.Function) -> int:
+    """A number that is the same in every run, and has nothing to do with the case's place."""
+    return zlib.crc32(case.name.encode())
 
 
 @pytest.fixture(scope="session")
