@@ -28,8 +28,6 @@ MOST_GROWTH = 1_000_000
 """Bytes from the first looks that count to the last ones."""
 MOST_GROWTH_OF_SHORT_RUNS = 4_000_000
 """Some 4,000 steps fill what keeps the last steps: a run without 20 looks of 1,000 steps grows by 0.5 KB a step."""
-M_ARENA_MAX = -8
-"""Glibc's name for the most heaps. A heap that a thread has left keeps its top, up to 8 MB."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def endure(steps: int) -> Endurance:
 
 def go_on(steps: int) -> tuple[int, int, int, int, int]:
     """(comparisons, decisions, growth of memory in bytes, threads left, files left) of this rank."""
-    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     train(40)  # what is loaded once is not counted
     gc.collect()
     before = threads_and_files()
@@ -114,7 +111,7 @@ def train(steps: int) -> tuple[int, int, list[int]]:
             assert set(everybody) == {own}, f"after step {step + 1} weights differ: {everybody}"
             compared += 1
             gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
+            ctypes.CDLL(None).malloc_trim(0)  # of the only heap: see main
             memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
     decisions = handle.stats().decided
     handle.detach()
