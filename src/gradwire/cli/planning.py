@@ -214,7 +214,8 @@ def plan(
     method: Annotated[
         str,
         typer.Option(
-            help="joint, fusion, bucket, even, layerwise, grace, hipress, bytecomp or ddp; in gradwire's repository also cupcake."
+            help="joint, fusion, bucket, even, layerwise, grace, hipress, hitopkcomm, byteps-compress, bytecomp or ddp; in "
+            "gradwire's repository also cupcake."
         ),
     ] = "joint",
     devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None,
