@@ -54,6 +54,10 @@ gradwire emulate
   --ranks-per-node = 1
   --inter
   --intra
+gradwire import-cluster
+  SOURCES
+  --out
+  --collective
 gradwire import-profile
   SOURCE
   --out
@@ -187,6 +191,8 @@ def test_version():
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
         (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
+        (["import-profile", "no-such-file.csv", "-o", "out.json"], "no-such-file.csv: cannot be read"),
+        (["import-cluster", "no-such-file.txt", "-o", "out.json"], "no-such-file.txt: cannot be read"),
     ],
 )
 def test_errors_are_one_message(arguments, said):
