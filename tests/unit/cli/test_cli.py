@@ -21,7 +21,8 @@ gradwire bench
   --input
   --links
   --matrix
-  --out = benchmarks/results/matrix
+  --papers
+  --out
   --again
   --loss-steps = 150
   --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
@@ -208,6 +209,9 @@ def test_errors_are_one_message(arguments, said):
     [
         (["--matrix", "--json", "x.json"], "--json has no effect with --matrix"),
         (["--matrix", "--methods", "ddp"], "--methods has no effect with --matrix"),
+        (["--papers", "--methods", "ddp"], "--methods has no effect with --papers"),
+        (["--papers", "--turn", "4"], "turn_steps is 4, but CD-SGD sends everything in one of 5 steps"),
+        (["--papers", "--spec", "qsgd9"], "bits is 9"),
         (["--what", "ceiling", "--methods", "floor,ddp"], "--methods has no effect with --what ceiling"),
         (["--what", "options", "--jobs", "mlp"], "--jobs has no effect with --what options"),
         (["--predict", "--what", "phases"], "--what has no effect with --predict"),
