@@ -56,7 +56,7 @@ class PapersRequest:
 
     def __post_init__(self) -> None:
         whole("profile_steps", self.profile_steps, "steps of each profiling", low=1)
-        for name in ("steps", "warmup_steps", "turn_steps"):
+        for name in ("steps", "turn_steps"):
             if getattr(self, name) % CD_SGD_PERIOD:
                 raise FormatError(
                     f"{name} is {getattr(self, name)}, but CD-SGD sends everything in one of {CD_SGD_PERIOD} steps: parts of its "

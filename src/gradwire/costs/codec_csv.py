@@ -102,7 +102,7 @@ def _read(row: Mapping[str, str]) -> tuple[tuple[Spec, str], int, float, float]:
         time_us = _number(column, row[column])
         number(column, time_us, "a time in microseconds")
         times.append(float(time_us))
-    return (spec, row["device"]), int(size), *times
+    return (spec, row["device"]), int(size), times[0], times[1]
 
 
 def _spec(written: str) -> Spec:

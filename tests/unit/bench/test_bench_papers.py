@@ -161,8 +161,8 @@ def test_only_what_is_missing_or_failed_is_measured(tmp_path, monkeypatch):
 
 
 def test_parts_of_cd_sgds_period_are_refused(tmp_path):
-    with pytest.raises(FormatError, match="warmup_steps is 3, but CD-SGD sends everything in one of 5 steps"):
-        PapersRequest(tmp_path, SPECS, warmup_steps=3)
+    with pytest.raises(FormatError, match="steps is 12, but CD-SGD sends everything in one of 5 steps"):
+        PapersRequest(tmp_path, SPECS, steps=12)
     with pytest.raises(FormatError, match="there is no spec"):
         PapersRequest(tmp_path, [])
     assert len(list(PapersRequest(tmp_path, SPECS).cells())) == 6
