@@ -1,5 +1,6 @@
 """Whole plans by each method: a search starts from them, and other plans are compared with them."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -156,7 +157,13 @@ def shortest(
     """The boundaries with the shortest step."""
     check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
-    return min(dict.fromkeys(candidates), key=lambda ends: step_of(ends, ready_us, total_bytes, costs))
+    best: tuple[int, ...] = ()
+    least_us = math.inf
+    for ends in dict.fromkeys(candidates):
+        step_us = step_of(ends, ready_us, total_bytes, costs, least_us)
+        if not best or step_us < least_us:
+            best, least_us = ends, step_us
+    return best
 
 
 def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
