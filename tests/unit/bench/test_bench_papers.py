@@ -20,6 +20,7 @@ from gradwire.bench.statistics import step_times
 from gradwire.core import Cluster, CodecCosts, Costs, Delayed, Link, Pipelined, Profile, TensorProfile
 from gradwire.core.made import Made
 from gradwire.errors import FormatError, TestbedError
+from gradwire.exchange.options import scheme_of
 from gradwire.sim.timeline import simulate
 
 SPECS = [parse_spec(text) for text in SHARED_SPECS]
@@ -55,6 +56,8 @@ def test_each_system_has_the_plan_of_its_paper(nodes, ranks_per_node):
     names = [tensor.name for tensor in found.profile.tensors]
     for plan in plans.values():
         assert sorted(name for bucket in plan.buckets for name in bucket.tensors) == sorted(names)
+        for index, bucket in enumerate(plan.buckets):
+            scheme_of(index, bucket, "cpu")  # raises for what the engine cannot run
     steps = {name: simulate(plan, found.profile, found.cluster, found.costs).step_us for name, plan in plans.items()}
     assert all(steps[JOINT] <= steps[name] * (1 + 1e-9) for name in PLANNED)
     for name in (*PLANNED, "CD-SGD"):
