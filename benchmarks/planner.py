@@ -26,10 +26,11 @@ from benchmarks.planner_parts import cases, gaps, scaling
 from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.planner.drafts import PlanningJob
+from gradwire.planner.methods import METHODS as PLANNERS
 from gradwire.planner.methods import make
 
 ALLOWED_MS = 250.0
-METHODS = ("joint", "fusion", "bucket", "even", "layerwise", "grace", "hipress", "bytecomp", "ddp")
+METHODS = tuple(PLANNERS)
 """All but Cupcake's search, which is stopped by the clock."""
 CODECS = Costs(
     codecs=[

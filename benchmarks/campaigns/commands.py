@@ -1,9 +1,11 @@
-"""What `gradwire bench` does with --matrix, --predict and --what: it finds these functions where the repository is."""
+"""What `gradwire bench` does with --matrix, --papers, --predict and --what: it finds these functions where the repository is."""
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -12,6 +14,10 @@ from benchmarks.campaigns.ceiling import ceiling_methods, ceiling_tables
 from benchmarks.campaigns.matrix import LINKS, NODES, MatrixRequest, run_matrix
 from benchmarks.campaigns.matrix_checks import verdict_lines
 from benchmarks.campaigns.matrix_tables import terminal_tables
+from benchmarks.campaigns.papers_cells import papers_table, papers_verdict
+from benchmarks.campaigns.papers_plans import SHARED_SPECS
+from benchmarks.campaigns.papers_run import LINKS as PAPERS_LINKS
+from benchmarks.campaigns.papers_run import SHAPES, PapersRequest, run_papers
 from benchmarks.campaigns.phases import phases_methods, phases_tables
 from benchmarks.campaigns.predict import PredictRequest, predictable, run_predict
 from benchmarks.campaigns.predictions import prediction_table, summary
@@ -21,7 +27,7 @@ from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, emulation_problem
 from gradwire.bench.table import FULL_WIDTH
 
-__all__ = ["METHODS", "TABLES", "bench_matrix", "bench_options", "bench_predictions", "predictable"]
+__all__ = ["METHODS", "TABLES", "bench_matrix", "bench_options", "bench_papers", "bench_predictions", "predictable"]
 
 MATRIX_WIDTH = 260
 METHODS = {"ceiling": ceiling_methods, "phases": phases_methods}
@@ -68,6 +74,36 @@ def bench_matrix(
         typer.echo(line)
     for failure in failures:
         typer.echo(f"FAILED, and its cell is not kept: {failure}", err=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def bench_papers(
+    jobs: list[str],
+    links: str | None,
+    shapes: Sequence[tuple[int, int]] | None,
+    sizes: Mapping[str, Any],
+    specs: list[str] | None,
+    out: Path,
+) -> None:
+    """Measure the cells that are missing; print all that were asked for, and the bounds. sizes: fields of `PapersRequest`."""
+    request = PapersRequest(
+        folder=out,
+        specs=[parse_spec(each) for each in specs or SHARED_SPECS],
+        jobs=jobs,
+        links=split_names(links) if links is not None else PAPERS_LINKS,
+        shapes=shapes or SHAPES,
+        **sizes,
+    )
+    cells = run_papers(request, emulation_problem(), ProgressView(Console(stderr=True)), partial(typer.echo, err=True))
+    console = Console() if sys.stdout.isatty() else Console(width=MATRIX_WIDTH)
+    for cell in cells:
+        console.print(papers_table(cell))
+    for line in papers_verdict(cells):
+        typer.echo(line)
+    failures = [failure for cell in cells for failure in cell.failures]
+    for failure in failures:
+        typer.echo(f"FAILED: {failure}", err=True)
     if failures:
         raise typer.Exit(1)
 

@@ -32,7 +32,7 @@ from gradwire.planner.methods import make
 from gradwire.sim.rules import rules_of
 from gradwire.sim.timeline import Timeline, simulate
 
-__all__ = ["PLANNED", "PredictRequest", "predictable", "run_predict"]
+__all__ = ["PLANNED", "PredictRequest", "Profiled", "predictable", "profiled", "run_predict"]
 
 PLANNED = "planned"
 """The plan that the joint planner makes from what was profiled."""
@@ -63,13 +63,35 @@ def predictable(methods: Sequence[str]) -> list[str]:
     return [m for m in methods if m == "ddp" or (m.startswith(GRADWIRE_PREFIX) and m not in deciding)]
 
 
-class _Found(NamedTuple):
-    """One profiling."""
+class Profiled(NamedTuple):
+    """What one profiling measured."""
 
     profile: Profile
     cluster: Cluster
     costs: Costs
     warned: tuple[str, ...]
+
+    def fit(self, job: str, link: str) -> LinkFit:
+        """What predictions take the link to be."""
+        inter, summed = self.cluster.inter, self.cluster.allreduce or self.cluster.inter
+        return LinkFit(
+            job=job,
+            link=link,
+            inter_alpha_us=inter.alpha_us,
+            inter_gbps=inter.gbps,
+            allreduce_alpha_us=summed.alpha_us,
+            allreduce_gbps=summed.gbps,
+            said=self.warned,
+        )
+
+
+def profiled(
+    asked: BenchRequest, job: str, link: str, specs: Sequence[Spec], steps: int, folder: Path, watch: ProgressView
+) -> Profiled:
+    """Profile the job on the request's cluster. Raises TestbedError if that fails, with what the ranks said."""
+    warned = run_profile(asked, job, link, specs, steps, folder, watch)
+    links = Cluster.load(folder / "cluster.json")
+    return Profiled(Profile.load(folder / "profile.json"), links, Costs.load(folder / "costs.json"), warned)
 
 
 def run_predict(
@@ -106,9 +128,7 @@ def _group(
     request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView
 ) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
-    warned = run_profile(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
-    links = Cluster.load(folder / "cluster.json")
-    found = _Found(Profile.load(folder / "profile.json"), links, Costs.load(folder / "costs.json"), warned)
+    found = profiled(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
     plans = {method: _plan_of(method, found) for method in request.measured.methods}
     joint = make(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
@@ -129,20 +149,10 @@ def _group(
             cells[-1] = msgspec.structs.replace(cells[-1], **times)
         else:
             cells[-1] = msgspec.structs.replace(cells[-1], failure=cell.failure)
-    inter, summed = found.cluster.inter, found.cluster.allreduce or found.cluster.inter
-    fit = LinkFit(
-        job=job,
-        link=link,
-        inter_alpha_us=inter.alpha_us,
-        inter_gbps=inter.gbps,
-        allreduce_alpha_us=summed.alpha_us,
-        allreduce_gbps=summed.gbps,
-        said=found.warned,
-    )
-    return fit, cells
+    return found.fit(job, link), cells
 
 
-def _plan_of(method: str, found: _Found) -> Plan:
+def _plan_of(method: str, found: Profiled) -> Plan:
     """The plan that the method executes on the profiled model."""
     if method == "ddp":
         return ddp_plan(found.profile)

@@ -68,7 +68,7 @@ def bench(
         str | None,
         typer.Option(
             help="Comma-separated rates between nodes, such as 500mbit or unlimited. Default: "
-            "100mbit,500mbit,1000mbit,unlimited; for options 200mbit."
+            "100mbit,500mbit,1000mbit,unlimited; for --papers 100mbit,200mbit,500mbit; for options 200mbit."
         ),
     ] = None,
     matrix: Annotated[
@@ -79,10 +79,24 @@ def bench(
             "DDP's loss. Prints an estimate of its duration. Takes --jobs, --links, --nodes and --seed.",
         ),
     ] = False,
+    papers: Annotated[
+        bool,
+        typer.Option(
+            "--papers",
+            help="Measure the papers' systems beside gradwire's joint plan and their predictions, on 4 nodes and on 2 nodes of 2 "
+            "ranks. The systems without a compressor of their own choose from --spec.",
+        ),
+    ] = False,
     out: Annotated[
-        Path, typer.Option(help="With --matrix: folder for the cells' results. Existing cells are kept.")
-    ] = Path("benchmarks/results/matrix"),
-    again: Annotated[bool, typer.Option("--again", help="With --matrix: measure existing cells again.")] = False,
+        Path | None,
+        typer.Option(
+            help="With --matrix or --papers: folder for the cells' results. Existing cells are kept. Default: "
+            "benchmarks/results/matrix or benchmarks/results/papers."
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --matrix or --papers: measure existing cells again.")
+    ] = False,
     loss_steps: Annotated[int, typer.Option(help="With --matrix: the target is DDP's loss after so many steps.")] = 150,
     methods: Annotated[
         str,
@@ -105,8 +119,9 @@ def bench(
 ) -> None:
     """Measure jobs x links x methods, all methods of a job side by side in one run.
 
-    --matrix, --predict and --what ceiling, phases or options need gradwire's repository. A wheel does not contain them.
-    --spec (with --predict) names what the planner may use; the default is QSGD and Top-k.
+    --matrix, --papers, --predict and --what ceiling, phases or options need gradwire's repository. A wheel does not contain
+    them. --spec (with --predict or --papers) names what the planner may use; the default is QSGD and Top-k, and for --papers
+    2 bits too.
     """
     from rich.console import Console
 
@@ -123,9 +138,8 @@ def bench(
         raise FormatError(
             f"--json {json}: the folder {json.parent} does not exist. Create the folder; nothing was measured."
         )
-    kind = (
-        "matrix" if matrix else "predict" if predict else "model" if model is not None and what == "methods" else what
-    )
+    flags = {"matrix": matrix, "papers": papers, "predict": predict, "model": model is not None and what == "methods"}
+    kind = next((name for name, given in flags.items() if given), what)
     _refuse_others(context, kind)
     given = GivenModel.of(model, config, shape)
     campaigns: Any = (
@@ -134,7 +148,18 @@ def bench(
         else from_repository("campaigns.commands", f"`gradwire bench {_flag(kind)}`")
     )
     if matrix:
-        campaigns.bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out, again)
+        campaigns.bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out or _RESULTS / "matrix", again)
+        return
+    if papers:
+        shape_given = nodes is not None or ranks_per_node is not None
+        campaigns.bench_papers(
+            split_names(jobs),
+            links,
+            [(nodes or 2, ranks_per_node or 1)] if shape_given else None,
+            {"steps": steps, "warmup_steps": warmup, "turn_steps": turn, "seed": seed, "again": again},
+            spec,
+            out or _RESULTS / "papers",
+        )
         return
     if what == "options":
         grid = 2 if nodes is None else nodes, 2 if ranks_per_node is None else ranks_per_node
@@ -175,10 +200,12 @@ def bench(
         raise typer.Exit(1)
 
 
+_RESULTS = Path("benchmarks/results")
 _SIZE = {"jobs", "links", "nodes", "ranks_per_node", "steps", "warmup", "turn"}
 _COMMON = _SIZE | {"alone_steps", "seed", "record", "json"}
 _USED = {
     "matrix": {"matrix", "jobs", "links", "nodes", "seed", "loss_steps", "out", "again"},
+    "papers": {*_SIZE, "papers", "seed", "spec", "out", "again"},
     "options": {"what", "links", "nodes", "ranks_per_node", "json"},
     "ceiling": {*_COMMON, "what"},
     "phases": {*_COMMON, "what"},
@@ -209,7 +236,7 @@ def _option(name: str) -> str:
 
 
 def _flag(kind: str) -> str:
-    return f"--{kind}" if kind in ("matrix", "predict", "model") else f"--what {kind}"
+    return f"--{kind}" if kind in ("matrix", "papers", "predict", "model") else f"--what {kind}"
 
 
 @app.command()

@@ -214,7 +214,8 @@ def plan(
     method: Annotated[
         str,
         typer.Option(
-            help="joint, fusion, bucket, even, layerwise, grace, hipress, bytecomp or ddp; in gradwire's repository also cupcake."
+            help="joint, fusion, bucket, even, layerwise, grace, hipress, hitopkcomm, byteps-compress, bytecomp or ddp; in "
+            "gradwire's repository also cupcake."
         ),
     ] = "joint",
     devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None,
@@ -303,17 +304,43 @@ def plan(
 
 @app.command()
 def import_profile(
-    source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp.")],
+    source: Annotated[
+        Path, typer.Argument(help="A profile or codec times as published with ByteComp, or codec times as .csv.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],
     batch: Annotated[int, typer.Option(help="Samples per rank and step. The source does not tell.")] = 32,
     device: Annotated[str, typer.Option(help="The device of the measurement. The source does not tell.")] = "V100",
 ) -> None:
-    """Turn ByteComp's published profiles and codec times into profile.json and costs.json."""
+    """Turn ByteComp's published profiles and codec times, or codec times in CSV, into profile.json and costs.json.
+
+    The columns of the CSV are spec,device,bytes,encode_us,decode_us: docs/profiler.md has an example.
+    """
     from gradwire.costs.imported import import_file
 
     document = import_file(source, batch, device)
     document.save(out)
     typer.echo(f"{document.what} written to {out}.")
+
+
+@app.command()
+def import_cluster(
+    sources: Annotated[
+        list[Path], typer.Argument(help="Output of nccl-tests: a run on one host, a run on several hosts, or both.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="cluster.json to write.")],
+    collective: Annotated[
+        str | None, typer.Option(help="What ran, where the output does not say: all_reduce, all_gather, ...")
+    ] = None,
+) -> None:
+    """Turn the output of nccl-tests (all_reduce_perf and others) into cluster.json."""
+    from gradwire.costs.nccl_tests import cluster_from
+
+    cluster, problems = cluster_from(sources, collective)
+    cluster.save(out)
+    for problem in problems:
+        typer.echo(f"Note: {problem}", err=True)
+    links = f"intra {cluster.intra.gbps:.3g} Gb/s, inter {cluster.inter.gbps:.3g} Gb/s"
+    typer.echo(f"{cluster.what} of {cluster.nodes} x {cluster.ranks_per_node} ranks ({links}) written to {out}.")
 
 
 @app.command()

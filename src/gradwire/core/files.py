@@ -1,4 +1,4 @@
-"""Writing files: a reader sees the old file or the whole new file, never a part."""
+"""Writing files: a reader sees the old file or the whole new file, never a part. Reading text that people or tools wrote."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from gradwire.core.checks import printable
-from gradwire.errors import WriteError
+from gradwire.errors import FormatError, WriteError
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -32,6 +32,14 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             f"{name}: cannot be written: {error.strerror or error}. The old file is unchanged. Make room, or choose "
             "another folder."
         ) from error
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file; bytes that are none become replacement characters. Raises FormatError without the file's name."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise FormatError(f"cannot be read: {getattr(error, 'strerror', None) or error}. Check the path.") from error
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:

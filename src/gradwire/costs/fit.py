@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gradwire.core.checks import number, whole
 from gradwire.core.cluster import Link
 from gradwire.core.costs import Points
-from gradwire.costs.collectives import group_traffic
+from gradwire.costs.collectives import flat_traffic
 from gradwire.errors import FormatError
 
 _FEWEST_POINTS = 3
@@ -100,17 +100,21 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
     return Fit(*line, tuple(points), tuple(residuals), outliers, r2, worst, "; ".join(problems))
 
 
-def fit_link(points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring") -> tuple[Link, Fit]:
+def fit_link(
+    points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring", ranks_per_node: int = 1
+) -> tuple[Link, Fit]:
     """The link between ranks, from times of one collective among them, and the fit.
 
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
-    gradwire.costs.collectives. Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
+    gradwire.costs.collectives. ranks_per_node: of several nodes, which share their node's link; where it is `ranks`, the link is
+    the one inside the node. Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
 
     >>> link, fit = fit_link([(0, 60.0), (1000, 61.5), (2000, 63.0)], "allreduce", ranks=4)
     >>> round(link.alpha_us, 6), round(link.gbps, 6)  # 6 messages, 1.5 bytes on the wire for each
     (10.0, 8.0)
     """
-    load = group_traffic(word, ranks, "inter", routing).inter
+    traffic = flat_traffic(word, ranks // ranks_per_node, ranks_per_node, routing)
+    load = traffic.inter if ranks > ranks_per_node else traffic.intra
     if not load.messages:
         raise FormatError(
             f"ranks is {ranks}: one rank exchanges nothing, so the times tell nothing about the link. Measure with 2 or more."

@@ -1,20 +1,24 @@
-"""Profiles and codec times as ByteComp's authors published them (inputs of the Espresso scheduler).
+"""Profiles and codec times as ByteComp's authors published them (inputs of the Espresso scheduler), and codec times in CSV.
 
 A profile is `{"model": ..., "source": ..., "tensors": [[name, elements, microseconds since the gradient before], ...]}`, float32,
 in gradient-ready order, without forward times. Codec times are `{"dgc_comp_overhead": [[none, fp16, one level, two levels], [the
 same of decode alone], [cpu]], ...}`, in microseconds; the first list is encode and decode together. Times are constant up to 2^20
 elements, and from there on proportional to the size. The CPU's number is ignored: its meaning is not published.
+
+A file whose name ends with .csv holds codec times as `gradwire.costs.codec_csv` describes them.
 """
 
 import os
 from collections.abc import Mapping
 
-from gradwire.core.checks import number, show, text, under, whole
+from gradwire.core.checks import number, printable, show, text, under, whole
 from gradwire.core.costs import CodecCosts, Costs
+from gradwire.core.files import read_text
 from gradwire.core.made import Made
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.core.strict import read
+from gradwire.costs.codec_csv import costs_from_csv
 from gradwire.errors import FormatError, GradwireError
 
 _SUFFIX = "_comp_overhead"
@@ -30,7 +34,13 @@ _FORM = "gradwire.costs.imported describes the form. You can also write profile.
 
 
 def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
-    """Read either kind of file. batch, device: of the profile, which are not in the file. Raises FormatError naming the file."""
+    """Read any of these files. batch, device: of the profile, which are not in the file. Raises FormatError naming the file."""
+    if os.fspath(path).lower().endswith(".csv"):
+        source = printable(os.fspath(path), longest=4096)
+        try:
+            return costs_from_csv(read_text(path), source)
+        except GradwireError as error:
+            raise type(error)(f"{source}: {error}") from error
     data, source = read(path)
     try:
         if not isinstance(data, Mapping):

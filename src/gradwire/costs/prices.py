@@ -6,6 +6,7 @@ prices too (docs/papers/cupcake.md)."""
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -43,12 +44,7 @@ def time_at(points: Points, nbytes: float) -> float:
     """
     if nbytes <= points[0][0] or len(points) == 1:
         return points[0][1]
-    return _between(points, bisect_right(points, nbytes, key=lambda point: point[0]), nbytes)
-
-
-def _between(points: Points, right: int, nbytes: float) -> float:
-    """right: how many points have at most so many bytes."""
-    right = min(right, len(points) - 1)
+    right = min(bisect_right(points, nbytes, key=lambda point: point[0]), len(points) - 1)
     (low, before), (high, after) = points[right - 1], points[right]
     slope = (after - before) / (high - low)
     return before + slope * (nbytes - low) if nbytes <= high else after + max(0.0, slope) * (nbytes - high)
@@ -280,14 +276,20 @@ class CurveCost(msgspec.Struct, frozen=True, dict=True):
     points: Points
 
     def __call__(self, nbytes: float) -> float:
-        sizes = self._sizes
-        if nbytes <= sizes[0] or len(sizes) == 1:
-            return self.points[0][1]
-        return _between(self.points, bisect_right(sizes, nbytes), nbytes)
+        start, us, slope = self._pieces[bisect_right(self._sizes, nbytes)]
+        return us + slope * (nbytes - start)
 
     @cached_property
     def _sizes(self) -> list[float]:
         return [nbytes for nbytes, _ in self.points]
+
+    @cached_property
+    def _pieces(self) -> list[tuple[float, float, float]]:
+        """(bytes, microseconds there, microseconds per byte) of the piece below the first point, after it, and so on."""
+        slopes = [(after - before) / (high - low) for (low, before), (high, after) in pairwise(self.points)]
+        beyond = max(0.0, slopes[-1]) if slopes else 0.0
+        starts = zip(self.points, [*slopes, beyond], strict=True)
+        return [(*self.points[0], 0.0), *((nbytes, us, slope) for (nbytes, us), slope in starts)]
 
     def line(self, low: float, high: float) -> AffineCost:
         """The line through the times at two sizes, with no start or rate below 0."""

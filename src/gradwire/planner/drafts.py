@@ -127,6 +127,8 @@ class PlanningJob:
         self.specs = tuple(spec for spec in specs if spec.encodes)
         self.size = cache(self._size)
         """The sizes of a bucket of these tensors."""
+        self.program = cache(self._program)
+        """A bucket's tasks."""
         self.classes = cache(self._classes_of)
         """By whether a choice compresses: tensors of one dtype, and, if it does, all exempt or all not."""
         self._folded = cache(fold)
@@ -223,15 +225,13 @@ class PlanningJob:
             decoding="lumped" if lumped and not exposed else "exposed",
         )
 
-    def program(self, part: Part) -> ReplayProgram:
-        """The bucket's tasks."""
+    def _program(self, part: Part) -> ReplayProgram:
         spec, option = part.choice
         return self.pricer.program(option, spec, self.size(part.tensors, spec))
 
     def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[ReplayProgram]:
         """The tasks of one bucket by each choice."""
-        sizes = {spec: self.size(tensors, spec) for spec in {choice.spec for choice in choices}}
-        return [self.pricer.program(option, spec, sizes[spec]) for spec, option in choices]
+        return [self.program(Part(tensors, choice)) for choice in choices]
 
     def choices(self, most: int = 10) -> list[Choice]:
         """Uncompressed and compressed choices that can be the best of some bucket, judged at three sizes of the model.
@@ -259,8 +259,8 @@ class PlanningJob:
         if self.rules.lanes:
             step = round(self.simulator.step_us(self.light(draft)) * FS_PER_US)
             return step if step <= limit else None
-        programs = [self.program(part) for part in draft.parts]
-        return self.line.step(programs, [part.tensors[-1] + 1 for part in draft.parts], draft.skew, limit)
+        releases = [part.tensors[-1] + 1 for part in draft.parts]
+        return self.line.step([*map(self.program, draft.parts)], releases, draft.skew, limit)
 
     def extra_bytes(self, draft: Draft) -> int:
         """Memory beyond plain training: flat buffers, and for compressed buckets the payload and the spec's state."""

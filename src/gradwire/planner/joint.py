@@ -25,6 +25,7 @@ from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
 from gradwire.planner.policy import Policy
 from gradwire.planner.starts import (
     by_lines,
+    byteps_compress,
     close_after,
     close_before,
     ddp,
@@ -34,6 +35,7 @@ from gradwire.planner.starts import (
     fusion,
     grace,
     hipress,
+    hitopkcomm,
     layer_wise,
     sorted_parts,
 )
@@ -61,6 +63,8 @@ ALONE: dict[str, Planner] = {
     "layerwise": partial(fused_by, strategy=layer_wise),
     "grace": grace,
     "hipress": hipress,
+    "hitopkcomm": hitopkcomm,
+    "byteps-compress": byteps_compress,
     "bytecomp": bytecomp,
 }
 """The other methods, by name: those that make buckets, and those that leave every tensor alone."""

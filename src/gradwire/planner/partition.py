@@ -93,15 +93,24 @@ def evaluate(
 
 
 def step_of(
-    boundaries: Sequence[int], ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts
+    boundaries: Sequence[int],
+    ready_us: Sequence[float],
+    total_bytes: Sequence[float],
+    costs: FusionCosts,
+    limit_us: float = math.inf,
 ) -> float:
-    """As `evaluate`, unchecked, from the prefix sums of times and sizes: for searches that ask often."""
+    """As `evaluate`, unchecked, from the prefix sums of times and sizes: for searches that ask often. Infinite above a limit."""
+    encode, exchange, decode = costs.encode, costs.exchange, costs.decode
+    lumped = costs.decoding == "lumped"
     codec_us = link_us = size = 0.0
     start = 0
     for end in boundaries:
         size = total_bytes[end] - total_bytes[start]
-        codec_us += costs.of_compute(size)
-        link_us = max(link_us, ready_us[end] + codec_us) + costs.exchange(size)
+        codec_us += encode(size) + decode(size) if lumped else encode(size)
+        ready = ready_us[end] + codec_us
+        link_us = (ready if ready > link_us else link_us) + exchange(size)
+        if link_us > limit_us:
+            return math.inf
         start = end
     return link_us + costs.after(size)
 

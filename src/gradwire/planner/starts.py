@@ -1,17 +1,20 @@
 """Whole plans by each method: a search starts from them, and other plans are compared with them."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
 from gradwire.core.collectives import ALL_REDUCE, LINKS
+from gradwire.core.specs import Spec
 from gradwire.costs.prices import CurveCost
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.grammar import DEVICES
+from gradwire.planner.offload import on_cpu
 from gradwire.planner.pareto import improved
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums, step_of
-from gradwire.planner.schemes import RESTRICTED, tasks_of
+from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
 from gradwire.sim.replay import NEVER
 
 _MIB = 2**20
@@ -154,7 +157,13 @@ def shortest(
     """The boundaries with the shortest step."""
     check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
-    return min(dict.fromkeys(candidates), key=lambda ends: step_of(ends, ready_us, total_bytes, costs))
+    best: tuple[int, ...] = ()
+    least_us = math.inf
+    for ends in dict.fromkeys(candidates):
+        step_us = step_of(ends, ready_us, total_bytes, costs, least_us)
+        if not best or step_us < least_us:
+            best, least_us = ends, step_us
+    return best
 
 
 def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
@@ -208,10 +217,48 @@ def grace(job: PlanningJob) -> Draft:
 
     Of several specs the best. Where none can travel so, nothing is compressed.
     """
-    ways = _flat(job, "allgather", "allreduce")
-    choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in ways]
+    return _alone(job, _flat(job, "allgather", "allreduce"))
+
+
+def hitopkcomm(job: PlanningJob) -> Draft:
+    """HiTopKComm (Shi et al. 2021): every tensor alone and compressed, sums of a node gathered between nodes.
+
+    Ranks of a node first add their gradients, uncompressed. The payloads of these sums travel by all-gather between nodes. All
+    tensors are compressed, on the device of the gradients, as ByteComp describes it (sections 5.2 and 6). The system's own Top-k
+    for GPUs is left out; of several specs the best is taken.
+    """
+    return _alone(job, _by_system(job, "HiTopKComm", "allgather", job.rules.device))
+
+
+def byteps_compress(job: PlanningJob) -> Draft:
+    """BytePS-Compress (Zhong et al. 2021): every tensor alone and compressed on CPUs, by push and pull between nodes.
+
+    Ranks of a node first add their gradients, uncompressed. A server decodes and adds the payloads of its shard and encodes the
+    sum again. ByteComp describes it so (sections 5.1 and 6). Here each rank is the server of its shard; the system may have
+    servers on other machines, and it can leave small tensors uncompressed. Of several specs the best is taken. Where codecs were
+    not timed on CPUs, nothing is compressed.
+    """
+    return _alone(job, _by_system(job, "BytePS-Compress", "alltoall", "cpu"))
+
+
+def _alone(job: PlanningJob, ways: Sequence[tuple[str, ...]]) -> Draft:
+    """Every tensor alone, all by the one spec and option of these that is best; uncompressed where no spec can travel so."""
+    choices = [Choice(spec, tasks) for spec in job.specs for tasks in _with_moved(job, spec) if tasks in ways]
     drafts = [fused(job, layer_wise, choice) for choice in choices or job.plain[:1]]
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
+
+
+def _with_moved(job: PlanningJob, spec: Spec) -> list[tuple[str, ...]]:
+    """The options of a spec, and the same with codecs on CPUs where these may be."""
+    own = job.coded[spec]
+    moved = [on_cpu(tasks) for tasks in own] if job.offloads else []
+    return list(dict.fromkeys([*own, *(tasks for tasks in moved if carries(tasks, spec, job.rules.device))]))
+
+
+def _by_system(job: PlanningJob, system: str, flat: str, device: str) -> list[tuple[str, ...]]:
+    """A system's options with codecs on this device. Where one node has all ranks or each has one, those of a flat collective."""
+    scheme = system if 1 < job.cluster.nodes < job.cluster.world_size else flat
+    return [tasks_of(scheme, device, spec) for spec in job.specs]
 
 
 def _flat(job: PlanningJob, *schemes: str) -> list[tuple[str, ...]]:

@@ -30,6 +30,8 @@ LABELS = {
     "layerwise": "layer-wise",
     "grace": "GRACE",
     "hipress": "HiPress",
+    "hitopkcomm": "HiTopKComm",
+    "byteps-compress": "BytePS-Compress",
     "fusion": "Cupcake's best fusion",
     "bytecomp": "ByteComp",
     "joint": "gradwire (joint)",

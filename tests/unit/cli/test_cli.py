@@ -21,7 +21,8 @@ gradwire bench
   --input
   --links
   --matrix
-  --out = benchmarks/results/matrix
+  --papers
+  --out
   --again
   --loss-steps = 150
   --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
@@ -54,6 +55,10 @@ gradwire emulate
   --ranks-per-node = 1
   --inter
   --intra
+gradwire import-cluster
+  SOURCES
+  --out
+  --collective
 gradwire import-profile
   SOURCE
   --out
@@ -187,6 +192,8 @@ def test_version():
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
         (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
+        (["import-profile", "no-such-file.csv", "-o", "out.json"], "no-such-file.csv: cannot be read"),
+        (["import-cluster", "no-such-file.txt", "-o", "out.json"], "no-such-file.txt: cannot be read"),
     ],
 )
 def test_errors_are_one_message(arguments, said):
@@ -202,6 +209,9 @@ def test_errors_are_one_message(arguments, said):
     [
         (["--matrix", "--json", "x.json"], "--json has no effect with --matrix"),
         (["--matrix", "--methods", "ddp"], "--methods has no effect with --matrix"),
+        (["--papers", "--methods", "ddp"], "--methods has no effect with --papers"),
+        (["--papers", "--turn", "4"], "turn_steps is 4, but CD-SGD sends everything in one of 5 steps"),
+        (["--papers", "--spec", "qsgd9"], "bits is 9"),
         (["--what", "ceiling", "--methods", "floor,ddp"], "--methods has no effect with --what ceiling"),
         (["--what", "options", "--jobs", "mlp"], "--jobs has no effect with --what options"),
         (["--predict", "--what", "phases"], "--what has no effect with --predict"),

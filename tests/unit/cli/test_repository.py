@@ -70,6 +70,7 @@ def test_without_the_repository_the_error_says_what_to_do(tmp_path: Path) -> Non
     another_package_of_the_name(tmp_path)
     refused = {
         "`gradwire bench --matrix`": ["bench", "--matrix"],
+        "`gradwire bench --papers`": ["bench", "--papers"],
         "`gradwire bench --predict`": ["bench", "--predict"],
         "`gradwire bench --what ceiling`": ["bench", "--what", "ceiling"],
         "`gradwire bench --what phases`": ["bench", "--what", "phases"],

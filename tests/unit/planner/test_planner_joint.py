@@ -263,3 +263,29 @@ def test_hipress_compresses_between_nodes_what_is_then_sooner_exchanged(nodes, r
         assert own <= min(others)
         assert not part.choice.encodes or (part.choice.option[:1] == inside or not inside)
     assert 0 < sum(part.choice.encodes for part in draft.parts) < len(draft.parts) == 12
+
+
+INSIDE, BACK = ("reducescatter:intra",), ("allgather:intra",)
+GATHERED = ("comp:gpu", "allgather:inter", "decomp:gpu")
+PUSHED = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("method", "tasks"), [("hitopkcomm", GATHERED), ("byteps-compress", PUSHED)])
+def test_systems_compress_every_tensor_between_nodes_alone(method, tasks, nodes, ranks_per_node):
+    """HiTopKComm on the gradients' device, BytePS-Compress on CPUs though these are slower; joint is no worse."""
+    limits = Limits(exempt_vectors=False)
+    job = job_of(3, 6, gbps=1.0, nodes=nodes, ranks_per_node=ranks_per_node, limits=limits)
+    option = (*INSIDE, *tasks, *BACK) if 1 < nodes < job.cluster.world_size else tasks
+    draft = make(job, method).draft
+    assert draft.parts == tuple(Part((place,), Choice(SPEC, option)) for place in range(6))
+    assert job.step(make(job).draft) <= job.step(draft)
+
+
+def test_byteps_compress_needs_times_of_cpus():
+    limits = Limits(exempt_vectors=False, devices=("gpu",))
+    draft = make(job_of(3, 6, gbps=1.0, nodes=4, ranks_per_node=1, limits=limits), "byteps-compress").draft
+    assert not any(part.choice.encodes for part in draft.parts)
+    assert any(
+        part.choice.encodes for part in make(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
+    )
