@@ -48,6 +48,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return 1
 
     @property
+    def exchanges(self) -> int:
+        """The number of exchanges in a period. The engine counts each as a step."""
+        return self.period
+
+    @property
     def overlapped_steps(self) -> int:
         """How many later steps run beside an exchange."""
         return 1 if self.hides_exchange else 0

@@ -162,6 +162,10 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         return self.every
 
     @property
+    def exchanges(self) -> int:
+        return self.fragments
+
+    @property
     def fewest_buckets(self) -> int:
         return self.fragments
 

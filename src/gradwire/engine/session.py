@@ -172,9 +172,10 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried = self.exchange.memory.carried()
+        carried, alone = self.exchange.memory.carried(), self.schedule.traits.trains_alone
         self.use(exchange)
-        exchange.memory.take_over(carried)
+        if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
+            exchange.memory.take_over(carried)
 
     def assemble(self, plan: Plan, step: int) -> Exchange:
         """An exchange that runs a plan from this step on."""
