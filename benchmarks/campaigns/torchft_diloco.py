@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from benchmarks.campaigns.rivals import every_of
 from gradwire.bench.jobs import Batch, Job
@@ -48,7 +49,7 @@ class TorchftDiLoCo(Method):
             )
             url = [f"http://{address}:{urlsplit(self._lighthouse.address()).port}"]
         dist.broadcast_object_list(url, src=0, group=process_group)
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=_PATIENCE),
             load_state_dict=None,

@@ -365,8 +365,8 @@ class Auto:
         same = self._current is not None and plan.digest() == self._current.digest()
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
-        known = self._profile is not None and not isinstance(plan.schedule, LocalSteps)
-        self._watcher.begin(live, plan, same, compute_us_of(self._profile) if known else 0.0)
+        profile = None if isinstance(plan.schedule, LocalSteps) else self._profile
+        self._watcher.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
         asked = self._watcher.step(live, us)
