@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from gradwire.core.checks import word
-from gradwire.core.schedules import Delayed, LocalSteps, Pipelined, Schedule
+from gradwire.core.schedules import Delayed, Pipelined, Schedule
 from gradwire.core.specs import QSGD, EFSignSGD, ErrorFeedback, Identity, PowerSGD, Spec, TopK
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
@@ -88,7 +88,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     """
     if not schedule.costs_accuracy:
         return tuple(specs)
-    return (LOCAL_SPECS if isinstance(schedule, LocalSteps) else _DELAYED_SPECS) if specs else ()
+    return (LOCAL_SPECS if schedule.sends_weights else _DELAYED_SPECS) if specs else ()
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:

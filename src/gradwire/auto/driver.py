@@ -257,7 +257,7 @@ class Auto:
     def _kept(self) -> Plan | None:
         """The chosen plan, if the script can still run its schedule. Not of local steps: others are compared without them."""
         current = self._current
-        if current is None or current.schedule.word in self._refused or isinstance(current.schedule, LocalSteps):
+        if current is None or current.schedule.word in self._refused or current.schedule.sends_weights:
             return None
         return current
 
@@ -365,7 +365,7 @@ class Auto:
         same = self._current is not None and plan.digest() == self._current.digest()
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
-        profile = None if isinstance(plan.schedule, LocalSteps) else self._profile
+        profile = None if plan.schedule.sends_weights else self._profile
         self._watcher.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:

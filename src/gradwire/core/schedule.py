@@ -19,6 +19,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Whether the schedule decides when the optimizer updates parameters."""
     costs_accuracy: ClassVar[bool] = False
     """Whether the trained model differs from plain DDP's even without compression."""
+    sends_weights: ClassVar[bool] = False
+    """Whether ranks train alone, and exchange the changes of their weights in place of gradients."""
     lends_gradients: ClassVar[bool] = False
     """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
 
