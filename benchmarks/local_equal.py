@@ -8,6 +8,7 @@ page` writes the table into docs/local_steps.md.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,18 +19,19 @@ from benchmarks import paired
 from benchmarks.common import RESULTS
 from benchmarks.markdown import table
 from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences, interval
-from gradwire.auto.local import EVERY, streamed
+from gradwire.auto.local import EVERY, averaged, streamed
 from gradwire.core.schedules import Schedule
 
 PATH = RESULTS / "local-equal.json"
 LOOKS = 1
 FOUR, TWO = gw.QSGD(bits=4), gw.QSGD(bits=2)
 WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
-    "4 bits": (FOUR, gw.LocalSteps),
+    "4 bits": (FOUR, averaged),
     "4 bits, streaming": (FOUR, streamed),
-    "2 bits with feedback": (gw.ErrorFeedback(TWO), gw.LocalSteps),
+    "2 bits with feedback": (gw.ErrorFeedback(TWO), averaged),
+    "4 bits, outer momentum": (FOUR, gw.LocalSteps),
     "SparseLoCo": (gw.ErrorFeedback(gw.TopK(0.02, values=TWO), decay=0.95), gw.LocalSteps.sparseloco),
-    "nothing encoded": (gw.Identity(), gw.LocalSteps),
+    "nothing encoded": (gw.Identity(), averaged),
 }
 """The most wanted first, for runs that are cut short."""
 
@@ -76,8 +78,8 @@ def equal_table(result: Mapping[str, Any]) -> str:
     head = ("held-out loss against S-SGD", *(f"every {every} steps" for every in EVERY))
     about = (
         f"Two ranks on loopback, {result['steps']} steps each, {len(seeds)} seeds: the mean of the differences paired by seed, "
-        "with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. The rates of the outer step are "
-        "the defaults, or the presets' own. A dash was not measured."
+        "with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. Global weights are "
+        "the mean of local ones, but for the arm with outer momentum. A dash was not measured."
     )
     return "\n".join([about, "", *table(head, rows, left=1)]) + "\n"
 
@@ -86,6 +88,8 @@ def _cell(found: dict[str, dict[str, paired.Found]], arm: str) -> str:
     if not (values := differences(found, arm, "loss") if arm in found else []):
         return "-"
     mean, width = interval(values)
+    if not math.isfinite(mean):
+        return "diverged"
     return f"{mean:+.1%} ± {width:.1%}" if len(values) > 1 else f"{mean:+.1%}"
 
 

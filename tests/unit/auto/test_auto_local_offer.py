@@ -5,7 +5,7 @@ import pytest
 from test_auto_offers import TENSORS, cluster, costs, profile, shared_nodes
 
 from gradwire.auto.accuracy import LOCAL_SPECS, check_schedules, schedules_of
-from gradwire.auto.local import EVERY, EXPOSED, local_offer, streamed, worth
+from gradwire.auto.local import EVERY, EXPOSED, averaged, local_offer, streamed, worth
 from gradwire.auto.measuring import compute_us_of
 from gradwire.auto.planning import Offer
 from gradwire.auto.trial import Candidate, Trial
@@ -34,7 +34,7 @@ def schedule_of(offer: Offer) -> LocalSteps:
 def test_the_fewest_steps_between_exchanges_that_wait_little(gbps: float) -> None:
     """Nothing that is preferred would do: all of it is simulated here."""
     simulator, most_us = Simulator(profile(), cluster(gbps), COSTS), compute_us_of(profile()) / (1 - EXPOSED)
-    ways = [(s, spec) for every in EVERY for s in (LocalSteps(every=every), streamed(every)) for spec in LOCAL_SPECS]
+    ways = [(s, spec) for every in EVERY for s in (averaged(every), streamed(every)) for spec in LOCAL_SPECS]
     step_us = [simulator.step_us(Policy(default=spec, schedule=way).plan(TENSORS, 2)) for way, spec in ways]
     first = next(at for at, us in enumerate(step_us) if us <= most_us)
     made = offered(gbps)
