@@ -55,8 +55,8 @@ def cpu_name() -> str:
     )
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with date, machine and the command that made it."""
+def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
+    """Write a result with date, machine and the command that made it. `quiet`: without a word."""
     made = {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": cpu_name(),
@@ -66,7 +66,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"made": made} | result, indent=1) + "\n")
-    print(f"written to {path}")
+    if not quiet:
+        print(f"written to {path}")
 
 
 def write_between(page: Path, begin: str, end: str, lines: list[str]) -> None:

@@ -1,25 +1,35 @@
 """Local steps beside per-step compression: held-out loss against seconds of training, on slow links.
 
     python -m benchmarks local [--links 10mbit 20mbit 100mbit] [--nodes 2] [--seconds 300] [--only WORD ...] [--again]
+    python -m benchmarks local --equal ...    losses at equal samples (`benchmarks.local_equal`)
 
 All methods of a link train the bench's transformer for equal seconds, in turns, in one run (`race_s` of the bench). The goal is
-the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES.json when it ends, and are
-not measured again while they stand there, unless --again. Methods that failed are told and left out. Needs network namespaces.
+the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES.json after each turn. A link
+whose run came to its end, with no method failing, is not measured again, unless --again. A method that fails is named and takes
+no further part; the exit status is 1 then. Needs network namespaces, and torchft for its DiLoCo, which is left out otherwise
+(`benchmarks/campaigns/rivals.py` says how to get it).
 """
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks import local_equal
+from benchmarks.campaigns.rivals import TORCHFT, absent
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 from gradwire.bench.jobs import make_job
-from gradwire.bench.progress import RaceView
+from gradwire.bench.names import RIVAL_PREFIX
+from gradwire.bench.progress import RaceView, View
+from gradwire.bench.results import Cell, StepEvent
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
 
 JOB = "transformer"
@@ -35,6 +45,7 @@ def _local(spec: Mapping[str, Any], **schedule: Any) -> str:
 
 METHODS = {
     AUTO: "gradwire:auto",
+    "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@30",
     "local, float32": _local({"id": "identity"}),
     "local, 4 bits": _local({"id": "qsgd", "bits": 4}),
     "local, 2 bits with feedback": _local({"id": "error_feedback", "inner": TWO_BITS}),
@@ -48,7 +59,9 @@ COLUMNS = ("", "steps", "samples", "ms a step", "last loss", "seconds to auto's 
 
 
 def run(arguments: list[str]) -> int:
-    """Measure what is missing, print and write the tables; 1 where no link can be emulated."""
+    """Measure what is missing, print and write the tables; 1 where no link can be emulated, and where a method failed."""
+    if "--equal" in arguments:
+        return local_equal.run([each for each in arguments if each != "--equal"])
     parser = argparse.ArgumentParser(prog="python -m benchmarks local")
     parser.add_argument("--links", nargs="+", default=["10mbit", "20mbit", "100mbit"])
     parser.add_argument("--nodes", type=int, default=2)
@@ -62,50 +75,124 @@ def run(arguments: list[str]) -> int:
         print(f"not measured: {problem}")
         return 1
     chosen = [name for name in METHODS if name == AUTO or any(word in name for word in options.only)]
+    left_out = {name: absent() for name in chosen if METHODS[name].startswith(RIVAL_PREFIX) and absent()}
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}", file=sys.stderr)
+    failed: list[str] = []
     for link in options.links:
         path = FOLDER / f"{link}-{options.nodes}.json"
-        if options.again or not path.exists():
-            result = measured(chosen, link, options.nodes, options.seconds)
-            if AUTO not in result["methods"]:
-                raise SystemExit(f"{link}: auto failed, and its last loss is the goal of the others")
-            write(path, result)
+        if options.again or not is_whole(path):
+            race = Race(
+                [name for name in chosen if name not in left_out], link, options.nodes, options.seconds, left_out
+            )
+            race.run(lambda result, path=path: write(path, result, quiet=True))
+            failed += [f"{link}: {name} failed: {why}" for name, why in race.failed.items()]
     lines = [line for path in sorted(FOLDER.glob("*.json")) for line in table_of(json.loads(path.read_text()))]
     print("\n".join(lines))
-    return 0
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
-def measured(chosen: list[str], link: str, nodes: int, seconds: float) -> dict[str, Any]:
-    """What each method reached, by its name in METHODS: pairs of seconds and held-out loss, and the time of its steps."""
-    methods = [METHODS[name] for name in chosen]
-    request = BenchRequest([JOB], [link], methods, nodes=nodes, race_s=seconds, alone_steps=0)
-    done = run_bench(request, None, RaceView(Console(stderr=True), make_job(JOB).batch_size * nodes))
-    print("\n".join(done.failures), file=sys.stderr)
-    cells, found = {cell.method: cell for cell in done.cells if cell.failure is None}, {}
-    for name in chosen:
-        if (cell := cells.get(METHODS[name])) is None:
-            continue
-        ends = [0.0, *accumulate(us / 1e6 for us in cell.step_us)]
-        found[name] = {
-            "steps": len(cell.step_us),
-            "samples": len(cell.step_us) * make_job(JOB).batch_size * nodes,
-            "step_ms": 1e3 * ends[-1] / len(cell.step_us),
-            "held_out": [(ends[steps], loss) for steps, loss in cell.held_out],
+def is_whole(path: Path) -> bool:
+    """Whether these results are of a run that came to its end, in which no method failed."""
+    return path.exists() and not {"failed", "unfinished"} & json.loads(path.read_text()).keys()
+
+
+class Race:
+    """What each method has reached so far, by its name in METHODS: pairs of seconds and held-out loss, and the time of its steps.
+
+    While it goes on, by rank 0's clock; at its end, by the mean over ranks.
+    """
+
+    def __init__(
+        self, chosen: Sequence[str], link: str, nodes: int, seconds: float, left_out: Mapping[str, str] | None = None
+    ) -> None:
+        self.failed: dict[str, str] = {}
+        self._chosen, self._link, self._nodes, self._seconds = list(chosen), link, nodes, seconds
+        self._left_out = dict(left_out or {})
+        self._batch = make_job(JOB).batch_size * nodes
+        self._step_us: dict[str, list[float]] = {name: [] for name in chosen}
+        self._held_out: dict[str, list[tuple[int, float]]] = {name: [] for name in chosen}
+        self._unfinished = True
+
+    def run(self, keep: Callable[[dict[str, Any]], None]) -> None:
+        """Measure. `keep` is given the results after each turn."""
+        view = RaceView(Console(stderr=True), self._batch)
+        methods = [METHODS[name] for name in self._chosen]
+        request = BenchRequest([JOB], [self._link], methods, nodes=self._nodes, race_s=self._seconds, alone_steps=0)
+        done = run_bench(request, None, Told(view, self, keep))
+        self.ended(done.cells)
+        keep(self.result())
+
+    def told(self, event: StepEvent) -> bool:
+        """Of a step, or of the evaluation after a turn. Whether it is the latter."""
+        name = next(name for name in self._chosen if METHODS[name] == event.method)
+        if event.held_out is None:
+            self._step_us[name].append(event.us)
+        else:
+            self._held_out[name].append((len(self._step_us[name]), event.held_out))
+        return event.held_out is not None
+
+    def ended(self, cells: Iterable[Cell]) -> None:
+        """The run is over, by itself or not."""
+        by_method = {cell.method: cell for cell in cells}
+        for name in self._chosen:
+            cell = by_method[METHODS[name]]
+            if cell.failure is not None:
+                self.failed[name] = cell.failure
+            else:
+                self._step_us[name], self._held_out[name] = list(cell.step_us), list(cell.held_out)
+        self._unfinished = False
+
+    def result(self) -> dict[str, Any]:
+        """What is written. Methods that failed have what they reached before."""
+        found = {name: self._found(name) for name in self._chosen if self._held_out[name] and self._step_us[name]}
+        result = {"link": self._link, "nodes": self._nodes, "seconds": self._seconds, "methods": found}
+        result |= {"left_out": self._left_out} if self._left_out else {}
+        result |= {"failed": self.failed} if self.failed else {}
+        return result | ({"unfinished": True} if self._unfinished else {})
+
+    def _found(self, name: str) -> dict[str, Any]:
+        ends = [0.0, *accumulate(us / 1e6 for us in self._step_us[name])]
+        steps = len(ends) - 1
+        return {
+            "steps": steps,
+            "samples": steps * self._batch,
+            "step_ms": 1e3 * ends[-1] / steps,
+            "held_out": [(ends[at], loss) for at, loss in self._held_out[name]],
         }
-    return {"link": link, "nodes": nodes, "seconds": seconds, "methods": found}
+
+
+class Told:
+    """The view of a race, which also keeps what is told."""
+
+    def __init__(self, view: View, race: Race, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._view, self._race, self._keep = view, race, keep
+
+    def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[None]:
+        return self._view.group(title, methods, steps)
+
+    def step(self, event: StepEvent) -> None:
+        self._view.step(event)
+        if self._race.told(event):
+            self._keep(self._race.result())
 
 
 def table_of(result: Mapping[str, Any]) -> list[str]:
     """A heading and a table."""
-    methods = result["methods"]
-    goal = methods[AUTO]["held_out"][-1][1]
-    whole = reached(methods[AUTO]["held_out"], goal)
+    methods, failed = result["methods"], result.get("failed", {})
+    curve = methods[AUTO]["held_out"] if AUTO in methods and AUTO not in failed else []
+    goal = curve[-1][1] if curve else -math.inf
+    whole = reached(curve, goal)
     rows = []
     for name, found in methods.items():
         seconds = reached(found["held_out"], goal)
         sooner = ("never", "-") if seconds is None or whole is None else (f"{seconds:.1f}", f"{whole / seconds:.2f}")
+        name += " (failed: see the file)" if name in failed else ""
         rows.append((name, str(found["steps"]), f"{found['samples']:,}", f"{found['step_ms']:.0f}",
                      f"{found['held_out'][-1][1]:.3f}", *sooner))  # fmt: skip
     head = f"{result['link']}, {result['nodes']} nodes, {result['seconds']:g} s of training for each method:"
+    head = head.replace(":", ", not to its end:") if "unfinished" in result else head
     return ["", head, "", *table(COLUMNS, rows, left=1), ""]
 
 

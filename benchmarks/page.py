@@ -1,9 +1,11 @@
-"""Writes docs/compressors.md, one row for every compressor, and the tables in docs/options.md, schedules.md and reliability.md.
+"""Writes docs/compressors.md, one row for every compressor, and tables in docs/options.md, schedules.md, local_steps.md and
+reliability.md.
 
     python -m benchmarks page
 
 Compressors come from the catalogue and from installed packages, collectives from `gradwire.core.collectives` and from installed
-packages. Numbers come from compressors.json, losses.json and soak.json in benchmarks/results; a dash was not measured yet.
+packages. Numbers come from compressors.json, losses.json, local-equal.json and soak.json in benchmarks/results; a dash was not
+measured yet.
 """
 
 import json
@@ -12,6 +14,7 @@ from typing import Any
 
 from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS
+from benchmarks.local_equal import equal_table
 from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
 from benchmarks.soak_page import soak_figures
@@ -21,9 +24,9 @@ from gradwire.planner.listing import collective_rows, compressor_rows, schedule_
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, OPTIONS, SCHEDULES = DOCS / "compressors.md", DOCS / "options.md", DOCS / "schedules.md"
-RELIABILITY = DOCS / "reliability.md"
+RELIABILITY, LOCAL = DOCS / "reliability.md", DOCS / "local_steps.md"
 BEGIN, END = "<!-- made by `python -m benchmarks page` -->\n", "<!-- until here -->\n"
-"""Around the tables of collectives and of schedules, and the figures of the soak."""
+"""Around the tables of collectives, schedules and local steps, and the figures of the soak."""
 JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
@@ -53,10 +56,11 @@ def run(arguments: list[str]) -> int:
     """Write the page and the table."""
     write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
     figures = soak_figures(_read("soak.json"))
-    for path, made in ((OPTIONS, collectives_table()), (SCHEDULES, schedules_table()), (RELIABILITY, figures)):
+    parts = {OPTIONS: collectives_table(), SCHEDULES: schedules_table(), RELIABILITY: figures}
+    for path, made in (parts | {LOCAL: equal_table(_read("local-equal.json"))}).items():
         before, _, rest = path.read_text().partition(BEGIN)
         write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
-    print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES} and {RELIABILITY}")
+    print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES}, {LOCAL} and {RELIABILITY}")
     return 0
 
 

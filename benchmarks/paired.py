@@ -235,7 +235,9 @@ class Training:
         return found
 
 
-def train_on_rank(arms: Mapping[str, Arm], job_name: str, seed: int, steps: int, names: Sequence[str]) -> None:
+def train_on_rank(
+    arms: Mapping[str, Arm], job_name: str, seed: int, steps: int, names: Sequence[str], looks: int = LOOKS
+) -> None:
     """One of two processes: train these arms in turns, and print what rank 0 finds."""
     import torch.distributed as dist
 
@@ -245,12 +247,12 @@ def train_on_rank(arms: Mapping[str, Arm], job_name: str, seed: int, steps: int,
     job = make_job(job_name, seed)
     running = {name: Training(arms[name], job, seed, steps) for name in names}
     held_out = [job.batch(each % world, world, steps + each) for each in range(HELD_OUT)]
-    looks = {steps - 1 - LOOK_EVERY * each for each in range(LOOKS)}
+    looked_at = {steps - 1 - LOOK_EVERY * each for each in range(looks)}
     for step in range(steps):
         batch = job.batch(rank, world, step)
         for training in running.values():
             training.step(step, batch)
-            if rank == 0 and step in looks:
+            if rank == 0 and step in looked_at:
                 training.look(held_out)
     found = {name: training.found() for name, training in running.items()} if rank == 0 else {}
     dist.barrier()

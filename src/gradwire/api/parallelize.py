@@ -52,7 +52,8 @@ def parallelize(
     accuracy: what "auto" may choose from. "exact": uncompressed exchange; "safe": also what ends within 3 % of plain DDP's
     loss in docs/compressors.md; "aggressive": PowerSGD, EF-SignSGD and Top-k 1 % too.
     schedules: those that "auto" may choose from: "backward", and where the script allows what docs/schedules.md says
-    "pipelined" (which costs no accuracy) and "delayed" (not in the class "exact"). What they would gain is said in any case.
+    "pipelined" (which costs no accuracy), "delayed" and "local" (not in the class "exact"). "local" learns something else than
+    DDP; it runs only where all others wait long for exchanges. What they would gain is said in any case.
 
     Raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ in model, plan or
     version, StepStateError if the model is parallelized already or torch.distributed is not initialised.

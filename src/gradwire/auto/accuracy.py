@@ -13,7 +13,7 @@ ACCURACIES = ("exact", "safe", "aggressive")
 """exact: nothing is encoded. safe: the final loss is within 3 % of plain DDP's on every job of docs/compressors.md. aggressive:
 also specs that need more steps for the same loss, if the steps are so fast that training reaches a loss sooner."""
 
-SCHEDULES = ("backward", "pipelined", "delayed")
+SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
 # ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
 _SAFE: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
@@ -26,6 +26,8 @@ _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 """The specs whose losses under `delayed` are in docs/schedules.md (`python -m benchmarks convergence`)."""
 _SAFE_DELAYED = tuple(Delayed(k, correction, stagger=False) for k in (2, 5) for correction in (None, _EIGHT_BITS))
 """Staggered corrections have no row of losses there yet."""
+LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+"""The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,7 +45,8 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
 
 
 def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
-    """The schedules allowed beside `backward`, the most accurate first: `pipelined` costs no accuracy."""
+    """The schedules allowed beside `backward`, the most accurate first: `pipelined` costs no accuracy. Without `local`, which is
+    chosen in another way (`gradwire.auto.local`)."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and accuracy != "exact":
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
@@ -83,7 +86,9 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     >>> specs_under(Delayed(k=5), specs_of("safe", [TensorInfo("w", (4, 4), "float32")]))
     (ErrorFeedback(QSGD(bits=4, block=128)),)
     """
-    return tuple(specs) if not schedule.costs_accuracy else _DELAYED_SPECS if specs else ()
+    if not schedule.costs_accuracy:
+        return tuple(specs)
+    return (LOCAL_SPECS if schedule.sends_weights else _DELAYED_SPECS) if specs else ()
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:

@@ -50,9 +50,13 @@ class AutoDecision:
     """For each schedule that `schedules=` does not allow: its best plan by prediction."""
     refused: tuple[str, ...] = ()
     """Allowed schedules that cannot run in this script, each with the reason."""
+    instead_of: Tried | None = None
+    """The fastest plan that ran, where local steps were chosen in its place."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
+        if self.instead_of is not None:
+            return self._of_local_steps(self.instead_of)
         if chosen.measured_us is None:
             return f"plan='auto' runs {chosen.name}: all other plans are predicted to be much slower."
         measured = chosen.measured_us
@@ -73,6 +77,16 @@ class AutoDecision:
                 for each in self.tried
                 if each.measured_us and each.measured_us < measured and each.steps_for_one > chosen.steps_for_one
             )
+            + "".join(f" Not tried: {each}." for each in self.refused)
+        )
+
+    def _of_local_steps(self, before: Tried) -> str:
+        runs = f"plan='auto' runs {self.chosen.name}: {self.chosen.predicted_us / 1e3:.1f} ms a step (predicted)"
+        return (
+            f"{runs}; {before.name} took {(before.measured_us or 0.0) / 1e3:.1f} ms, and a step waited "
+            f"{self.exposed_us / 1e3:.1f} ms for exchanges. "
+            f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
+            "the held-out loss; without 'local' in schedules= auto does not do it."
             + "".join(f" Not tried: {each}." for each in self.refused)
         )
 

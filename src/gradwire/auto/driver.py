@@ -33,6 +33,7 @@ from gradwire.auto.accuracy import (
 )
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
+from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, compute_us_of, profile_of, scaled
 from gradwire.auto.planning import Offer, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
@@ -43,7 +44,7 @@ from gradwire.core.costs import Costs
 from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward
+from gradwire.core.schedules import Backward, LocalSteps
 from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
@@ -58,8 +59,9 @@ _CODECS_SECONDS = 0.3
 """The most time for measuring codecs that no earlier run on the machine measured."""
 
 _Phase = Callable[[Live, float], None]
-_Told = tuple[list[tuple[Candidate, dict[str, Any]]], list[Candidate]]
-"""Candidates with their plans; and the best candidates of schedules that are not allowed."""
+_Planned = tuple[Candidate, dict[str, Any]]
+_Told = tuple[list[_Planned], list[Candidate], _Planned | None]
+"""Candidates with their plans; the best candidates of schedules that are not allowed; and local steps, allowed or not."""
 
 
 class Auto:
@@ -116,7 +118,8 @@ class Auto:
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
         allowed = specs_under(plan.schedule, all_specs(self.accuracy))
         lossy = sorted(map(repr, specs - {Identity(), *allowed}))
-        if kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules):
+        delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules)
+        if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
@@ -214,7 +217,7 @@ class Auto:
         self._refused = self._find_refused(live)
         instead = "plain all-reduce runs on all ranks" if self._current is None else "the plan chosen before goes on"
         make = lambda: msgspec.json.encode(self._made(live, seconds_for(step_us))).decode()  # noqa: E731
-        self._offers, self._elsewhere = _read(live.made_by_first(make, instead))
+        self._offers, self._elsewhere, self._local = _read(live.made_by_first(make, instead))
         self._spent_us += 1e6 * (self.clock() - began)
         (spent_us,) = live.exchange([self._spent_us])()[0]
         if not self._offers:
@@ -230,7 +233,7 @@ class Auto:
         self._run_turn(live)
 
     def _made(self, live: Live, seconds: float) -> _Told:
-        """The offers of rank 0, and the best candidates of schedules that are not allowed."""
+        """The offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
         cluster = self._watcher.cluster
         assert self._profile is not None and cluster is not None
         specs = specs_of(self.accuracy, live.infos)
@@ -244,19 +247,27 @@ class Auto:
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), _CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed)
-        return [(offer.candidate, offer.plan.to_dict()) for offer in made], foreseen(*job, others)
+        local = None
+        waits = made[0].candidate.predicted_us * (1 - EXPOSED) > compute_us_of(self._profile)
+        if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
+            local = local_offer(*job)
+        told = [(offer.candidate, offer.plan.to_dict()) for offer in made]
+        return told, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
 
     def _kept(self) -> Plan | None:
-        """The chosen plan, if the script can still run its schedule."""
+        """The chosen plan, if the script can still run its schedule. Not of local steps: others are compared without them."""
         current = self._current
-        return None if current is None or current.schedule.word in self._refused else current
+        if current is None or current.schedule.word in self._refused or current.schedule.sends_weights:
+            return None
+        return current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
         """Allowed kinds of schedule that the script cannot run, with the reason of the first rank that has one."""
         own: dict[str, str] = {}
         if self._stepped is not None:
             self._stepped.remove()
-            for schedule in schedules_of(self.accuracy, self.schedules):
+            local = [LocalSteps()] if "local" in self.schedules and self.accuracy != "exact" else []
+            for schedule in [*schedules_of(self.accuracy, self.schedules), *local]:
                 own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
         told = [
             msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())
@@ -302,23 +313,43 @@ class Auto:
             for place, each in enumerate(trial.candidates)
         ]
         plain = next(place for place, candidate in enumerate(trial.candidates) if candidate.plain)
-        elsewhere = (Tried(each.name, each.predicted_us, None, 0, each.steps_for_one) for each in self._elsewhere)
+        exposed_us, plan, elsewhere = (
+            median(self._exposed_us[index] or [0.0]),
+            self._offers[index].plan,
+            self._elsewhere,
+        )
+        chosen = tried[index]
+        instead_of: Tried | None = None
+        if (local := self._local) is not None and worth(local, trial, index, exposed_us):
+            if "local" not in self.schedules:
+                elsewhere = [*elsewhere, local.candidate]
+            elif self._runs_too(live, local.plan):
+                plan, instead_of, chosen = local.plan, chosen, _foreseen(local.candidate)
         decision = AutoDecision(
             step=live.step,
             why=self._why,
-            chosen=tried[index],
+            chosen=chosen,
             plain=tried[plain],
             tried=tuple(tried),
             took_steps=self._took,
             cost_us=trial.cost_us,
-            exposed_us=median(self._exposed_us[index] or [0.0]),
-            elsewhere=tuple(elsewhere),
+            exposed_us=exposed_us,
+            elsewhere=tuple(map(_foreseen, elsewhere)),
+            instead_of=instead_of,
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decisions.append(decision)
         if live.group.rank == 0:
             say(str(decision))
-        self._watch_from_now(live, self._offers[index].plan)
+        self._watch_from_now(live, plan)
+
+    def _runs_too(self, live: Live, plan: Plan) -> bool:
+        """Change to a plan that was not tried. Whether the engine can run it, on all ranks alike."""
+        try:
+            live.change_to(plan)
+        except (PlanError, FormatError):
+            return False
+        return True
 
     # ---- watch
 
@@ -334,7 +365,8 @@ class Auto:
         same = self._current is not None and plan.digest() == self._current.digest()
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
-        self._watcher.begin(live, same, compute_us_of(self._profile) if self._profile is not None else 0.0)
+        profile = None if plan.schedule.sends_weights else self._profile
+        self._watcher.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
         asked = self._watcher.step(live, us)
@@ -353,7 +385,13 @@ class Auto:
         self._offer(live, step_us)
 
 
-def _read(text: str) -> tuple[list[Offer], list[Candidate]]:
+def _foreseen(candidate: Candidate) -> Tried:
+    """Not tried, in fact."""
+    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one)
+
+
+def _read(text: str) -> tuple[list[Offer], list[Candidate], Offer | None]:
     """The offers of rank 0; none if it could not plan."""
-    made, elsewhere = msgspec.json.decode(text, type=_Told) if text else ([], [])
-    return [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in made], elsewhere
+    made, elsewhere, local = msgspec.json.decode(text, type=_Told) if text else ([], [], None)
+    offers = [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in [*made, *([local] if local else [])]]
+    return offers[: len(made)], elsewhere, offers[-1] if local else None

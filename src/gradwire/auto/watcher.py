@@ -9,6 +9,7 @@ from gradwire.auto.live import Live
 from gradwire.auto.measuring import cluster_of, wire_us
 from gradwire.auto.watch import WINDOW, Signs
 from gradwire.core.cluster import Cluster
+from gradwire.core.plan import Plan
 
 _MOST_SECONDS = 0.3
 """The most time for measuring a kind of link, and for the planner's search."""
@@ -52,13 +53,13 @@ class Watcher:
         self._spent_us = self._ran_us = 0.0
         """Time of measuring links, and of the steps that were watched: the same on all ranks."""
 
-    def begin(self, live: Live, same: bool, compute_us: float) -> None:
-        """A plan was chosen. `same`: it ran before, too. `compute_us`: time of a step's computation that it was made for, 0 if
+    def begin(self, live: Live, plan: Plan, same: bool, compute_us: float) -> None:
+        """This plan was chosen. `same`: it ran before, too. `compute_us`: time of a step's computation that it was made for, 0 if
         unknown."""
         self._wait = 2 * self._wait if same else _FIRST_WAIT
         self._not_before, self._compute_us = live.step + self._wait, compute_us
         self._signs.begin(compute_us)
-        self._cycle: deque[tuple[float, float]] = deque(maxlen=live.plan.schedule.period)
+        self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.exchanges)
         """Times of the steps of a cycle. Their mean counts, because a correction takes longer than other steps."""
         self._window: list[tuple[float, float, float, float]] = []
         self._waiting: Callable[[], list[list[float]]] | None = None

@@ -11,6 +11,7 @@ gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:au
                 gradwire:auto@all chooses among all schedules
 wrong-on-purpose:PART:POLICY
                 the policy with only a PART of each step, in gradwire's repository only (`benchmarks/campaigns/left_out.py`)
+rival:NAME      a method of another library, in gradwire's repository only (`benchmarks/campaigns/rivals.py`)
 
 Each method has its own model and optimizer from the same seed, and its own process group. So all methods can run in one
 process, in turns.
@@ -33,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.auto.decision import AutoDecision
 from gradwire.auto.driver import Auto
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.names import GRADWIRE_PREFIX, WRONG_PREFIX, arguments_of, check_method
+from gradwire.bench.names import GRADWIRE_PREFIX, RIVAL_PREFIX, WRONG_PREFIX, arguments_of, check_method
 from gradwire.bench.results import Decided
 from gradwire.core.repository import from_repository
 from gradwire.errors import StepStateError
@@ -272,4 +273,7 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
     if name.startswith(WRONG_PREFIX):
         left_out = from_repository("campaigns.left_out", f"the method {name!r}")
         return cast(Method, left_out.PartOfStep(job, seed, process_group, name))
+    if name.startswith(RIVAL_PREFIX):
+        rival = from_repository("campaigns.torchft_diloco", f"the method {name!r}")
+        return cast(Method, rival.TorchftDiLoCo(job, seed, process_group, name))
     return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

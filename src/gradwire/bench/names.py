@@ -23,6 +23,8 @@ GRADWIRE_PREFIX = "gradwire:"
 WRONG_PREFIX = "wrong-on-purpose:"
 """The prefix of methods that leave out a part of each step, to time the rest. They train wrongly, so the bench keeps neither
 their loss nor their speedup."""
+RIVAL_PREFIX = "rival:"
+"""The prefix of methods of other libraries."""
 UNLIMITED = "unlimited"
 _ALL_SCHEDULES = ("backward", "pipelined", "delayed")
 DECIDING: dict[str, dict[str, Any]] = {
@@ -128,6 +130,9 @@ def check_method(name: str) -> str:
         return name
     if name.startswith(WRONG_PREFIX):
         from_repository("campaigns.parts", f"the method {name[:300]!r}").check_part(name)
+        return name
+    if name.startswith(RIVAL_PREFIX):
+        from_repository("campaigns.rivals", f"the method {name[:300]!r}").check_rival(name)
         return name
     if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(

@@ -19,6 +19,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Whether the schedule decides when the optimizer updates parameters."""
     costs_accuracy: ClassVar[bool] = False
     """Whether the trained model differs from plain DDP's even without compression."""
+    sends_weights: ClassVar[bool] = False
+    """Whether ranks train alone, and exchange the changes of their weights in place of gradients."""
     lends_gradients: ClassVar[bool] = False
     """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
 
@@ -46,6 +48,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     def period(self) -> int:
         """The number of steps after which the schedule repeats."""
         return 1
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges in a period. The engine counts each as a step."""
+        return self.period
 
     @property
     def overlapped_steps(self) -> int:

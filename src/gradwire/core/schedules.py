@@ -106,6 +106,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
     needs_optimizer: ClassVar[bool] = True
     costs_accuracy: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
     sends_at_end: ClassVar[bool] = True
 
     every: int = 30
@@ -160,6 +161,10 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     @property
     def period(self) -> int:
         return self.every
+
+    @property
+    def exchanges(self) -> int:
+        return self.fragments
 
     @property
     def fewest_buckets(self) -> int:

@@ -172,9 +172,10 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried = self.exchange.memory.carried()
+        carried, alone = self.exchange.memory.carried(), self.schedule.traits.trains_alone
         self.use(exchange)
-        exchange.memory.take_over(carried)
+        if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
+            exchange.memory.take_over(carried)
 
     def use_specs_of_now(self) -> None:
         """Between two steps: run the next one with its own specs, where some begin or end with it."""

@@ -158,7 +158,7 @@ def made_up() -> Any:
         return Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
 
     def made(driver: Auto, live: MadeUpLive, seconds: float) -> Any:
-        return [(offer.candidate, offer.plan.to_dict()) for offer in live.job.offers()], []
+        return [(offer.candidate, offer.plan.to_dict()) for offer in live.job.offers()], [], None
 
     def profile_of(live: MadeUpLive, *_: object) -> Any:
         return SimpleNamespace()

@@ -16,9 +16,9 @@ and the outer optimizer's momentum.
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,10 @@ class LocalSchedule:
         """Which of the reducer's parameters these are."""
         self._outer: OuterOptimizer | None = None
         self._warned = False
+        self._counting = False
+        """Whether a step is being counted: torch goes through the hooks of an optimizer, of which none may be removed."""
+        self._put_off: Callable[[], None] | None = None
+        """What `when_idle` was given meanwhile."""
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
         before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
@@ -139,6 +143,10 @@ class LocalSchedule:
 
     @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
+        trains = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if trains and self._change_now():
+            self._reducer.schedule.on_forward(module)
+            return
         show_for_forward(module, self._weights, self._reducer, self.settle)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -168,7 +176,7 @@ class LocalSchedule:
     @told_to_all
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with self._guard.passing():
+        with self._guard.passing(), self._putting_off():
             self._count_step()
 
     def _count_step(self) -> None:
@@ -177,21 +185,51 @@ class LocalSchedule:
         self._local_steps += 1
         if self._lands_after is not None and self._local_steps >= self._lands_after:
             self._land()
-        if self._lands_after is None and self._local_steps >= self._data.begins_after(self._reducer.step):
+        due = self._lands_after is None and self._local_steps >= self._data.begins_after(self._reducer.step)
+        if due and self._put_off is None:
+            self._weights.show_local()
             self._launch(BackwardState.DONE)
+
+    # ---- changes of the plan
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """See `PutsOff`. What is put off comes before the next training forward."""
+        if self._counting:
+            self._put_off = act
+        else:
+            act()
+
+    @contextmanager
+    def _putting_off(self) -> Iterator[None]:
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def _change_now(self) -> bool:
+        """Do what `when_idle` put off. Whether there was anything."""
+        act, self._put_off = self._put_off, None
+        if act is not None:
+            act()
+        return act is not None
 
     @torch.no_grad()
     def send_nothing(self, state: BackwardState) -> None:
         """See `Launches`. What this rank's last local steps changed is sent; after that its outer gradients are zero."""
-        with self._guard.passing():
+        with self._guard.passing(), self._putting_off():
             self._weights.show_local()
             self._weights.computing = False
             if self._lands_after is not None:
                 self._land()
-            self._local_steps = self._data.begins_after(self._reducer.step)
-            self._launch(state)
-            if self._lands_after is not None:
-                self._land()
+            if sends := self._put_off is None:
+                self._weights.show_local()
+                self._local_steps = self._data.begins_after(self._reducer.step)
+                self._launch(state)
+                if self._lands_after is not None:
+                    self._land()
+        if self._change_now() and not sends:
+            self._reducer.run_out()
 
     def before_reset(self) -> None:
         """A local step that this rank left in the middle counts, without an update: other ranks have made one."""
@@ -200,7 +238,7 @@ class LocalSchedule:
         if self._reducer.lanes.failure is not None:
             self._local_steps += 1
             return
-        with suppress(StepStateError), self._guard.passing(), torch.no_grad():
+        with suppress(StepStateError), self._guard.passing(), self._putting_off(), torch.no_grad():
             self._weights.show_local()
             for parameter in self._by_name.values():
                 parameter.grad = None

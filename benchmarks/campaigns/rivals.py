@@ -1,0 +1,46 @@
+"""Names of the bench's methods that other libraries have. No torch, and none of these libraries.
+
+They are no dependencies of gradwire, so that each says how to get it.
+"""
+
+from importlib.util import find_spec
+
+from gradwire.bench.names import RIVAL_PREFIX
+from gradwire.errors import FormatError
+
+__all__ = ["TORCHFT", "absent", "check_rival", "every_of"]
+
+TORCHFT = "torchft-diloco"
+"""torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps."""
+
+
+def every_of(name: str) -> int:
+    """The steps from one exchange to the next. Raises FormatError for the name of no rival.
+
+    >>> every_of("rival:torchft-diloco@30")
+    30
+    """
+    library, _, every = name.removeprefix(RIVAL_PREFIX).partition("@")
+    if library != TORCHFT or not (every.isascii() and every.isdigit() and int(every) > 0):
+        raise FormatError(
+            f"there is no method {name[:300]!r}. Write {RIVAL_PREFIX}{TORCHFT}@30 to exchange every 30 steps."
+        )
+    return int(every)
+
+
+def absent() -> str:
+    """Why torchft cannot be measured here, and how to get it; '' if it can."""
+    if find_spec("torchft") is not None:
+        return ""
+    return (
+        "torchft is not installed. Put it beside this environment: `python -m pip install --target /tmp/torchft --no-deps "
+        "torchft==0.2.0` and `python -m pip install --target /tmp/torchft 'opentelemetry-exporter-otlp-proto-http>=1.39' "
+        "'opentelemetry-sdk>=1.39'`; then run this with PYTHONPATH=/tmp/torchft."
+    )
+
+
+def check_rival(name: str) -> None:
+    """Raise FormatError for the name of a rival that is unknown, or whose library is absent."""
+    every_of(name)
+    if why := absent():
+        raise FormatError(f"{name} cannot run: {why}")

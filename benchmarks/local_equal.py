@@ -1,0 +1,97 @@
+"""Local steps at equal samples: held-out loss beside synchronous SGD's, for 5 to 100 steps between exchanges, paired by seed.
+
+    python -m benchmarks local --equal [--jobs transformer] [--seeds 0 1 2] [--steps 300] [--only WORD ...] [--again]
+
+Trained as `benchmarks.paired` says, and evaluated once, at the end: then all ways have just exchanged. What is measured goes to
+benchmarks/results/local-equal.json at once, and is not measured again while it stands there (--again does). `python -m benchmarks
+page` writes the table into docs/local_steps.md.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import gradwire as gw
+from benchmarks import paired
+from benchmarks.common import RESULTS
+from benchmarks.markdown import table
+from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences, interval
+from gradwire.auto.local import EVERY, averaged, streamed
+from gradwire.core.schedules import Schedule
+
+PATH = RESULTS / "local-equal.json"
+LOOKS = 1
+FOUR, TWO = gw.QSGD(bits=4), gw.QSGD(bits=2)
+WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
+    "4 bits": (FOUR, averaged),
+    "4 bits, streaming": (FOUR, streamed),
+    "2 bits with feedback": (gw.ErrorFeedback(TWO), averaged),
+    "4 bits, outer momentum": (FOUR, gw.LocalSteps),
+    "SparseLoCo": (gw.ErrorFeedback(gw.TopK(0.02, values=TWO), decay=0.95), gw.LocalSteps.sparseloco),
+    "nothing encoded": (gw.Identity(), averaged),
+}
+"""The most wanted first, for runs that are cut short."""
+
+
+def arm_of(way: str, every: int) -> str:
+    """Its name in the results."""
+    return f"{way}, every {every}"
+
+
+ARMS = {REFERENCE: PLAIN[REFERENCE]} | {
+    arm_of(way, every): Arm(gw.Uniform(spec, schedule=schedule(every)))
+    for way, (spec, schedule) in WAYS.items()
+    for every in EVERY
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Measure what is missing, print the table."""
+    parser = paired.parser_of("local --equal", seeds=3)
+    parser.set_defaults(jobs=["transformer"])
+    options = parser.parse_args(arguments)
+    if uneven := [every for every in EVERY if options.steps % every]:
+        parser.error(f"--steps {options.steps} must be a multiple of {uneven[0]}: all ways are to end with an exchange")
+    chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
+    train = partial(paired.on_two_ranks, "benchmarks.local_equal")
+    finals = paired.measure(PATH, options, chosen, train, DESIGN | {"looks": LOOKS}, together=2)
+    print(equal_table({"finals": finals, "steps": options.steps}))
+    return 0
+
+
+def equal_table(result: Mapping[str, Any]) -> str:
+    """Of what stands in the results: a row for each way, a column for each number of steps between exchanges."""
+    finals: Finals = result.get("finals", {})
+    if not finals:
+        return "Not measured yet.\n"
+    rows, seeds = [], set()
+    for job, found in finals.items():
+        seeds.update(found.get(REFERENCE, {}))
+        rows += [
+            (f"{job}, {way}", *(_cell(found, arm_of(way, every)) for every in EVERY))
+            for way in WAYS
+            if any(arm_of(way, every) in found for every in EVERY)
+        ]
+    head = ("held-out loss against S-SGD", *(f"every {every} steps" for every in EVERY))
+    about = (
+        f"Two ranks on loopback, {result['steps']} steps each, {len(seeds)} seeds: the mean of the differences paired by seed, "
+        "with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. Global weights are "
+        "the mean of local ones, but for the arm with outer momentum. A dash was not measured."
+    )
+    return "\n".join([about, "", *table(head, rows, left=1)]) + "\n"
+
+
+def _cell(found: dict[str, dict[str, paired.Found]], arm: str) -> str:
+    if not (values := differences(found, arm, "loss") if arm in found else []):
+        return "-"
+    mean, width = interval(values)
+    if not math.isfinite(mean):
+        return "diverged"
+    return f"{mean:+.1%} ± {width:.1%}" if len(values) > 1 else f"{mean:+.1%}"
+
+
+if __name__ == "__main__":
+    paired.train_on_rank(ARMS, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), looks=LOOKS)

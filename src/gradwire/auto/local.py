@@ -1,0 +1,106 @@
+"""Local steps as an answer of `plan="auto"`: the fewest steps between exchanges with which a step hardly waits for them.
+
+What is learned with local steps differs from plain data-parallel training. So they come into question only where the fastest
+of all other plans waits for exchanges during more than the share EXPOSED of a step. They are not tried: a trial lasts 15 steps,
+and a period of local steps up to 100. The simulator's times decide.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from gradwire.auto.accuracy import policy_of, specs_under
+from gradwire.auto.measuring import compute_us_of
+from gradwire.auto.planning import Offer, words_of
+from gradwire.auto.trial import GAIN, Candidate, Trial
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.plan import Plan
+from gradwire.core.profile import Profile
+from gradwire.core.schedules import LocalSteps, Nesterov
+from gradwire.core.specs import Identity, Spec
+from gradwire.errors import PlanError
+from gradwire.sim.simulator import Simulator
+
+EVERY = (5, 10, 30, 100)
+"""Steps from one exchange to the next, of which auto takes the first that will do: those of the table in docs/local_steps.md."""
+EXPOSED = 0.1
+"""The share of a step for which it may wait for exchanges, encoding included."""
+_MEAN = Nesterov(lr=1.0, momentum=0.0)
+"""The new global weights are the mean of the local ones. Outer momentum has a rate to be tuned: with the default one the bench's
+MLP diverged at 5 steps between exchanges."""
+_STREAMED = LocalSteps(every=5, outer=_MEAN, fragments=4, delay=1, mixing=0.5)
+_LONGEST_DELAY = 5
+
+
+def averaged(every: int) -> LocalSteps:
+    """All weights are averaged after so many steps.
+
+    >>> averaged(30)
+    LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0))
+    """
+    return LocalSteps(every=every, outer=_MEAN)
+
+
+def streamed(every: int) -> LocalSteps:
+    """The same in fragments, whose exchanges run beside some steps.
+
+    >>> streamed(30)
+    LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0), fragments=4, delay=5, mixing=0.5)
+    """
+    delay = min(_LONGEST_DELAY, every // _STREAMED.fragments)
+    return msgspec.structs.replace(_STREAMED, every=every, delay=delay)
+
+
+def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Offer | None:
+    """The first plan of local steps whose step is longer than its computation by at most the share EXPOSED; the one with the
+    shortest step if there is none. None where no plan can be priced.
+
+    In this order: the fewest steps between exchanges, in one piece before streamed, the most accurate spec. `specs`: those that
+    the accuracy class allows; without any nothing is encoded.
+    """
+    most_us = compute_us_of(profile) / (1 - EXPOSED)
+    found: list[tuple[float, Plan]] = []
+    for plan, step_us in _priced(profile, cluster, costs, specs):
+        found.append((step_us, plan))
+        if step_us <= most_us:
+            break
+    if not found:
+        return None
+    step_us, plan = found[-1] if found[-1][0] <= most_us else min(found, key=lambda each: each[0])
+    return Offer(Candidate(words_of(plan), step_us, cycle=plan.schedule.period), plan)
+
+
+def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Iterator[tuple[Plan, float]]:
+    """Plans in the order in which they are preferred, each with the mean step of a period."""
+    infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
+    ranks, per_node, compute_us = cluster.world_size, cluster.ranks_per_node, compute_us_of(profile)
+    simulator = Simulator(profile, cluster, costs)
+    policies = [policy_of(spec, infos) for spec in specs_under(_STREAMED, specs) or (Identity(),)]
+    for every in EVERY:
+        exchange_us: list[float] = []
+        for schedule in (averaged(every), streamed(every)):
+            for at, policy in enumerate(policies):
+                if schedule.delay and _least_us(schedule, exchange_us[at], compute_us) > compute_us / (1 - EXPOSED):
+                    continue
+                with suppress(PlanError):  # fewer tensors than fragments
+                    plan = msgspec.structs.replace(policy, schedule=schedule).plan(infos, ranks, per_node)
+                    step_us = simulator.step_us(plan)
+                    if not schedule.delay:
+                        exchange_us.append(every * (step_us - compute_us))
+                    yield plan, step_us
+
+
+def _least_us(schedule: LocalSteps, exchange_us: float, compute_us: float) -> float:
+    """A step cannot be shorter: the part of a fragment's exchange that `delay` steps do not hide."""
+    exposed_us = exchange_us / schedule.fragments - schedule.delay * compute_us
+    return compute_us + max(0.0, exposed_us) * schedule.fragments / schedule.every
+
+
+def worth(local: Offer | None, trial: Trial, chosen: int, exposed_us: float) -> bool:
+    """Whether the chosen plan of a trial waits so long for exchanges that local steps come into question, and are shorter."""
+    step_us = trial.median_us(chosen)
+    if local is None or step_us is None or exposed_us <= EXPOSED * step_us:
+        return False
+    return local.candidate.predicted_us < (1 - GAIN) * step_us * trial.candidates[chosen].steps_for_one

@@ -1,0 +1,138 @@
+"""What the benchmark of local steps keeps, and the tables it makes; nothing is measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import local, local_equal
+from benchmarks.campaigns import rivals
+from benchmarks.paired import REFERENCE
+from gradwire.bench.names import check_method
+from gradwire.bench.results import Cell, StepEvent
+from gradwire.errors import FormatError
+
+OURS, OTHER = "local, 4 bits", "SparseLoCo"
+
+
+def turn(race: local.Race, name: str, steps: int, loss: float, first: int = 0) -> bool:
+    """Steps of 100 ms, and an evaluation."""
+    for step in range(first, first + steps):
+        assert not race.told(StepEvent(local.METHODS[name], step, 1e5, 3.0))
+    return race.told(StepEvent(local.METHODS[name], first + steps - 1, 1e5, 3.0, held_out=loss))
+
+
+def race_of(*names: str) -> local.Race:
+    race = local.Race(names, "10mbit", 2, 60.0)
+    for name in names:
+        race.told(StepEvent(local.METHODS[name], -1, 0.0, 0.0, held_out=4.0))
+        turn(race, name, 10, 3.0)
+    return race
+
+
+def ended(name: str, failure: str | None = None) -> Cell:
+    us = [] if failure else [1e5] * 20
+    held_out = () if failure else ((0, 4.0), (20, 2.0))
+    return Cell(
+        job=local.JOB, link="10mbit", gbps=0.01, method=local.METHODS[name], failure=failure, step_us=us, held_out=held_out
+    )  # fmt: skip
+
+
+def test_after_each_turn_there_is_a_result() -> None:
+    race = race_of(local.AUTO, OURS)
+    found = race.result()
+    assert found["unfinished"] and found["methods"][OURS]["held_out"] == [(0.0, 4.0), (pytest.approx(1.0), 3.0)]
+    assert turn(race, OURS, 5, 2.5, first=10)
+    assert race.result()["methods"][OURS] | {"held_out": []} == {
+        "steps": 15, "samples": 15 * race._batch, "step_ms": pytest.approx(100.0), "held_out": []
+    }  # fmt: skip
+
+
+def test_a_method_that_fails_is_named_and_the_others_stay(tmp_path: Path) -> None:
+    race = race_of(local.AUTO, OURS, OTHER)
+    race.ended([ended(local.AUTO), ended(OURS, "rank 1: ValueError: diverged"), ended(OTHER)])
+    found, path = race.result(), tmp_path / "10mbit-2.json"
+    assert race.failed == {OURS: "rank 1: ValueError: diverged"} == found["failed"]
+    assert found["methods"][OTHER]["steps"] == 20 and found["methods"][OURS]["steps"] == 10
+    path.write_text(json.dumps(found))
+    assert not local.is_whole(path)
+    table = "\n".join(local.table_of(found))
+    assert f"{OURS} (failed" in table and f"| {OTHER} | 20 |" in table and "| 2.0 | 1.00 |" in table
+
+
+def test_where_the_ranks_end_all_have_failed_and_what_was_told_stays() -> None:
+    race = race_of(local.AUTO, OURS)
+    race.ended([ended(local.AUTO, "exit code 1"), ended(OURS, "exit code 1")])
+    found = race.result()
+    assert found["methods"].keys() == found["failed"].keys() == {local.AUTO, OURS}
+    assert "never" in "\n".join(local.table_of(found))  # there is no goal
+
+
+def test_a_whole_run_is_not_measured_again(tmp_path: Path) -> None:
+    race, path = race_of(local.AUTO), tmp_path / "10mbit-2.json"
+    race.ended([ended(local.AUTO)])
+    path.write_text(json.dumps(race.result()))
+    assert local.is_whole(path) and not local.is_whole(tmp_path / "none.json")
+
+
+def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """And with the results of all links."""
+    links: list[str] = []
+
+    def run_bench(request: Any, problem: None, watch: Any) -> Any:
+        links.extend(request.links)
+        assert not any(method.startswith("rival:") for method in request.methods)
+        for method in request.methods:
+            watch.step(StepEvent(method, 0, 1e5, 3.0))
+            watch.step(StepEvent(method, 0, 1e5, 3.0, held_out=3.0))
+        failed = "it broke" if len(links) == 1 else None
+        cells = [
+            ended(name, failed if name == OURS else None)
+            for name in (local.AUTO, OURS, "local, 4 bits, mean of weights", "streaming, 4 bits")
+        ]
+        return type("Done", (), {"cells": cells})
+
+    monkeypatch.setattr(local, "run_bench", run_bench)
+    monkeypatch.setattr(local, "emulation_problem", lambda: None)
+    monkeypatch.setattr(local, "absent", lambda: "torchft is not here")
+    monkeypatch.setattr(local, "FOLDER", tmp_path)
+    arguments = ["--links", "10mbit", "20mbit", "--only", "4 bits", "torchft"]
+    assert local.run(arguments) == 1
+    said = capsys.readouterr()
+    assert f"10mbit: {OURS} failed: it broke" in said.err and "torchft is not here" in said.err
+    assert links == ["10mbit", "20mbit"] and sorted(path.name for path in tmp_path.iterdir()) == [
+        "10mbit-2.json",
+        "20mbit-2.json",
+    ]
+    assert local.run(arguments) == 0 and links[2:] == ["10mbit"], "only what failed is measured again"
+
+
+def test_rivals_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "absent", lambda: "")
+    assert check_method("rival:torchft-diloco@30") == "rival:torchft-diloco@30"
+    for wrong in ("rival:torchft-diloco@0", "rival:torchft-diloco", "rival:other@30"):
+        with pytest.raises(FormatError, match="there is no method"):
+            check_method(wrong)
+    monkeypatch.setattr(rivals, "absent", lambda: "torchft is not installed. Put it ..")
+    with pytest.raises(FormatError, match="cannot run: torchft is not installed"):
+        check_method("rival:torchft-diloco@30")
+
+
+def test_the_table_at_equal_samples() -> None:
+    arm = local_equal.arm_of("4 bits", 30)
+    losses = {REFERENCE: (2.0, 2.2, 2.1), arm: (2.1, 2.31, 2.205)}
+    finals = {
+        name: {str(seed): {"loss": loss, "accuracy": 0.5} for seed, loss in enumerate(of)}
+        for name, of in losses.items()
+    }
+    made = local_equal.equal_table({"steps": 300, "finals": {"transformer": finals}})
+    assert "300 steps each, 3 seeds" in made
+    assert "| transformer, 4 bits | - | - | +5.0% ± 0.0% | - |" in made
+    assert local_equal.equal_table({}) == "Not measured yet.\n"
+
+
+def test_the_arms_at_equal_samples_are_5_10_30_and_100_steps() -> None:
+    assert {local_equal.arm_of("4 bits", every) for every in (5, 10, 30, 100)} <= local_equal.ARMS.keys()
+    with pytest.raises(SystemExit):
+        local.run(["--equal", "--steps", "250"])
