@@ -19,6 +19,7 @@ import torch.distributed as dist
 from worlds import digest, seeded
 
 import gradwire as gw
+from gradwire.collectives import Group
 from gradwire.core.files import write_whole
 from soak.injected import Injected, Injector
 from soak.settings import Job, Trainee, on_nodes
@@ -47,6 +48,8 @@ class End:
     """Faults that happened here."""
     longest_s: float = 0.0
     """The longest step."""
+    timeout_s: float = 0.0
+    """The group's: gloo never ends the wait for a send that had begun when its connection was shut down."""
     decided: int = 0
     """Decisions of auto, with one that is under way."""
     torn: str = ""
@@ -138,7 +141,8 @@ class Training:
         fired = self._injector.fired if self._injector is not None else []
         return End(
             kind, words, time.monotonic(), self._progress.step, told=self._told, fired=tuple(fired),
-            longest_s=self._longest_s, torn=self._torn, decided=self._trainee.decided if self._trainee is not None else 0,
+            longest_s=self._longest_s, timeout_s=Group.of(None).timeout.total_seconds(), torn=self._torn,
+            decided=self._trainee.decided if self._trainee is not None else 0,
         )  # fmt: skip
 
     # ---- steps
