@@ -71,7 +71,7 @@ class Killing:
 
     def __init__(self, handle: Any, fragments: int, kill: LocalKill, tells: Path) -> None:
         self._exchange, self._fragments, self._kill, self._tells = 0, fragments, kill, tells
-        self._sent, self._lock = [0], threading.Lock()
+        self._sent, self._lock, self._dying = [0], threading.Lock(), threading.Lock()
         for lane in handle.session.lanes.data:
             link = lane.link
             link.backend = KillingBackend(link.backend, self)
@@ -96,8 +96,9 @@ class Killing:
             return min(nbytes, int(self._kill.part * self._sent[self._exchange - self._fragments]) - sent)
 
     def die(self) -> None:
-        self._tells.write_text(f"{self._exchange} {time.monotonic()}")
-        os.kill(os.getpid(), signal.SIGKILL)
+        with self._dying:  # two lanes may come here, and one would empty the file as the other kills
+            self._tells.write_text(f"{self._exchange} {time.monotonic()}")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, counts: bool) -> None:
         with suppress(OSError):
@@ -212,17 +213,20 @@ def test_a_kill_in_an_outer_exchange_is_told_and_loses_nothing(
         told = list(pool.map(killed, SPECS, [schedule] * KILLS, kills, folders, [ranks] * KILLS))
     for spec, kill, folder, ends in zip(SPECS, kills, folders, told, strict=True):
         exchange, at = (folder / "killed").read_text().split()
-        assert int(exchange) == kill.exchange
+        # bytes are counted where they leave, which may be an exchange later than they were sent in
+        assert kill.exchange <= int(exchange) <= kill.exchange + 1
         expected = worlds.run(ranks, train, spec, schedule)
         assert len({end.seen for end in expected}) == 1
         for end in ends:
             # bytes of the exchange before, which has landed where the rank died, may still have been on their way out
             named = int(end.words.removeprefix("step ").partition(":")[0])
-            assert kill.exchange - 1 <= named <= kill.exchange, end.words
+            assert kill.exchange - 1 <= named <= int(exchange), end.words
             before = schedule.begins_after(named) - 2  # W after the last step in which all ranks had the same one
             assert end.at - float(at) <= TIMEOUT_S + ALLOWANCE_S
-            waited = re.search(r"waited for .*bucket \d+.*: ranks? ([\d, ]+) did not answer", end.words)
-            assert waited is not None and str(kill.victim) in waited[1].split(", "), end.words
+            assert re.search(r"waited for .*bucket \d+", end.words), end.words
+            # a rank that waits for one that waits for the victim names both
+            blamed = re.findall(r"ranks? ([\d, ]+?)(?= did not answer|, which may be busy)", end.words)
+            assert str(kill.victim) in ", ".join(blamed).split(", "), end.words
             place = f"The exchange was of fragment {1 + named % schedule.fragments} of {schedule.fragments}."
             assert (place in end.words) == (schedule.fragments > 1), end.words
             assert end.weights == expected[0].seen[before], "a survivor has not the weights that all had last"
@@ -239,7 +243,7 @@ def killed(spec: gw.Spec, schedule: gw.LocalSteps, kill: LocalKill, folder: Path
         world.start(train, spec, schedule, str(folder), kill)
         outcomes = world.collect(40.0, needed=survivors)
     for rank in survivors:
-        assert outcomes[rank].kind == "returned", outcomes[rank]
+        assert outcomes[rank].kind == "returned", outcomes[rank].value
     return [outcomes[rank].value for rank in survivors]
 
 
