@@ -2,7 +2,7 @@
 //
 // An instruction takes 8 bytes, and the next one can begin before it ends. So three runs of kRun bytes go side by side, and are
 // joined: to put kRun zero bytes behind bytes is a linear map of their checksum, which four tables hold. AVX-512 multiplies
-// polynomials, eight at once: 256 bytes are replaced by 256 others that leave the same remainder, and are added to the next 256.
+// polynomials, four at once: 512 bytes are replaced by 512 others that leave the same remainder, and are added to the next 512.
 #include "checksum.hpp"
 
 #if defined(__x86_64__)
@@ -104,51 +104,54 @@ GW_CRC_TARGET uint32_t by_instruction(uint32_t crc, const unsigned char* bytes, 
 #ifdef GRADWIRE_HAVE_AVX512
 #define GW_FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 
-// Eight polynomials of 128 bits, times x^2048, plus the next ones. Bit k of a product stands for x^(126 - k), and of a register
-// for x^(127 - k): the factors are smaller by an x, and by x^32, since they have 32 bits of 64.
+// So many products are under way at a time; with half of them their latency is what costs.
+constexpr int kRegisters = kFoldedBytes / 64;
+
+// The polynomials of 128 bits in a register, times x^(8 * kFoldedBytes), plus the next ones. Bit k of a product stands for
+// x^(126 - k), and of a register for x^(127 - k): the factors are smaller by an x, and by x^32, since they have 32 bits of 64.
 GW_FOLD_TARGET inline __m512i fold(__m512i folded, __m512i factors, const unsigned char* next) {
   const __m512i low = _mm512_clmulepi64_epi128(folded, factors, 0x00), high = _mm512_clmulepi64_epi128(folded, factors, 0x11);
   return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(next), 0x96);
 }
 
 GW_FOLD_TARGET inline void begin(__m512i* folded, const unsigned char* bytes) {
-  for (int at = 0; at < 4; ++at) folded[at] = _mm512_loadu_si512(bytes + 64 * at);
+  for (int at = 0; at < kRegisters; ++at) folded[at] = _mm512_loadu_si512(bytes + 64 * at);
 }
 
-// 256 bytes at a time, up to `end`; returns where it stopped.
+// `kFoldedBytes` at a time, up to `end`; returns where it stopped.
 GW_FOLD_TARGET inline const unsigned char* fold_on(__m512i* folded, const unsigned char* bytes, const unsigned char* end) {
-  static const uint32_t first = power_of_x(2048 + 31), second = power_of_x(2048 - 33);
+  static const uint32_t first = power_of_x(8 * kFoldedBytes + 31), second = power_of_x(8 * kFoldedBytes - 33);
   const __m512i factors = _mm512_set4_epi64(second, first, second, first);
-  for (; end - bytes >= 256; bytes += 256)
-    for (int at = 0; at < 4; ++at) folded[at] = fold(folded[at], factors, bytes + 64 * at);
+  for (; end - bytes >= kFoldedBytes; bytes += kFoldedBytes)
+    for (int at = 0; at < kRegisters; ++at) folded[at] = fold(folded[at], factors, bytes + 64 * at);
   return bytes;
 }
 
 GW_FOLD_TARGET uint32_t by_folding(uint32_t crc, const unsigned char* bytes, size_t count) {
   const unsigned char* const end = bytes + count;
-  if (count >= 1024) {
-    __m512i folded[4];
+  if (count >= 2 * kFoldedBytes) {
+    __m512i folded[kRegisters];
     begin(folded, bytes);
     folded[0] = _mm512_xor_si512(folded[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
-    bytes = fold_on(folded, bytes + 256, end);
-    unsigned char rest[256];
-    std::memcpy(rest, folded, 256);
-    crc = by_instruction(0, rest, 256);
+    bytes = fold_on(folded, bytes + kFoldedBytes, end);
+    unsigned char rest[kFoldedBytes];
+    std::memcpy(rest, folded, kFoldedBytes);
+    crc = by_instruction(0, rest, kFoldedBytes);
   }
   return by_instruction(crc, bytes, size_t(end - bytes));
 }
 
 GW_FOLD_TARGET void fold_along(Summing& sum, const uint8_t* end) {
-  __m512i folded[4];
-  if (end - sum.next < 256) return;
+  __m512i folded[kRegisters];
+  if (end - sum.next < kFoldedBytes) return;
   if (sum.next == sum.first) {
     begin(folded, sum.next);
-    sum.next += 256;
+    sum.next += kFoldedBytes;
   } else {
     begin(folded, sum.folded);
   }
   sum.next = fold_on(folded, sum.next, end);
-  std::memcpy(sum.folded, folded, 256);
+  std::memcpy(sum.folded, folded, kFoldedBytes);
 }
 
 // The product of two polynomials, modulo the checksum's: bit k of the product of registers, moved by one, stands for x^(63 - k).
@@ -197,7 +200,7 @@ uint32_t checksum_of(const Summing& sum, const void* payload, size_t count) {
   if (sum.next != sum.first) {
     const unsigned char* const bytes = static_cast<const unsigned char*>(payload);
     const uint32_t before = by_folding(~0u, bytes, size_t(sum.first - bytes));
-    const uint32_t codes = by_instruction(by_instruction(0, sum.folded, 256), sum.next, count - size_t(sum.next - bytes));
+    const uint32_t codes = by_instruction(by_instruction(0, sum.folded, kFoldedBytes), sum.next, count - size_t(sum.next - bytes));
     return ~(skip(before, count - size_t(sum.first - bytes)) ^ codes);
   }
 #endif

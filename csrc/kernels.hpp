@@ -41,11 +41,12 @@ struct Stream {
 };
 
 // The checksum of a payload's codes, taken while they are written: they are still in the nearest cache then.
+constexpr int kFoldedBytes = 512;
 struct Summing {
   void (*along)(Summing& sum, const uint8_t* end);  // codes are there up to `end`
   const uint8_t* first;                             // code
   const uint8_t* next;                              // the first byte that is not summed yet
-  alignas(64) uint8_t folded[256];
+  alignas(64) uint8_t folded[kFoldedBytes];
 };
 
 struct Quantiser {

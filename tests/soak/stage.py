@@ -33,6 +33,17 @@ class Failed(Exception):
     """The outcome was not the expected one."""
 
 
+class NotStarted(Failed):
+    """Ranks did not come to the step at which a fault may happen."""
+
+    def __init__(self, step: int, outcomes: list[Outcome]) -> None:
+        super().__init__(f"it did not come to step {step}: {outcomes}")
+        self.told = all(
+            isinstance(outcome.value, End) and outcome.value.kind == "CommunicationError" for outcome in outcomes
+        )
+        """All ranks raised that others did not answer within the timeout."""
+
+
 def expect(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Failed(otherwise)
@@ -83,6 +94,9 @@ class Notes:
     """How often a resumed run was equal to an uninterrupted one, on all ranks and bit for bit."""
     not_comparable: str = ""
     """Why it was not compared."""
+    started_again: int = 0
+    """How often ranks were started anew, since a busy machine kept some of them from their first step for the whole timeout, and
+    all had told so. No fault had happened yet."""
 
 
 class Stage:
@@ -135,15 +149,24 @@ class Stage:
         first = self._last_checkpoint(job, ENDLESS)
         with World(self.size, timeout_s, places) as world:
             world.start(train, job)
-            # DDP's own collectives are over after three steps
-            self.wait_for(world, job, first + (3 if self.schedule == HOOK else 1))
+            try:
+                # DDP's own collectives are over after three steps
+                self.wait_for(world, job, first + (3 if self.schedule == HOOK else 1))
+            except NotStarted as failure:
+                if self.notes.started_again or not failure.told:
+                    raise
+                self.notes.started_again += 1
+            else:
+                yield world
+                return
+        with self.started(job, places, timeout_s) as world:
             yield world
 
     def wait_for(self, world: World, job: Job, step: int) -> None:
         deadline = time.monotonic() + 30
         while min(Progress.read(job.progress(rank)) for rank in range(self.size)) < step:
             if time.monotonic() > deadline or not world.alive:
-                raise Failed(f"it did not come to step {step}: {world.collect(0.1)}")
+                raise NotStarted(step, world.collect(0.1))
             time.sleep(0.002)
 
     def signal(self, world: World, number: int, longest_s: float = 0.06) -> tuple[int, float]:

@@ -44,6 +44,7 @@ def summarise(
         "settings_left_out": {name: {"schedules": list(which), "why": why} for name, (which, why) in NOT_POSSIBLE.items()},
         "compared": sum(trial.compared for trial in trials),
         "not_comparable": Counter(trial.not_comparable for trial in trials if trial.not_comparable),
+        "started_again": sum(trial.started_again for trial in trials),
         "endurance": [asdict(each) | {"passed": each.passed} for each in runs],
         "left_over": left,
         "not_possible_here": skipped,
@@ -91,6 +92,7 @@ def told(summary: dict[str, Any]) -> str:
         if "ended" in found:
             lines.append(f"{kind:<18}{dict(found['ended'])}")
     lines.append(f"resumed bit for bit: {summary['compared']}; not comparable: {dict(summary['not_comparable'])}")
+    lines.append(f"started again, since ranks did not come to their first step in time: {summary['started_again']}")
     for each in summary["endurance"]:
         lines.append(
             f"{each['steps']} steps of auto on {each['ranks']} ranks: drift compared {each['drift_checks']} times, memory "

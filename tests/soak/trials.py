@@ -33,6 +33,7 @@ class Trial:
     latency_s: float | None
     compared: int
     not_comparable: str
+    started_again: int
 
 
 def run(kind: str, schedule: str, seed: int, ranks: Ranks, setting: str = "") -> Trial:
@@ -49,7 +50,7 @@ def run(kind: str, schedule: str, seed: int, ranks: Ranks, setting: str = "") ->
     seconds = time.monotonic() - began
     return Trial(
         kind, schedule, setting, seed, passed, seconds, detail, notes.fired, notes.latency_s, notes.compared,
-        notes.not_comparable,
+        notes.not_comparable, notes.started_again,
     )  # fmt: skip
 
 
