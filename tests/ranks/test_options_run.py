@@ -20,6 +20,7 @@ from gradwire.core.plan import RESIDUAL_DTYPES
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
+from gradwire.exchange.memory import added_up
 from gradwire.planner.grammar import SCHEMES
 from gradwire.planner.options import Option, tree
 
@@ -290,7 +291,10 @@ def test_nothing_is_lost_from_one_option_to_another(before: str, after: str, res
     received[: old.sizes[0]] = 0.0
     new, same = (Ranks(new_plan, TWO_BY_TWO) for _ in range(2))
     for one, other in zip(old.ranks, new.ranks, strict=True):
-        other.memory.take_over(one.memory.carried())
+        carried, expected = one.memory.carried(), added_up([one.memory.state()])
+        assert carried.keys() == expected.keys()
+        assert all(torch.equal(carried[key], expected[key]) for key in carried)
+        other.memory.take_over(carried)
     assert float((received + new.held_back() - given).norm() / given.norm()) < most
     for one, other in zip(new.ranks, same.ranks, strict=True):
         other.memory.check(one.memory.state())

@@ -127,11 +127,11 @@ class Memory:
             self._store.narrow_changed(values["residual"], self._random)
 
     def clear(self) -> None:
-        """Set everything to zero."""
+        """Set everything to zero. What is zero already is only read: new memory takes no page that nothing is kept in."""
         values = self.read()
-        for value in values.values():
-            value.zero_()
-        self.write(values)
+        changed = [value.zero_() for value in values.values() if value.any()]
+        if changed:
+            self.write(values)
 
     def add(self, name: str, start: int, values: torch.Tensor) -> None:
         """Add values for the piece's elements from `start` on to the state of this name. Elements outside this memory and sums
@@ -139,9 +139,12 @@ class Memory:
         low, high = max(start, self.start), min(start + values.numel(), self.end)
         if name in self.names and low < high:
             everything = self.read()
-            part = everything[name][low - self.start : high - self.start]
-            total = part + values[low - start : high - start]
-            part.copy_(torch.where(total.isfinite(), total, part))
+            part, more = everything[name][low - self.start : high - self.start], values[low - start : high - start]
+            if part.device.type == "cpu" and _is_moderate(part) and _is_moderate(more):
+                part.add_(more)  # without memory for the sum
+            else:
+                total = part + more
+                part.copy_(torch.where(total.isfinite(), total, part))
             self.write(everything)
 
     def use(self, scratch: _Scratch) -> None:

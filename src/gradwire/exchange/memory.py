@@ -126,8 +126,25 @@ class Remembered:
         self._give({_carried(key): value.reshape(-1) for key, value in state.items() if _is_left(key)})
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """All that this rank has not sent yet, by `{what}/{tensor}`: the encodes added up."""
-        return added_up([self.state()])
+        """All that this rank has not sent yet, by `{what}/{tensor}`: the encodes added up. What `added_up` makes of `state`, in
+        one pass: between the first two steps of a run it is on every rank's way."""
+        total: dict[str, torch.Tensor] = {}
+        for run in self._runs():
+            name = _carried(run.key)
+            if run.key.startswith(f"{SHARED}/"):
+                total.setdefault(name, run.part.reshape(-1).clone())
+            elif not run.key.partition("/")[0].endswith(COPY) and not (_is_left(run.key) and not run.part.any()):
+                if name not in total:
+                    total[name] = torch.zeros(run.numel, dtype=run.part.dtype, device=run.part.device)
+                total[name][run.first : run.first + run.part.numel()] += run.part
+        slots = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
+        for name, value in total.items():
+            if not name.startswith(f"{SHARED}/"):
+                total[name] = slots[name.partition("/")[2]].by_element(value)
+        owed = {
+            _carried(key): slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None
+        }
+        return total | owed
 
     def names(self) -> list[str]:
         """The tensors that have a memory."""
@@ -162,23 +179,26 @@ class Remembered:
         self._give(carried)
 
     def _give(self, carried: State) -> None:
-        """Give each scheme the residuals of its elements, in one call, so that narrow residuals are rounded once. The slots
-        owe the residuals that no scheme takes."""
+        """Give each scheme the residuals of its elements; narrow ones in one call, so that they are rounded once. The slots owe
+        the residuals that no scheme takes."""
         for key, slot in self._owing():
             owed = carried.get(_carried(key))
             slot.owed = slot.in_memory(owed) if owed is not None else None
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:
-                    if not any(f"{what}/{slot.name}" in carried for slot in buffers.compressed):
-                        continue
-                    values = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
+                    values = list[tuple[int, torch.Tensor]]()
                     for slot in buffers.compressed:
                         low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
                         if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
-                            placed = slot.in_memory(own)
-                            values[low - start : high - start] = placed[low - slot.offset : high - slot.offset]
-                    chunk.take_over(what, 0, values)
+                            values.append((low - start, slot.in_memory(own)[low - slot.offset : high - slot.offset]))
+                    if values and any(memory.narrow for memory in chunk.memory):
+                        whole = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
+                        for at, part in values:
+                            whole[at : at + part.numel()] = part
+                        values = [(0, whole)]
+                    for at, part in values:
+                        chunk.take_over(what, at, part)
 
     def scale(self, factor: float) -> None:
         """Multiply all that was not sent yet."""
