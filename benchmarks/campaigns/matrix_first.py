@@ -49,7 +49,7 @@ class FirstSteps(NamedTuple):
     gain: float
     """The better DDP's median step over that of auto after its decision."""
     over_best: float
-    """The median step of auto's choice over that of the fastest method."""
+    """The median step of auto's choice over that of the fastest method, in the rounds in which all of them take turns."""
     chosen: str
     """The plan in words, of the last decision; '' if there was none."""
 
@@ -97,7 +97,7 @@ def first_steps(auto: Cell, rivals: Sequence[Cell], candidates: Sequence[Cell]) 
         at_first=behind(counts[0]),
         worst=max(map(behind, counts), key=lambda each: each.ratio),
         gain=plain_us / auto_us,
-        over_best=auto_us / min(plain_us, *(float(np.median(_times(cell))) for cell in candidates)),
+        over_best=_in_turns_us(auto) / min(_in_turns_us(cell) for cell in (*rivals, *candidates)),
         chosen=auto.decided[-1].chosen if auto.decided else "",
     )
 
@@ -111,6 +111,10 @@ def missed(found: Mapping[str, FirstSteps]) -> Iterator[str]:
             yield f"{name}: behind DDP by {cell.worst.ratio:.3f} ({cell.worst.low:.3f} to {cell.worst.high:.3f})"
         if cell.over_best > MOST_OVER_BEST:
             yield f"{name}: the choice takes {cell.over_best:.3f} times as long as the best"
+
+
+def _in_turns_us(cell: Cell) -> float:
+    return float(np.median(cell.step_us[slice(*cell.counted)]))
 
 
 def _times(cell: Cell) -> np.ndarray:
