@@ -3,10 +3,9 @@
     python -m benchmarks checksums [--numel 1048576] [--pairs 400] [--codes 2 4 8 16]
 
 With checksums: the encode sums on its way, as before a send; the payload is copied piece by piece, as the kernel does when it is
-received, and each piece is summed when it is there, as the wire does; then it is decoded. Without: the same, but for checksums: no
-bytes are summed, so that the calls from Python, which the wire does not make, are in both.
-Both are timed in turn, over so many gradients that none is in a cache. Copies are not timed. `own pass`: the encode, then a pass
-over its payload.
+received, and each piece is summed when it is there, as the wire does; then it is decoded. Without: the same, but no bytes are
+summed; the calls from Python, which the wire does not make, are in both. Both are timed in turn, over so many gradients that none
+is in a cache. Copies are not timed. `own pass`: the encode, then a pass over its payload.
 """
 
 import argparse
