@@ -1,11 +1,12 @@
-# The commands to remember: make demo | unit | test | test-slow | test-all | check | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | test | test-slow | test-all | check | docs | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+PYTHONS := src tests benchmarks examples docs/conf.py docs/pictures/draw.py setup.py
 
-.PHONY: demo unit test test-slow test-all check wheel bench soak fuzz fuzz-threads fmt clean
+.PHONY: demo unit test test-slow test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -30,9 +31,18 @@ test-all: .venv/.dev
 	GRADWIRE_ALL_CASES=1 $(PYTEST)
 
 check: .venv/.dev
-	$(PY) -m ruff check src tests benchmarks examples setup.py
-	$(PY) -m ruff format --check src tests benchmarks examples setup.py
+	$(PY) -m ruff check $(PYTHONS)
+	$(PY) -m ruff format --check $(PYTHONS)
 	$(PY) -m mypy
+
+# build/docs/index.html: the documentation. A warning is an error
+docs: .venv/.docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
+# every link to another site leads somewhere
+docs-links: .venv/.docs
+	$(PY) -m sphinx -q -W --keep-going -b linkcheck docs build/docs-links
 
 # dist/gradwire-...-py3-none-manylinux_....whl: one wheel for every Python and every torch
 wheel: .venv/.dev
@@ -53,15 +63,15 @@ fuzz-threads: .venv/.dev
 	PYTHONPATH=tests/support $(PY) tests/support/lane_fuzz.py
 
 fmt: .venv/.dev
-	$(PY) -m ruff check --fix src tests benchmarks examples setup.py
-	$(PY) -m ruff format src tests benchmarks examples setup.py
+	$(PY) -m ruff check --fix $(PYTHONS)
+	$(PY) -m ruff format $(PYTHONS)
 
 # torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; the kernels are compiled beside it
 .venv/.torch: constraints.txt
 	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels, one to three minutes ..."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install "setuptools>=77"
-	@$(PY) setup.py --quiet build_ext --inplace & $(PIP) install -r constraints.txt; installed=$$?; wait; exit $$installed
+	@$(PY) setup.py --quiet build_ext --inplace & $(PIP) install $$(grep ^torch= constraints.txt); installed=$$?; wait; exit $$installed
 	@touch $@
 
 # what the demo needs
@@ -75,6 +85,12 @@ fmt: .venv/.dev
 	@echo "Installing what the tests need and compiling the kernels for every processor, one to two minutes ..."
 	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,transformers,accelerate,lightning,ray]"
 	@touch .venv/.demo $@
+
+# and what the documentation is made with
+.venv/.docs: .venv/.demo
+	@echo "Installing Sphinx, a quarter of a minute ..."
+	@$(PIP) install -c constraints.txt -e ".[docs]"
+	@touch $@
 
 clean:
 	rm -rf .venv build dist runs src/gradwire.egg-info src/gradwire/*.so

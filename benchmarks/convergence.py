@@ -7,7 +7,7 @@ Held-out loss and accuracy, transformer and CNN, paired by seed.
 Trained and evaluated as `benchmarks.paired` says. The table gives the mean over seeds of the difference to S-SGD (exact sums,
 backward schedule) with its 95 % interval by Student's t. In the arm `skipped` corrections carry nothing: the test must see that.
 What is measured goes to benchmarks/results/convergence.json at once, and is not measured again while it stands there (--again
-does); the table is written into docs/schedules.md.
+does); the table is written into docs/schedules_measured.md.
 """
 
 import json
@@ -24,7 +24,7 @@ from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences
 __all__ = ["ARMS", "BEGIN", "END", "PAGE", "REFERENCE", "differences", "interval", "run", "table", "verdict"]
 
 PATH = RESULTS / "convergence.json"
-PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+PAGE = Path(__file__).parent.parent / "docs" / "schedules_measured.md"
 BEGIN, END = "<!-- convergence: made by `python -m benchmarks convergence` -->", "<!-- end of convergence -->"
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))
 

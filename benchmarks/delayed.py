@@ -7,9 +7,9 @@ that sends nothing), the exchange of a usual step and of a correction (beside no
 means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22 steps the first, which waits
 for nothing, and the last, which waits twice, are left out.
 Where corrections are staggered, the exchange of each step is the mean of a period's. Writes benchmarks/results/delayed.json and a
-table into docs/schedules.md. 1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than 10 % above
-what is attainable, or k=5 with 8-bit corrections there not faster than the backward schedule, or staggered corrections anywhere
-slower than unstaggered ones by more than 2 %.
+table into docs/schedules_measured.md. 1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than
+10 % above what is attainable, or k=5 with 8-bit corrections there not faster than the backward schedule, or staggered
+corrections anywhere slower than unstaggered ones by more than 2 %.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS, write, write_between
 from benchmarks.papers.closed_forms import cd_sgd_mean_us, cd_sgd_staggered_us
 from gradwire.bench.names import WRONG_PREFIX
 
-PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+PAGE = Path(__file__).parent.parent / "docs" / "schedules_measured.md"
 BEGIN, END = "<!-- delayed: made by `python -m benchmarks delayed` -->", "<!-- end of delayed -->"
 PERIOD = 20
 """Steps of a turn that count: whole periods of each k."""

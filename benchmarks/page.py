@@ -31,22 +31,23 @@ JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
 
-Made by `python -m benchmarks page`; do not edit. Settings are those shown; every field is explained in its class's docstring
-(`help(gw.TopK)`). A compressor of your own: [extending](extending.md).
+Made by `python -m benchmarks page`; do not edit. The numbers are for the settings shown. [The
+API](reference/api.md#compressors) explains every field, [compression and error feedback](concepts/compression.md) the
+ideas, and [extending](extending.md) how to add a compressor of your own.
 
-- **Law**: what one encode and decode does, measured for every spec, dtype and odd sizes by
-  `tests/unit/compressors/test_laws.py`. *unbiased*: right in the mean over the random stream;
-  *contractive*: the error is never larger than the gradient (δ: at least that part
-  of its squared norm is kept); *none*: only feedback or momentum makes it right. *feedback*: what is lost travels in later
-  steps, nothing is lost for good.
-- **Bytes**: of the payload for an element of a large float32 tensor, which has 4. All bits are packed; scales and indices are
-  counted.
-- **Memory**: bytes an element that are kept between steps (the owner of a shard keeps as much of it again). A residual's 4
-  become 2 with `residual_dtype="bfloat16"` in the policy and 1.02 with `"int8"`; encoding then takes about twice as long.
-- **Encode, decode**: GB/s of float32 at 4 and 64 MB on one thread, and in brackets the ratio to `copy_` between warm tensors
+- **Law**: what one encode and decode does to a gradient. `tests/unit/compressors/test_laws.py` measures it for every
+  spec, dtype and odd sizes. *exact*: nothing is lost. *unbiased*: right on average over the random stream. *contractive*:
+  the error is never larger than the gradient (at least the part δ of its squared norm is kept). *none*: right only with
+  feedback or momentum. *feedback*: what is lost is sent in later steps.
+- **Bytes**: bytes of the payload for each element of a large float32 tensor. Uncompressed an element has 4 bytes. Scales
+  and indices are counted.
+- **Memory**: bytes for each element that are kept between steps. The owner of a shard keeps as much of the shard again.
+  With `residual_dtype="bfloat16"` in the policy a residual takes 2 bytes, with `"int8"` 1.02, and encoding takes longer.
+- **Encode, decode**: GB/s of float32 at 4 and 64 MB on one thread. In brackets: the ratio to `copy_` between warm tensors
   (median of 15 interleaved pairs). With feedback the residual is read and written too.{machine}
-- **Loss**: mean loss of steps 281 to 300 of the bench's transformer and CNN on two ranks, against plain DDP's, in brackets over
-  how many seeds. Beyond 3 % with feedback is marked; - was not measured.
+- **Loss**: the mean loss of steps 281 to 300 of the bench's transformer and CNN on two ranks, beside plain DDP's, by
+  `python -m benchmarks losses`. In brackets: the number of seeds. More than 3 % with feedback is in bold; - was not
+  measured.
 """
 COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *(f"loss, {name}" for name in JOBS.values()),
            "from", "use it for")  # fmt: skip

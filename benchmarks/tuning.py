@@ -11,8 +11,8 @@ Two nodes, `gw.Pipelined()`, uncompressed, buckets all alike. In each cell (a jo
 4. What the optimisation chose, the best of the grid, and the start, live, in turns.
 
 Fifteen minutes. Needs network namespaces. What is measured goes to benchmarks/results/tuning.json at once and is not measured
-again while it stands there (--again does); the table is written into docs/schedules.md. 1 if a choice is more than 5 % slower
-than the best of the grid, or worse than random search's median.
+again while it stands there (--again does); the table is written into docs/schedules_measured.md. 1 if a choice is more than
+5 % slower than the best of the grid, or worse than random search's median.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from gradwire.bench.runner import emulation_problem
 from gradwire.testbed import EmulatedCluster
 
 PATH = RESULTS / "tuning.json"
-PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+PAGE = Path(__file__).parent.parent / "docs" / "schedules_measured.md"
 BEGIN, END = "<!-- tuning: made by `python -m benchmarks tuning` -->", "<!-- end of tuning -->"
 MB = 2**20
 START = 100 * MB

@@ -1,11 +1,26 @@
 """What the documentation names exists."""
 
 import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
 import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+from doc_blocks import blocks
+
+import gradwire
+from gradwire.cli import app
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -141,3 +156,159 @@ def test_the_readme_can_be_read_in_two_minutes() -> None:
     assert len(lines) <= 100
     lossy = next(index for index, line in enumerate(lines) if "default is lossy" in line)
     assert lossy < 15
+
+
+DOCS = ROOT / "docs"
+
+
+def toctree(page: Path) -> list[Path]:
+    """The pages that the toctrees of a page name."""
+    found: list[Path] = []
+    for body in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in body.splitlines():
+            if line and not line.startswith(":"):
+                assert "*" in line or (page.parent / f"{line}.md").exists(), f"{page} names {line}"
+                found += sorted(page.parent.glob(f"{line}.md"))
+    return found
+
+
+def test_every_page_is_in_the_contents_once() -> None:
+    listed, waiting = [DOCS / "index.md"], [DOCS / "index.md"]
+    while waiting:
+        found = toctree(waiting.pop())
+        listed += found
+        waiting += found
+    assert sorted(listed) == sorted(DOCS.rglob("*.md"))
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: gradwire\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(set(gradwire.__all__) - {"__version__"})
+
+
+def test_modules_of_the_reference_exist() -> None:
+    text = (DOCS / "reference" / "modules.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE)
+    assert len(named) > 20
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        path = ROOT / "src" / Path(*name.split("."))
+        if not path.with_suffix(".py").exists():
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_the_page_can_be_read(page: Path) -> None:
+    """Python parses, shell parses, JSON and YAML load."""
+    for block in blocks(page):
+        if block.language == "python" and ">>>" not in block.text:
+            ast.parse(block.text)
+        elif block.language == "sh":
+            done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+            assert done.returncode == 0, done.stderr
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            assert all(isinstance(document, dict) for document in yaml.safe_load_all(block.text))
+
+
+def test_the_pictures_are_what_their_script_draws() -> None:
+    path = DOCS / "pictures" / "draw.py"
+    draw = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("draw", path))
+    spec.loader.exec_module(draw)
+    assert len(draw.PICTURES) > 1
+    for name, made in draw.PICTURES.items():
+        assert path.with_name(name).read_text() == made()
+
+
+def test_there_is_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == gradwire.__version__
+    assert project.get("version", gradwire.__version__) == gradwire.__version__
+    assert cited["license"] == project["license"]
+
+
+WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_and_templates_can_be_read(path: Path) -> None:
+    read = yaml.safe_load(path.read_text())
+    for job in read.get("jobs", {}).values():
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert "@v" in step.get("uses", "@v"), "a version is named"
+            script = re.sub(r"\$\{\{[^}]*\}\}", "VALUE", step.get("run", ""))
+            assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+            for target in re.findall(r"^make (\S+)", script, re.MULTILINE):
+                assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            for name in re.findall(r"\btests/[\w/]+\.py", script):
+                assert (ROOT / name).exists()
+
+
+OF_TODAY = [page for page in PAGES if page.parent.name not in ("decisions", "papers")]
+"""Pages that say what is, not what was when something was decided."""
+GROUPS = {"gradwire.specs", "gradwire.schedules", "gradwire.compressors", "gradwire.collectives"}
+"""Groups of entry points, which other packages name."""
+
+
+def resolves(name: str) -> bool:
+    """Whether a name with dots is a module, or something in one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        return all(hasattr(found, part) and ((found := getattr(found, part)) or True) for part in parts[length:])
+    return False
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_of_gradwire_on_the_page_exist(page: Path) -> None:
+    text = page.read_text()
+    assert sorted(set(re.findall(r"\bgw\.(\w+)", text)) - set(gradwire.__all__)) == []
+    dotted = set(re.findall(r"(?<![\w/.-])gradwire(?:\.[a-zA-Z_]\w*)+", text)) - GROUPS
+    assert [name for name in sorted(dotted) if not resolves(name)] == []
+    handle = set(re.findall(r"\bhandle\.(\w+)", text))
+    assert [name for name in sorted(handle) if not hasattr(gradwire.Handle, name)] == []
+    stats = set(re.findall(r"handle\.stats\(\)\.(\w+)", text))
+    assert sorted(stats - {field.name for field in dataclasses.fields(gradwire.Stats)}) == []
+
+
+def calls_of_gradwire(text: str) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("gw."):
+            yield node
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_calls_on_the_page_have_arguments_that_exist(page: Path) -> None:
+    code = [block.text for block in blocks(page) if block.language == "python" and ">>>" not in block.text]
+    code += [text for text in re.findall(r"`(gw\.[^`]*\))`", page.read_text()) if "..." not in text]
+    for text in code:
+        for call in calls_of_gradwire(text):
+            called = attrgetter(ast.unparse(call.func).removeprefix("gw."))(gradwire)
+            known = inspect.signature(called).parameters
+            given = {keyword.arg for keyword in call.keywords} - {None}
+            assert given <= set(known), (ast.unparse(call), sorted(known))
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_on_the_page_exist_with_their_options(page: Path) -> None:
+    group = typer.main.get_command(app)
+    context = typer.Context(group, info_name="gradwire")
+    text = page.read_text()
+    code = "\n".join(block.text for block in blocks(page) if block.language in ("", "sh")).replace("\\\n", " ")
+    called = re.findall(r"^(?:.*[ /])?gradwire ([a-z][a-z-]*)(.*)$", code, re.MULTILINE)
+    called += re.findall(r"`(?:\.venv/bin/)?gradwire ([a-z][a-z-]*)( [^`]*)?`", text)
+    for name, rest in called:
+        command = group.get_command(context, name)
+        assert command is not None, name
+        known = {"--help"} | {
+            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        options = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest.partition(" -- ")[0].partition("#")[0])
+        assert [option for option in options if option not in known] == [], (name, rest)

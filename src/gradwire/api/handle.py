@@ -35,7 +35,7 @@ _WHOLE = (
 class Handle:
     """Keeps the gradients of one model synchronised. Made by `gradwire.parallelize`.
 
-    It lives as long as the model, whether or not it is kept, until `detach()`.
+    The handle lives as long as the model, or until `detach()`, even if the script does not keep it.
     """
 
     def __init__(self, session: Session) -> None:
@@ -45,25 +45,25 @@ class Handle:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is executed. One made from a policy is made again after the first step, when the order in which
-        gradients become ready is known."""
+        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients become ready
+        is known."""
         return self.session.plan
 
     @property
     def decision(self) -> Any:
-        """With plan="auto", `gw.AdaptiveBits` or `gw.Tuned`: what was decided last, with what was predicted and measured. None
-        before that, and for a plan of the user's own. Its str() says it in a line."""
+        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its str() is
+        one line of text. None before the first decision, and for a plan that the script chose."""
         decisions = self.decisions
         return decisions[-1] if decisions else None
 
     @property
     def decisions(self) -> tuple[Any, ...]:
-        """The last 100 decisions. `handle.stats().decided` is how many there were."""
+        """The last 100 decisions. `handle.stats().decided` counts all of them."""
         return tuple(self.session.driver.decisions) if self.session.driver is not None else ()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate into `grad`; the first one outside synchronises the sum, as under DDP."""
+        """Backwards inside send nothing and add to `grad`. The first backward outside synchronises the sum, as under DDP."""
         reducer = self.session.reducer
         before, reducer.synchronise = reducer.synchronise, False
         try:
@@ -140,7 +140,7 @@ class Handle:
     ) -> Recording:
         """Record an ordinary training loop for `gradwire report`. See `gradwire.record.recording.Recording`.
 
-        `decision` is how the plan came about, where somebody knows more than that it was given.
+        decision: where the plan comes from, if the caller knows more than gradwire does.
         """
         driver, policy = self.session.driver, self.session.policy
         given = "a plan that was given" if policy is None else f"a policy with {policy.default!r} as default"
@@ -149,38 +149,39 @@ class Handle:
         return self._recording
 
     def timeline(self) -> Timeline:
-        """One step as the last recording measured it, of the simulator's form. Raises StepStateError where there is none."""
+        """One step as the last recording measured it, in the simulator's form. Raises StepStateError if nothing was recorded."""
         if self._recording is None:
             raise StepStateError("nothing was recorded: train a few steps inside handle.record(FOLDER) first.")
         return self._recording.timeline()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's step, plan and residuals, keys `rank{r}/...`, safe for torch.distributed.checkpoint.
+        """The state of this rank: its step, plan and residuals, under the keys `rank{r}/...`.
 
-        Of the plan it holds what a policy makes it from again, and its digest. The tensors are copies.
+        The tensors are copies. torch.distributed.checkpoint can save them. Of the plan the state holds what a policy needs to
+        make the plan again, and a digest.
         """
         return state_of(self.session)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up where `state_dict` was made. Between steps, on every rank; nothing is sent.
+        """Go on from where `state_dict` was called. Call it between steps, on every rank. It sends nothing.
 
-        With the same ranks pass at least this rank's own state, and run the same plan or policy: the run goes on bit for bit
-        (with another `residual_dtype`, but for rounding). With another number of ranks pass the states of all ranks that
-        saved, in one dictionary: their residuals are dealt out so that the sum is kept. A rank whose state is missing begins
-        with zero residuals, with a warning that names what is lost.
+        With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run goes on
+        bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states of all ranks that
+        saved, in one dictionary. Their residuals are shared out so that their sum stays. A rank whose state is missing begins
+        with zero residuals, and a warning names what is lost.
 
-        Raises ValueError naming what is missing or does not fit, and with `shard_optimizer` StepStateError where the state has
-        tensors in another order and the optimizer has state already; the handle is as before then.
+        Raises ValueError with the name of what is missing or does not fit. With `shard_optimizer` it raises StepStateError if the
+        state has tensors in another order and the optimizer has state already. After an error the handle is as before.
         """
         load_state(self.session, state)
 
     def reset(self) -> None:
-        """Go on after a step that a rank left in its forward or backward, by an exception that its script caught. Collective.
+        """Go on after an exception in forward or backward that the script caught. Collective.
 
-        That rank calls it where it caught the exception; the others get StepStateError from their backward of that step and
-        call it there. All leave that batch out: gradients are dropped (`grad` is None) and the next backward is a step of its
-        own. With error feedback what ranks had computed in the void step travels with the next one. Does nothing when nothing
-        failed; raises the failure again when it is one that cannot be mended, such as a dead rank.
+        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from their backward
+        of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is None), and the next
+        backward is a new step. With error feedback, what ranks had computed in the void step is sent with the next one. Does
+        nothing if nothing failed. Raises the failure again if it cannot be mended, such as a dead rank.
 
         Example::
 
@@ -197,9 +198,9 @@ class Handle:
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: wrap the training loop in it, on every rank.
 
-        A rank whose loop has ended takes part in the steps of the others with zero gradients; means are still over all
-        ranks. When the last one has ended, all get the parameters and buffers of the highest rank that trained last; the
-        optimizer state of the others stays where their own loop ended. One forward and one backward a step.
+        A rank whose loop has ended takes part in the steps of the others with zero gradients, and means are still over all ranks.
+        When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last. The
+        optimizer state of the other ranks stays as it was when their own loop ended. A step has one forward and one backward.
 
         Example::
 
@@ -220,11 +221,12 @@ class Handle:
             reducer.control.joining = False
 
     def attach(self) -> None:
-        """Take in what became of the model's parameters: added layers, thawed or converted ones (`model.to(dtype)`), others
+        """Take in changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or others
         in their place (`load_state_dict(assign=True)`). Collective.
 
-        A training forward calls it by itself when it sees such a change; only a model that trains in eval mode, or by
-        calling its parts, needs it. All ranks get rank 0's parameters and buffers. Residuals of tensors that stay are kept.
+        A training forward calls it when it sees such a change. Only a model that trains in eval mode, or whose parts are called
+        instead of the model, needs the call. All ranks get rank 0's parameters and buffers. Residuals of tensors that stay are
+        kept.
 
         Raises StepStateError on all ranks when not all of them came to it, DisagreementError when they changed
         differently, PlanError when the plan is a fixed one and does not fit.
@@ -232,13 +234,13 @@ class Handle:
         self.session.attach()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients of the model down so that their norm, as if they were one vector, is at most `max_norm`. Returns
-        what it was. Between backward and `optimizer.step()`, on every rank.
+        """Scale all gradients of the model so that the norm of all of them together is at most `max_norm`. Returns the norm
+        before. Call it between backward and `optimizer.step()`, on every rank.
 
-        Equal to torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule it waits for all gathers, as that does. Where
-        gradients travel uncompressed in two phases, and with `shard_optimizer`, it waits for all reduce phases and one number
-        of every rank: equal to rounding then, and collective. In the
-        `delayed` schedule gradients are each rank's own.
+        The result is that of torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule both wait for all gathers. Where
+        gradients travel uncompressed in two phases, and with `shard_optimizer`, this method waits only for all reduce phases
+        and for one number of every rank. Then it is collective, and its result is equal to rounding. In the `delayed`
+        schedule gradients are each rank's own.
         """
         parameters, schedule = self.session.parameters.values(), self.session.schedule
         norm = None
@@ -250,10 +252,10 @@ class Handle:
         return norm
 
     def optimizer_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """With `shard_optimizer`: what the optimizer's own `state_dict()` would be if no rank had only a shard, on the CPU.
-        Collective: every rank calls it. With `rank`, a rank of the group, only that one gets it, the others an empty one.
+        """With `shard_optimizer`: the state of the whole optimizer, on the CPU, as `state_dict()` of an ordinary optimizer.
 
-        An ordinary optimizer's `load_state_dict` takes it. Raises StepStateError where optimizers are whole.
+        Collective: every rank calls it. With `rank`, a rank of the group, only that rank gets the state, and the others get an
+        empty one. `load_state_dict` of an ordinary optimizer takes it. Raises StepStateError without `shard_optimizer`.
 
         Example::
 
@@ -266,19 +268,19 @@ class Handle:
         return self.session.schedule.optimizer_state_dict(rank)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With `shard_optimizer`: take up what `optimizer_state_dict` or an ordinary optimizer's `state_dict` returned. Every
-        rank passes the whole state, between steps, and keeps its shard; nothing is sent. Any number of ranks may have saved it.
+        """With `shard_optimizer`: load what `optimizer_state_dict`, or `state_dict` of an ordinary optimizer, returned.
 
-        Raises what the optimizer's own `load_state_dict` raises, and StepStateError where optimizers are whole.
+        Every rank passes the whole state, between steps, and keeps its shard. Nothing is sent. Any number of ranks may have saved
+        the state. Raises what the optimizer's own `load_state_dict` raises, and StepStateError without `shard_optimizer`.
         """
         if not isinstance(self.session.schedule, ShardsOptimizer):
             raise StepStateError(_WHOLE.format("load_state_dict"))
         self.session.schedule.load_optimizer_state_dict(state)
 
     def flush(self) -> None:
-        """Wait until nothing is under way, and weights, gradients and optimizers are as after an ordinary step.
+        """Wait until weights, gradients and optimizers are as after an ordinary step. Needs no other rank, and sends nothing.
 
-        In the `backward` schedule nothing ever is under way between steps. Needs no other rank; launches nothing.
+        In the `backward` schedule there is nothing to wait for between steps.
         """
         self.session.settle()
 

@@ -35,25 +35,28 @@ def parallelize(
     accuracy: str = "safe",
     schedules: Sequence[str] = ("backward",),
 ) -> Handle:
-    """Synchronise the gradients of `model` over the ranks of `process_group` (default: all), in place.
+    """Keep the gradients of `model` equal on all ranks of `process_group` (default: all ranks).
 
-    Nothing is wrapped and no state_dict key changes. All ranks get rank 0's parameters and buffers. From then on
-    `grad` holds the mean gradient when `backward()` returns, whatever optimizer uses it. Collective: every rank of the
-    group calls it at the same point.
+    The model is changed in place: nothing is wrapped, and no key of its `state_dict` changes. All ranks get the parameters and
+    buffers of rank 0. From then on `grad` holds the mean gradient when `backward()` returns. Any optimizer can use it.
+    Collective: every rank of the group calls it at the same point.
 
-    plan: "auto" measures the job, the links and the codecs in the first steps, tries the most promising plans beside plain
-    all-reduce, keeps what was fastest, and looks again when times change; what it decided it logs in one line and keeps in
-    `handle.decision`. Otherwise a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan`, the path of a plan's
-    JSON file, `gw.AdaptiveBits()`, or `gw.Tuned(policy)`, which finds the best size of buckets.
-    optimizer: the optimizer, or several, that will step the model. The `backward` schedule only checks it; the others need
-    it, since they decide when parameters are stepped.
-    drift_check_steps: every so many steps ranks compare checksums of their weights, and all raise DisagreementError with
-    the first tensor that differs; 0 never.
-    accuracy: what "auto" may choose from. "exact": uncompressed exchange; "safe": also what ends within 3 % of plain DDP's
-    loss in docs/compressors.md; "aggressive": PowerSGD, EF-SignSGD and Top-k 1 % too.
-    schedules: those that "auto" may choose from: "backward", and where the script allows what docs/schedules.md says
-    "pipelined" (which costs no accuracy), "delayed" and "local" (not in the class "exact"). "local" learns something else than
-    DDP; it runs only where all others wait long for exchanges. What they would gain is said in any case.
+    model: the model to train, on the device where it stays.
+    optimizer: the optimizer, or several, that will step the model. The `backward` schedule only checks it. Other schedules need
+    it, because they decide when parameters are stepped.
+    plan: how gradients are sent. "auto" measures the job, the links and the codecs in the first steps, keeps the fastest plan,
+    and looks again when times change. It logs each decision in one line and keeps it in `handle.decision`. Other values: a spec
+    for every tensor (`gw.QSGD(bits=4)`), a `gw.Policy`, a `gw.Plan`, the path of a plan's JSON file, `gw.AdaptiveBits()`, or
+    `gw.Tuned(policy)`, which finds the best size of buckets.
+    process_group: the ranks that train together.
+    drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
+    DisagreementError with the first tensor that differs. 0: never.
+    accuracy: what "auto" may choose from. "exact": no compression. "safe": also specs that end within 3 % of DDP's loss in
+    docs/compressors.md. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
+    schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
+    used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
+    another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
+    faster, the logged line says so.
 
     Raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ in model, plan or
     version, StepStateError if the model is parallelized already or torch.distributed is not initialised.

@@ -23,7 +23,7 @@ STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.0
 `python -m benchmarks losses`. Other specs need 1."""
 _EIGHT_BITS = QSGD(bits=8)
 _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
-"""The specs whose losses under `delayed` are in docs/schedules.md (`python -m benchmarks convergence`)."""
+"""The specs whose losses under `delayed` are in docs/schedules_measured.md (`python -m benchmarks convergence`)."""
 _SAFE_DELAYED = tuple(Delayed(k, correction, stagger=False) for k in (2, 5) for correction in (None, _EIGHT_BITS))
 """Staggered corrections have no row of losses there yet."""
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))

@@ -1,0 +1,42 @@
+"""The blocks of the documentation that can run do run, and print what the pages say."""
+
+from pathlib import Path
+
+import pytest
+from doc_blocks import blocks, run_page, unlike_output
+
+from gradwire.testbed import permission_problem
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = [page for page in PAGES if any(block.mark for block in blocks(page))]
+
+
+def case(page: Path) -> object:
+    starts = any(block.mark == "run" and (block.language == "sh" or block.about) for block in blocks(page))
+    return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] * starts)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("page", [case(page) for page in RUN])
+def test_what_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
+    assert run_page(page, tmp_path, emulates=permission_problem() is None) == []
+
+
+def test_the_runner_sees_what_it_is_for(tmp_path: Path) -> None:
+    page, folder = tmp_path / "page.md", tmp_path / "folder"
+    folder.mkdir()
+    page.write_text(
+        "<!-- file: a.txt -->\n```\ntwo 2\n```\n\n<!-- run -->\n```sh\ncat a.txt\n```\n\n<!-- output -->\n```\ntwo 3\n```\n"
+        "<!-- run -->\n```python\nprint('three')\n```\n\n<!-- output -->\n```\nfour\n```\n\n```sh\nfalse\n```\n"
+        "<!-- run: 2 ranks -->\n```python\ntrain(1)\nassert dist.get_rank() == 0\n```\n"
+    )
+    wrong = run_page(page, folder, emulates=False)
+    assert len(wrong) == 2
+    assert wrong[0].startswith("'four' was not printed, but: three")
+    assert "AssertionError" in wrong[1]
+
+
+def test_numbers_may_be_others() -> None:
+    assert unlike_output("loss 1.20, 3 ms\n", "gradwire: ...\nloss 0.9, 44 ms\n") == []
+    assert unlike_output("loss 1.20, 3 ms\n", "loss 0.9\n") == ["loss 1.20, 3 ms"]

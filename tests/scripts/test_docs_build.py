@@ -1,0 +1,32 @@
+"""The documentation is built without a warning, and the site has what it promises."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
+MISSING = [name for name in NEEDED if find_spec(name) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make docs` installs what it needs")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees"), "-b", "html"]
+    done = subprocess.run(
+        [*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    api = (site / "reference" / "api.html").read_text()
+    assert [name for name in gradwire.__all__ if name != "__version__" and f'id="gradwire.{name}"' not in api] == []
+    commands = (site / "reference" / "cli.html").read_text()
+    assert len(re.findall(r'id="gradwire-[a-z-]+"', commands)) >= 10
+    for option in ("--accuracy", "--ranks-per-node"):
+        assert (option in commands) == (option == "--ranks-per-node")
