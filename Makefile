@@ -83,8 +83,8 @@ fmt: .venv/.dev
 # and what the tests need: every SIMD level, and the tools
 .venv/.dev: .venv/.torch $(SOURCES)
 	@echo "Installing what the tests need and compiling the kernels for every processor, one to two minutes ..."
-	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,transformers,accelerate,lightning,ray]"
-	@touch .venv/.demo $@
+	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray]"
+	@touch .venv/.demo .venv/.docs $@
 
 # and what the documentation is made with
 .venv/.docs: .venv/.demo
