@@ -30,7 +30,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 LONGEST_FIRST = (
     "test_soak", "test_short_memory", "test_bench_worker", "test_doctor", "test_bench_demo", "test_engine_feedback",
-    "test_scripts_interrupts",
+    "test_scripts_interrupts", "test_doc_blocks",
     "test_engine_equality", "test_kernels_triton_blocks", "test_predict", "test_bench_schemes", "test_engine_residuals",
     "test_local_kills", "test_auto_live", "test_options_run", "test_engine_faults", "test_scripts_compile", "test_fuzz_formats",
     "test_phases",
