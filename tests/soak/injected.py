@@ -41,7 +41,7 @@ class Injector:
 
     def __init__(self, job: Job, trainee: Trainee) -> None:
         self._fault: Fault | None = job.fault if job.fault and job.fault.rank == dist.get_rank() else None
-        self._trainee, self._steps = trainee, job.steps
+        self._trainee, self._steps, self._setting = trainee, job.steps, job.setting
         self._lines, self._tried = 0, 0
         self._flips: FlippingBackend | FlippingWire | None = None
         self._flipping = False
@@ -140,7 +140,9 @@ class Injector:
             self._flips = link.backend = FlippingBackend(link.backend)
         else:
             size, rank = dist.get_world_size(), dist.get_rank()
-            self._flips = FlippingWire(link.wire, (rank + size // 2) % size)  # of another node, where ranks share nodes
+            # of another node, where ranks share nodes; a ring sends to the next rank alone
+            ahead = 1 if self._setting == "ring" else size // 2
+            self._flips = FlippingWire(link.wire, (rank + ahead) % size)
 
     def _flip(self, fault: Fault) -> None:
         if self._flips is None:

@@ -30,7 +30,8 @@ GivenInput = Annotated[
     str | None, typer.Option("--input", help="With --model: shape of a rank's batch, 8x3x64x64, or 8x128 for tokens.")
 ]
 DecodeCalls = Annotated[
-    str | None, typer.Option(help="Decode several payloads in one call: all, else each. Default: each.")
+    str | None,
+    typer.Option(help="How payloads that came together are decoded: one (call), each (one by one). Default: each."),
 ]
 
 
