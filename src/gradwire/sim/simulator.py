@@ -140,7 +140,8 @@ class Simulator:
             # exchanges must repeat too: they may fall behind for many steps before the computation has to wait. The last
             # exchange differs from the others, as no further step runs beside it
             rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
-            steady = len(rhythms) == 1
+            # nor is a rhythm steady in which a link or a core would have more to do than time: it still has gaps, which shrink
+            steady = len(rhythms) == 1 and min(rhythms) >= _least(works, workers)
             if steady or cycles >= _MOST_CYCLES:
                 window = (ends[-2], ends[-1]) if steady else (ends[len(ends) // 2 - 1], ends[-1])
                 spanned = cycle if steady else cycle * (len(ends) - len(ends) // 2)
@@ -249,6 +250,17 @@ class Simulator:
         if where in LINKS:
             return INTRA if where == "intra" else self._one_link
         return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
+
+
+def _least(works: Sequence[SimWork], workers: int) -> int:
+    """What a cycle of these steps takes at least: the time of the busiest resource. The CPU pool does `workers` tasks at once."""
+    busy = [sum(sum(work.lengths) for work in works), 0, 0, 0]
+    for work in works:
+        for row in work.rows:
+            for task in row:
+                busy[task.resource] += task.length
+    busy[POOL] = -(-busy[POOL] // workers)
+    return max(busy)
 
 
 def fs_of(us: float) -> int:
