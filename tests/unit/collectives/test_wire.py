@@ -1,17 +1,22 @@
 """Wires: lists of operations that C++ runs on connections between threads of one process."""
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from fake_links import wires as pairs
 
 from gradwire.collectives import Meter
-from gradwire.collectives.link import LinkError
+from gradwire.collectives.link import DamagedError, LinkError
 from gradwire.collectives.operations import Operations
+from gradwire.collectives.rings import RING_BYTES
 from gradwire.collectives.wire import Wire
 from gradwire.compressors import compressor_for
 from gradwire.compressors.base import Context
@@ -41,13 +46,13 @@ pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C
 Wires = Callable[..., list[Wire]]
 
 
-@pytest.fixture
-def wires() -> Iterator[Wires]:
+@pytest.fixture(params=[False, True], ids=["TCP", "shared memory"])
+def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     """wires(world_size): one for each rank, all in this process."""
     made: list[Wire] = []
 
     def connect(world_size: int, timeout_s: float = 10.0) -> list[Wire]:
-        made.extend(connected := pairs(world_size, timeout_s))
+        made.extend(connected := pairs(world_size, timeout_s, shared=request.param))
         return connected
 
     yield connect
@@ -158,7 +163,7 @@ def test_a_damaged_payload_is_told(wires: Wires) -> None:
 def test_a_child_closes_its_copies(wires: Wires) -> None:
     """Or the workers of a DataLoader would keep the connections of a killed rank open."""
     wire, peer = wires(2)
-    number = wire._numbers[1]
+    number = wire._connections[1].fd
     if (pid := os.fork()) == 0:
         try:
             os.fstat(number)
@@ -167,6 +172,104 @@ def test_a_child_closes_its_copies(wires: Wires) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert os.fstat(number) and peer
+
+
+# ---- memory alone
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Wire, Wire]]:
+    """Of two ranks that share memory."""
+    low, high = pairs(2, 10.0, shared=True)
+    yield low, high
+    low.close()
+    high.close()
+
+
+def sends(to: int, part: torch.Tensor) -> Operations:
+    operations = Operations()
+    operations.send(to, part, 1)
+    operations.flush()
+    return operations
+
+
+def receives(source: int, part: torch.Tensor) -> Operations:
+    operations = Operations()
+    operations.receive(source, part, 1)
+    return operations
+
+
+def test_messages_end_anywhere_in_a_ring(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    for numel in [RING_BYTES - 16, 1, RING_BYTES // 2 + 7, RING_BYTES // 3, RING_BYTES - 17, 5, 3 * RING_BYTES + 1]:
+        part = torch.randint(0, 256, (numel,), dtype=torch.uint8)
+        arrived = torch.zeros_like(part)
+        run_all([low, high], [sends(1, part), receives(0, arrived)])
+        assert torch.equal(arrived, part)
+
+
+def test_a_bit_that_changes_in_memory_is_told(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    part = torch.arange(100, dtype=torch.uint8)
+    low.run(sends(1, part), Meter())
+    (ctypes.c_ubyte * 200).from_address(high._connections[0].into + 192)[16 + 37] ^= 4
+    with pytest.raises(DamagedError, match="the checksum of 100 bytes") as error:
+        high.run(receives(0, torch.zeros_like(part)), Meter())
+    assert error.value.peer == 0
+
+
+def test_nothing_is_sent_after_a_shut_down(pair: tuple[Wire, Wire]) -> None:
+    """The ring has room for a message that nobody will read."""
+    low, high = pair
+    low.shut_down()
+    with pytest.raises(LinkError, match="shut down") as error:
+        low.run(sends(1, torch.zeros(8)), Meter())
+    assert error.value.peer == 1
+    with pytest.raises(LinkError, match="closed by peer"):
+        high.run(receives(0, torch.zeros(8)), Meter())
+
+
+def test_what_was_sent_before_the_end_arrives(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    part, arrived = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
+    low.run(sends(1, part), Meter())
+    low.close()
+    high.run(receives(0, arrived), Meter())
+    assert torch.equal(arrived, part)
+
+
+def test_a_child_lets_go_of_memory_and_bells(pair: tuple[Wire, Wire]) -> None:
+    numbers = [each.bell for wire, peer in zip(pair, (1, 0), strict=True) for each in [wire._connections[peer]]]
+    assert Path("/proc/self/maps").read_text().count("memfd:gradwire") >= 2
+    if (pid := os.fork()) == 0:
+        left = "memfd:gradwire" in Path("/proc/self/maps").read_text()
+        for number in numbers:
+            with suppress(OSError):
+                os.fstat(number)
+                left = True
+        os._exit(int(left))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert all(os.fstat(number) for number in numbers)
+
+
+def test_a_wire_that_is_forgotten_leaves_nothing() -> None:
+    def open_here() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = open_here()
+    low, high = pairs(2, 10.0, shared=True)
+    assert open_here() == before + 2 * 4  # of each: a connection, two bells, and the memory
+    low.close()
+    high.close()
+    assert open_here() == before
+    low, high = pairs(2, 10.0, shared=True)
+    for wire in (low, high):
+        for connection in wire._sockets.values():
+            connection.close()
+    del wire, low, high
+    gc.collect()
+    assert open_here() == before
 
 
 # ---- calls

@@ -1,0 +1,342 @@
+// The messages of one list of operations: what is on its way to and from other ranks, by TCP or through rings in shared memory.
+#pragma once
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <ctime>
+#include <deque>
+#include <vector>
+
+#include "checksum.hpp"
+#include "ring.hpp"
+
+namespace gradwire {
+namespace {
+
+enum Kind : int64_t { kCall, kSend, kReceive, kFlush };
+
+// Twin of `Operation` in src/gradwire/collectives/operations.py.
+struct Operation {
+  int64_t kind;
+  int64_t peer;           // of a message: whose connection
+  void* target;           // of a call the function in its packed form, of a message the first byte
+  int64_t arguments[10];  // of a call its arguments, of a message the number of bytes and a tag
+};
+
+// Twin of `Connection` in src/gradwire/collectives/rings.py: how to reach another rank. The rings are NULL where messages go by TCP.
+struct Connection {
+  int64_t fd = -1;       // of the own rank -1
+  Ring* out = nullptr;   // what this rank writes
+  Ring* in = nullptr;    // what it reads
+  int64_t bell = -1;     // rings for this rank
+  int64_t peer_bell = -1;
+};
+
+struct Header {
+  uint64_t bytes;
+  uint32_t tag;
+  uint32_t checksum;
+};
+
+// Bytes that come before poll wakes the thread; less where less is left of the message.
+constexpr int kWakeBytes = 1 << 18;
+
+double seconds_of(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// A message under way: its header, then its bytes.
+struct Message {
+  Header header;
+  char* bytes;
+  uint64_t done = 0;      // bytes of header and message
+  uint32_t checksum = 0;  // of what arrived
+  uint64_t expected_bytes;
+  uint32_t expected_tag;
+
+  uint64_t total() const { return sizeof header + expected_bytes; }
+  bool complete() const { return done == total(); }
+  uint64_t arrived() const { return done < sizeof header ? 0 : done - sizeof header; }  // without the header
+
+  // What is left.
+  int parts(iovec* into) {
+    int count = 0;
+    if (done < sizeof header) into[count++] = {reinterpret_cast<char*>(&header) + done, sizeof header - done};
+    const uint64_t at = arrived();
+    if (at < expected_bytes) into[count++] = {bytes + at, expected_bytes - at};
+    return count;
+  }
+};
+
+// Another rank.
+struct Peer {
+  Connection by;
+  int fd = -1;
+  int wakes_at = 0;                               // of the connection
+  uint64_t reader_wakes_at = 0, writer_wakes_at = 0;  // of the rings, since the last wait
+  std::deque<Message> sending, receiving;         // in order; what is complete leaves the front
+
+  bool idle() const { return sending.empty() && receiving.empty(); }
+  bool shares() const { return by.out; }
+};
+
+struct Failed {
+  int64_t peer;
+  bool damaged;
+  char words[200];
+};
+
+[[noreturn]] __attribute__((format(printf, 3, 4))) void fail(int64_t peer, bool damaged, const char* format, ...) {
+  Failed failed{peer, damaged, {}};
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(failed.words, sizeof failed.words, format, values);
+  va_end(values);
+  throw failed;
+}
+
+class Phase {
+ public:
+  Phase(const Connection* connections, int64_t ranks, double timeout_s) : peers_(size_t(ranks)), timeout_s_(timeout_s) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      peers_[size_t(rank)].by = connections[rank];
+      peers_[size_t(rank)].fd = int(connections[rank].fd);
+    }
+    polled_.reserve(2 * size_t(ranks));
+    ranks_.reserve(2 * size_t(ranks));
+  }
+
+  void expect(const Operation& operation) { peer_of(operation).receiving.push_back(message_of(operation)); }
+
+  void send(const Operation& operation) {
+    Peer& peer = peer_of(operation);
+    Message message = message_of(operation);
+    if (message.bytes != summed_.payload || message.expected_bytes != summed_.count)
+      summed_ = {message.bytes, message.expected_bytes, crc32c(0, message.bytes, message.expected_bytes)};
+    message.header.checksum = summed_.checksum;
+    peer.sending.push_back(message);
+    push(peer, operation.peer);
+  }
+
+  // A call may have changed what was sent before. `encoded` is what it encoded, if it summed that on its way.
+  void called(const Encoded& encoded) { summed_ = encoded; }
+
+  // Until the first message of this peer that is not complete was `left` before.
+  void receive(const Operation& operation, size_t left) {
+    Peer& peer = peer_of(operation);
+    pull(peer, operation.peer);
+    wait(operation.peer, "a message", [&] { return peer.receiving.size() <= left; });
+  }
+
+  void flush() {
+    for (size_t rank = 0; rank < peers_.size(); ++rank)
+      wait(int64_t(rank), "room for a message", [&] { return peers_[rank].sending.empty(); });
+  }
+
+ private:
+  Peer& peer_of(const Operation& operation) { return peers_[size_t(operation.peer)]; }
+
+  static Message message_of(const Operation& operation) {
+    Message message;
+    message.expected_bytes = uint64_t(operation.arguments[0]);
+    message.expected_tag = uint32_t(operation.arguments[1]);
+    message.header = {message.expected_bytes, message.expected_tag, 0};
+    message.bytes = static_cast<char*>(operation.target);
+    return message;
+  }
+
+  // Moves bytes of a message by `call`, sendmsg or recvmsg; 0 where it would have to wait, or for the end of what comes.
+  template <class Call>
+  static uint64_t by_tcp(Message& message, int64_t rank, const Call& call) {
+    iovec parts[2];
+    msghdr what{};
+    what.msg_iov = parts;
+    what.msg_iovlen = size_t(message.parts(parts));
+    while (true) {
+      const ssize_t moved = call(&what);
+      if (moved >= 0) return uint64_t(moved);
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      if (errno != EINTR) fail(rank, false, "%s", std::strerror(errno));
+    }
+  }
+
+  static uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
+    if (!peer.shares()) return by_tcp(message, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
+    iovec parts[2];
+    message.parts(parts);
+    return put(*peer.by.out, int(peer.by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
+  }
+
+  static uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
+    iovec parts[2];
+    if (peer.shares()) {
+      message.parts(parts);
+      return take(*peer.by.in, int(peer.by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+    }
+    return by_tcp(message, rank, [&](msghdr* what) {
+      const ssize_t got = recvmsg(peer.fd, what, MSG_DONTWAIT);
+      if (got == 0) fail(rank, false, "Connection closed by peer");
+      return got;
+    });
+  }
+
+  // Sends as much as there is room for.
+  void push(Peer& peer, int64_t rank) {
+    while (!peer.sending.empty()) {
+      Message& message = peer.sending.front();
+      const uint64_t sent = send_some(peer, message, rank);
+      if (!sent) return;
+      message.done += sent;
+      if (message.complete()) peer.sending.pop_front();
+    }
+  }
+
+  // Takes as much as has come of the messages that are expected.
+  void pull(Peer& peer, int64_t rank) {
+    while (!peer.receiving.empty()) {
+      Message& message = peer.receiving.front();
+      const uint64_t got = receive_some(peer, message, rank);
+      if (!got) return;
+      const uint64_t before = message.arrived();
+      message.done += got;
+      message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+      const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
+      if (message.done >= sizeof message.header && !same)
+        fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
+             "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
+             Unsigned(message.expected_bytes), message.expected_tag);
+      if (!message.complete()) {
+        if (peer.shares()) continue;
+        return;  // less came than there was room for
+      }
+      if (message.checksum != message.header.checksum)
+        fail(rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
+             Unsigned(message.expected_bytes), message.header.checksum, message.checksum);
+      peer.receiving.pop_front();
+    }
+  }
+
+  using Unsigned = unsigned long long;
+
+  // Wakes when the rest of the message is there, or a good part of it.
+  static void wake_at(Peer& peer) {
+    const Message& message = peer.receiving.front();
+    const uint64_t rest = message.total() - message.done;
+    const int bytes = rest < uint64_t(kWakeBytes) ? int(rest) : kWakeBytes;
+    if (bytes == peer.wakes_at) return;
+    peer.wakes_at = bytes;
+    setsockopt(peer.fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);  // where it fails poll wakes more often
+  }
+
+  // Moves messages in both directions until `done`. `awaited` is named when that takes longer than the timeout.
+  template <class Done>
+  void wait(int64_t awaited, const char* what, const Done& done) {
+    if (done()) return;
+    const double until = seconds_of(CLOCK_MONOTONIC) + timeout_s_;
+    while (!done()) {
+      const bool ready = prepare_wait();
+      const double rest = until - seconds_of(CLOCK_MONOTONIC);
+      const int longest_ms = ready || rest <= 0 ? 0 : rest < 60 ? int(1e3 * rest) + 1 : 60'000;
+      const int count = poll(polled_.data(), nfds_t(polled_.size()), longest_ms);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
+      if (count == 0 && !ready && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
+      for (size_t at = 0; at < polled_.size(); ++at) {
+        Peer& peer = peers_[size_t(ranks_[at])];
+        if (peer.shares()) {  // its connection and its bell
+          go_on(peer, ranks_[at], polled_[at].revents, polled_[at + 1].revents);
+          ++at;
+          continue;
+        }
+        const short happened = polled_[at].revents;
+        if (happened & (POLLOUT | POLLERR | POLLHUP)) push(peer, ranks_[at]);
+        if (happened & (POLLIN | POLLERR | POLLHUP)) pull(peer, ranks_[at]);
+      }
+    }
+  }
+
+  // Lists what to wait for. Whether a ring can go on already.
+  bool prepare_wait() {
+    polled_.clear();
+    ranks_.clear();
+    bool shares = false, ready = false;
+    for (size_t rank = 0; rank < peers_.size(); ++rank) {
+      Peer& peer = peers_[rank];
+      if (peer.fd < 0 || peer.idle()) continue;
+      if (peer.shares()) {
+        tell_wait(peer);
+        watch(peer.fd, POLLIN, rank);
+        watch(int(peer.by.bell), POLLIN, rank);
+        shares = true;
+        continue;
+      }
+      if (!peer.receiving.empty()) wake_at(peer);
+      watch(peer.fd, short((peer.receiving.empty() ? 0 : POLLIN) | (peer.sending.empty() ? 0 : POLLOUT)), rank);
+    }
+    if (!shares) return false;
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // told, then looked once more
+    for (const Peer& peer : peers_)
+      if (peer.shares() && !peer.idle()) ready |= can_go_on(peer);
+    return ready;
+  }
+
+  void watch(int fd, short events, size_t rank) {
+    polled_.push_back({fd, events, 0});
+    ranks_.push_back(int64_t(rank));
+  }
+
+  static uint64_t good_part(const Ring& ring, const Message& message) {
+    return std::min(message.total() - message.done, ring.capacity / 2);
+  }
+
+  static void tell_wait(Peer& peer) {
+    Ring &in = *peer.by.in, &out = *peer.by.out;
+    if (!peer.receiving.empty()) {
+      peer.reader_wakes_at = in.read.load(std::memory_order_relaxed) + good_part(in, peer.receiving.front());
+      in.reader_wakes_at.store(peer.reader_wakes_at, std::memory_order_relaxed);
+    }
+    if (!peer.sending.empty()) {
+      const uint64_t at = out.written.load(std::memory_order_relaxed) + good_part(out, peer.sending.front());
+      peer.writer_wakes_at = at > out.capacity ? at - out.capacity : 0;
+      out.writer_wakes_at.store(peer.writer_wakes_at, std::memory_order_relaxed);
+    }
+  }
+
+  static bool can_go_on(const Peer& peer) {
+    const uint64_t written = peer.by.in->written.load(std::memory_order_acquire);
+    const uint64_t read = peer.by.out->read.load(std::memory_order_acquire);
+    return (!peer.receiving.empty() && written >= peer.reader_wakes_at) || (!peer.sending.empty() && read >= peer.writer_wakes_at);
+  }
+
+  // Moves what can be moved through rings. A connection that wakes is closed: no bytes travel on it.
+  void go_on(Peer& peer, int64_t rank, short closed, short rung) {
+    uint64_t rings;
+    peer.by.in->reader_wakes_at.store(0, std::memory_order_relaxed);
+    peer.by.out->writer_wakes_at.store(0, std::memory_order_relaxed);
+    if (rung && read(int(peer.by.bell), &rings, sizeof rings) < 0 && errno != EAGAIN && errno != EINTR)
+      fail(rank, false, "%s", std::strerror(errno));
+    push(peer, rank);
+    pull(peer, rank);
+    if (!closed || peer.idle()) return;
+    char byte;
+    const ssize_t got = recv(peer.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+    fail(rank, false, "%s", got == 0 ? "Connection closed by peer" : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
+  }
+
+  std::vector<Peer> peers_;
+  Encoded summed_{};  // what was encoded or sent last, where it has not changed since
+  double timeout_s_;
+  std::vector<pollfd> polled_;
+  std::vector<int64_t> ranks_;
+};
+
+}  // namespace
+}  // namespace gradwire
