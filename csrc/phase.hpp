@@ -52,25 +52,30 @@ double seconds_of(clockid_t clock) {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
-// A message under way: its header, then its bytes.
+// A message under way: its header, its bytes, and in a ring the checksum behind these, since the sender sums them as it copies them.
 struct Message {
   Header header;
   char* bytes;
-  uint64_t done = 0;      // bytes of header and message
-  uint32_t checksum = 0;  // of what arrived
+  uint64_t done = 0;      // bytes of all that
+  uint32_t checksum = 0;  // of what arrived or, with `sums`, was sent
+  bool sums = false;
+  uint64_t behind = 0;    // the checksum behind the bytes
+  uint64_t behind_bytes = 0;
   uint64_t expected_bytes;
   uint32_t expected_tag;
 
-  uint64_t total() const { return sizeof header + expected_bytes; }
+  uint64_t total() const { return sizeof header + expected_bytes + behind_bytes; }
   bool complete() const { return done == total(); }
-  uint64_t arrived() const { return done < sizeof header ? 0 : done - sizeof header; }  // without the header
+  uint64_t arrived() const { return done < sizeof header ? 0 : std::min(done - sizeof header, expected_bytes); }  // of the bytes
 
-  // What is left.
+  // What is left; of a message in a ring the first part alone counts.
   int parts(iovec* into) {
     int count = 0;
     if (done < sizeof header) into[count++] = {reinterpret_cast<char*>(&header) + done, sizeof header - done};
     const uint64_t at = arrived();
     if (at < expected_bytes) into[count++] = {bytes + at, expected_bytes - at};
+    const uint64_t rest = total() - done;
+    if (behind_bytes && rest <= behind_bytes) into[count++] = {reinterpret_cast<char*>(&behind) + (behind_bytes - rest), rest};
     return count;
   }
 };
@@ -113,14 +118,16 @@ class Phase {
     ranks_.reserve(2 * size_t(ranks));
   }
 
-  void expect(const Operation& operation) { peer_of(operation).receiving.push_back(message_of(operation)); }
+  void expect(const Operation& operation) { peer_of(operation).receiving.push_back(message_of(operation, peer_of(operation))); }
 
   void send(const Operation& operation) {
     Peer& peer = peer_of(operation);
-    Message message = message_of(operation);
-    if (message.bytes != summed_.payload || message.expected_bytes != summed_.count)
+    Message message = message_of(operation, peer);
+    const bool known = message.bytes == summed_.payload && message.expected_bytes == summed_.count;
+    if (!known && !peer.shares())
       summed_ = {message.bytes, message.expected_bytes, crc32c(0, message.bytes, message.expected_bytes)};
-    message.header.checksum = summed_.checksum;
+    message.sums = !known && peer.shares();
+    if (!message.sums) message.behind = message.header.checksum = summed_.checksum;
     peer.sending.push_back(message);
     push(peer, operation.peer);
   }
@@ -143,8 +150,9 @@ class Phase {
  private:
   Peer& peer_of(const Operation& operation) { return peers_[size_t(operation.peer)]; }
 
-  static Message message_of(const Operation& operation) {
+  static Message message_of(const Operation& operation, const Peer& peer) {
     Message message;
+    message.behind_bytes = peer.shares() ? sizeof message.behind : 0;
     message.expected_bytes = uint64_t(operation.arguments[0]);
     message.expected_tag = uint32_t(operation.arguments[1]);
     message.header = {message.expected_bytes, message.expected_tag, 0};
@@ -193,7 +201,13 @@ class Phase {
       Message& message = peer.sending.front();
       const uint64_t sent = send_some(peer, message, rank);
       if (!sent) return;
+      const uint64_t before = message.arrived();
       message.done += sent;
+      if (message.sums) {
+        message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+        message.behind = message.checksum;
+        if (message.complete()) summed_ = {message.bytes, message.expected_bytes, message.checksum};
+      }
       if (message.complete()) peer.sending.pop_front();
     }
   }
@@ -216,9 +230,10 @@ class Phase {
         if (peer.shares()) continue;
         return;  // less came than there was room for
       }
-      if (message.checksum != message.header.checksum)
+      const uint32_t sent = peer.shares() ? uint32_t(message.behind) : message.header.checksum;
+      if (message.checksum != sent || (peer.shares() && message.behind >> 32))
         fail(rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
-             Unsigned(message.expected_bytes), message.header.checksum, message.checksum);
+             Unsigned(message.expected_bytes), sent, message.checksum);
       peer.receiving.pop_front();
     }
   }

@@ -26,8 +26,9 @@ struct Ring {
 };
 static_assert(sizeof(Ring) == 192 && std::atomic<uint64_t>::is_always_lock_free, "processes share this");
 
-// Bytes that are copied before the other side may have them, so that both copy at once and find them in a near cache.
-constexpr uint64_t kRingStep = 1 << 16;
+// Bytes that are copied before the other side may have them: both then copy at once, and whoever sums them finds them in the nearest
+// cache.
+constexpr uint64_t kRingStep = 1 << 15;
 
 inline void wake_if_due(std::atomic<uint64_t>& wakes_at, uint64_t position, int bell) {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // beside the one between telling and looking once more
@@ -38,20 +39,16 @@ inline void wake_if_due(std::atomic<uint64_t>& wakes_at, uint64_t position, int 
   }
 }
 
-// Writes as much as there is room for; how much that was. `bell`: the reader's.
+// Writes at most one step of these bytes, as far as there is room; how much that was. `bell`: the reader's.
 inline uint64_t put(Ring& ring, int bell, const char* from, uint64_t count) {
-  uint64_t done = 0;
-  while (done < count) {
-    const uint64_t at = ring.written.load(std::memory_order_relaxed), place = at % ring.capacity;
-    const uint64_t filled = at - ring.read.load(std::memory_order_acquire);
-    if (filled >= ring.capacity) break;
-    const uint64_t step = std::min({count - done, ring.capacity - filled, ring.capacity - place, kRingStep});
-    std::memcpy(ring.bytes() + place, from + done, step);
-    ring.written.store(at + step, std::memory_order_release);
-    done += step;
-    wake_if_due(ring.reader_wakes_at, at + step, bell);
-  }
-  return done;
+  const uint64_t at = ring.written.load(std::memory_order_relaxed), place = at % ring.capacity;
+  const uint64_t filled = std::min(at - ring.read.load(std::memory_order_acquire), ring.capacity);
+  const uint64_t step = std::min({count, ring.capacity - filled, ring.capacity - place, kRingStep});
+  if (!step) return 0;
+  std::memcpy(ring.bytes() + place, from, step);
+  ring.written.store(at + step, std::memory_order_release);
+  wake_if_due(ring.reader_wakes_at, at + step, bell);
+  return step;
 }
 
 // Reads at most one step of what is there; how much that was. `bell`: the writer's.

@@ -71,8 +71,10 @@ class Wire:
 
     def close(self) -> None:
         """Close the connections. Nothing may run."""
-        for each in (*self._sockets.values(), *self._rings.values()):
+        for each in self._sockets.values():
             each.close()
+        for rings in self._rings.values():
+            rings.close()
 
 
 _open: "weakref.WeakSet[Wire]" = weakref.WeakSet()
