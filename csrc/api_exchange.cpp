@@ -2,7 +2,8 @@
 //
 // The operations are a list that is made once (src/gradwire/collectives/operations.py). A lane has one TCP connection to each
 // other rank. With a rank of its node it may share two rings as well: then messages travel through these, and the connection only
-// tells that the other rank is gone (phase.hpp). Messages of a pair of ranks travel in the order of the lists, which is the same on
+// tells that the other rank is gone (phase.hpp). Elements that are copied or added go straight from the ring to where they belong.
+// Messages of a pair of ranks travel in the order of the lists, which is the same on
 // both. A message begins with a header, so that ranks that run different lists fail instead of adding the wrong numbers, and with
 // a checksum, which is compared before anything uses the message.
 #include <vector>
@@ -55,7 +56,7 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
     Phase phase(connections, ranks, timeout_s);
     std::vector<size_t> left(size_t(ranks), 0);  // messages that are expected after the next one
     for (int64_t i = 0; i < count; ++i)
-      if (operations[i].kind == kReceive) {
+      if (operations[i].kind == kReceive || operations[i].kind == kReceiveElements) {
         phase.expect(operations[i]);
         ++left[size_t(operations[i].peer)];
       }
@@ -78,8 +79,8 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
       } else {
         const double before = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         if (operation.kind == kSend) phase.send(operation);
-        else if (operation.kind == kReceive) phase.receive(operation, --left[size_t(operation.peer)]);
-        else phase.flush();
+        else if (operation.kind == kFlush) phase.flush();
+        else phase.receive(operation, --left[size_t(operation.peer)]);
         waited_cpu += seconds_of(CLOCK_THREAD_CPUTIME_ID) - before;
       }
       if (times) times[2 * at + 1] = seconds_of(CLOCK_MONOTONIC);

@@ -13,19 +13,21 @@
 #include <vector>
 
 #include "checksum.hpp"
+#include "packed.hpp"
 #include "ring.hpp"
 
 namespace gradwire {
 namespace {
 
-enum Kind : int64_t { kCall, kSend, kReceive, kFlush };
+enum Kind : int64_t { kCall, kSend, kReceive, kFlush, kReceiveElements };
 
 // Twin of `Operation` in src/gradwire/collectives/operations.py.
 struct Operation {
   int64_t kind;
   int64_t peer;           // of a message: whose connection
   void* target;           // of a call the function in its packed form, of a message the first byte
-  int64_t arguments[10];  // of a call its arguments, of a message the number of bytes and a tag
+  int64_t arguments[10];  // of a call its arguments, of a message the number of bytes and a tag; of elements also the dtype that
+                          // comes, that of the target, and whether they are added
 };
 
 // Twin of `Connection` in src/gradwire/collectives/rings.py: how to reach another rank. The rings are NULL where messages go by TCP.
@@ -35,6 +37,7 @@ struct Connection {
   Ring* in = nullptr;    // what it reads
   int64_t bell = -1;     // rings for this rank
   int64_t peer_bell = -1;
+  uint64_t capacity = 0;  // of each ring
 };
 
 struct Header {
@@ -63,6 +66,10 @@ struct Message {
   uint64_t behind_bytes = 0;
   uint64_t expected_bytes;
   uint32_t expected_tag;
+  bool elements = false;  // what arrives is copied or added to `bytes`, element by element
+  bool in_turn = true;    // elements arrive when the list has come to them, so that a sum has one order
+  bool add = false;
+  Dtype from{}, into{};
 
   uint64_t total() const { return sizeof header + expected_bytes + behind_bytes; }
   bool complete() const { return done == total(); }
@@ -88,7 +95,8 @@ struct Peer {
   uint64_t reader_wakes_at = 0, writer_wakes_at = 0;  // of the rings, since the last wait
   std::deque<Message> sending, receiving;         // in order; what is complete leaves the front
 
-  bool idle() const { return sending.empty() && receiving.empty(); }
+  bool reads() const { return !receiving.empty() && receiving.front().in_turn; }
+  bool idle() const { return sending.empty() && !reads(); }
   bool shares() const { return by.out; }
 };
 
@@ -118,7 +126,18 @@ class Phase {
     ranks_.reserve(2 * size_t(ranks));
   }
 
-  void expect(const Operation& operation) { peer_of(operation).receiving.push_back(message_of(operation, peer_of(operation))); }
+  void expect(const Operation& operation) {
+    Message message = message_of(operation, peer_of(operation));
+    message.elements = operation.kind == kReceiveElements;
+    if (message.elements) {
+      if (!peer_of(operation).shares()) fail(operation.peer, false, "elements arrive from memory alone");
+      message.in_turn = false;
+      message.from = Dtype(operation.arguments[2]);
+      message.into = Dtype(operation.arguments[3]);
+      message.add = operation.arguments[4];
+    }
+    peer_of(operation).receiving.push_back(message);
+  }
 
   void send(const Operation& operation) {
     Peer& peer = peer_of(operation);
@@ -130,6 +149,7 @@ class Phase {
     if (!message.sums) message.behind = message.header.checksum = summed_.checksum;
     peer.sending.push_back(message);
     push(peer, operation.peer);
+    if (message.sums && peer.sending.empty()) summed_ = {message.bytes, message.expected_bytes, last_sum_};
   }
 
   // A call may have changed what was sent before. `encoded` is what it encoded, if it summed that on its way.
@@ -138,6 +158,8 @@ class Phase {
   // Until the first message of this peer that is not complete was `left` before.
   void receive(const Operation& operation, size_t left) {
     Peer& peer = peer_of(operation);
+    summed_ = {};  // what arrives may lie where something was sent from
+    if (peer.receiving.size() > left) peer.receiving.front().in_turn = true;
     pull(peer, operation.peer);
     wait(operation.peer, "a message", [&] { return peer.receiving.size() <= left; });
   }
@@ -179,20 +201,47 @@ class Phase {
     if (!peer.shares()) return by_tcp(message, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
     iovec parts[2];
     message.parts(parts);
-    return put(*peer.by.out, int(peer.by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
+    const Connection& by = peer.by;
+    return put(*by.out, by.capacity, int(by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
   }
 
-  static uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
-    iovec parts[2];
+  // Takes bytes of a message to where they belong, and sums them.
+  uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
+    const uint64_t before = message.arrived();
+    uint64_t got;
     if (peer.shares()) {
+      const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
+      if (message.elements && in_bytes) return use_some(peer.by, message);
+      iovec parts[2];
       message.parts(parts);
-      return take(*peer.by.in, int(peer.by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+      const Connection& by = peer.by;
+      got = take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+    } else {
+      got = by_tcp(message, rank, [&](msghdr* what) {
+        const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
+        if (came == 0) fail(rank, false, "Connection closed by peer");
+        return came;
+      });
     }
-    return by_tcp(message, rank, [&](msghdr* what) {
-      const ssize_t got = recvmsg(peer.fd, what, MSG_DONTWAIT);
-      if (got == 0) fail(rank, false, "Connection closed by peer");
-      return got;
-    });
+    message.done += got;
+    message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+    return got;
+  }
+
+  // Copies or adds elements from a step that lies in the nearest cache. One that is not whole yet stays there: of a list only one
+  // message is in its turn.
+  uint64_t use_some(const Connection& by, Message& message) {
+    const uint64_t item = uint64_t(item_bytes(message.from)), at = message.arrived(), begun = at % item;
+    const uint64_t rest = std::min(message.expected_bytes - at, kRingStep);
+    const uint64_t got = take(*by.in, by.capacity, int(by.peer_bell), step_ + begun, rest);
+    if (!got) return 0;
+    message.done += got;
+    message.checksum = crc32c(message.checksum, step_ + begun, got);
+    const uint64_t whole = (begun + got) / item;
+    char* const into = message.bytes + at / item * uint64_t(item_bytes(message.into));
+    kernels().cast_decode(reinterpret_cast<const uint8_t*>(step_), message.from, into, message.into, message.add, int64_t(whole));
+    std::memmove(step_, step_ + whole * item, begun + got - whole * item);
+    return got;
   }
 
   // Sends as much as there is room for.
@@ -203,10 +252,11 @@ class Phase {
       if (!sent) return;
       const uint64_t before = message.arrived();
       message.done += sent;
+      moved_ += sent;
       if (message.sums) {
         message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
         message.behind = message.checksum;
-        if (message.complete()) summed_ = {message.bytes, message.expected_bytes, message.checksum};
+        last_sum_ = message.checksum;
       }
       if (message.complete()) peer.sending.pop_front();
     }
@@ -214,13 +264,11 @@ class Phase {
 
   // Takes as much as has come of the messages that are expected.
   void pull(Peer& peer, int64_t rank) {
-    while (!peer.receiving.empty()) {
+    while (peer.reads()) {
       Message& message = peer.receiving.front();
       const uint64_t got = receive_some(peer, message, rank);
       if (!got) return;
-      const uint64_t before = message.arrived();
-      message.done += got;
-      message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+      moved_ += got;
       const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
       if (message.done >= sizeof message.header && !same)
         fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
@@ -255,6 +303,7 @@ class Phase {
   void wait(int64_t awaited, const char* what, const Done& done) {
     if (done()) return;
     const double until = seconds_of(CLOCK_MONOTONIC) + timeout_s_;
+    uint64_t before = moved_;
     while (!done()) {
       const bool ready = prepare_wait();
       const double rest = until - seconds_of(CLOCK_MONOTONIC);
@@ -262,7 +311,9 @@ class Phase {
       const int count = poll(polled_.data(), nfds_t(polled_.size()), longest_ms);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
-      if (count == 0 && !ready && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
+      const bool moves = ready && moved_ != before;  // a ring whose head is damaged may be ready for ever
+      if (count == 0 && !moves && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
+      before = moved_;
       for (size_t at = 0; at < polled_.size(); ++at) {
         Peer& peer = peers_[size_t(ranks_[at])];
         if (peer.shares()) {  // its connection and its bell
@@ -292,11 +343,10 @@ class Phase {
         shares = true;
         continue;
       }
-      if (!peer.receiving.empty()) wake_at(peer);
-      watch(peer.fd, short((peer.receiving.empty() ? 0 : POLLIN) | (peer.sending.empty() ? 0 : POLLOUT)), rank);
+      if (peer.reads()) wake_at(peer);
+      watch(peer.fd, short((peer.reads() ? POLLIN : 0) | (peer.sending.empty() ? 0 : POLLOUT)), rank);
     }
     if (!shares) return false;
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // told, then looked once more
     for (const Peer& peer : peers_)
       if (peer.shares() && !peer.idle()) ready |= can_go_on(peer);
     return ready;
@@ -307,27 +357,27 @@ class Phase {
     ranks_.push_back(int64_t(rank));
   }
 
-  static uint64_t good_part(const Ring& ring, const Message& message) {
-    return std::min(message.total() - message.done, ring.capacity / 2);
+  static uint64_t good_part(const Connection& by, const Message& message) {
+    return std::min(message.total() - message.done, by.capacity / 2);
   }
 
   static void tell_wait(Peer& peer) {
-    Ring &in = *peer.by.in, &out = *peer.by.out;
-    if (!peer.receiving.empty()) {
-      peer.reader_wakes_at = in.read.load(std::memory_order_relaxed) + good_part(in, peer.receiving.front());
-      in.reader_wakes_at.store(peer.reader_wakes_at, std::memory_order_relaxed);
+    const Connection& by = peer.by;
+    if (peer.reads()) {
+      peer.reader_wakes_at = by.in->read.load(std::memory_order_relaxed) + good_part(by, peer.receiving.front());
+      by.in->reader_wakes_at.store(peer.reader_wakes_at, std::memory_order_seq_cst);
     }
     if (!peer.sending.empty()) {
-      const uint64_t at = out.written.load(std::memory_order_relaxed) + good_part(out, peer.sending.front());
-      peer.writer_wakes_at = at > out.capacity ? at - out.capacity : 0;
-      out.writer_wakes_at.store(peer.writer_wakes_at, std::memory_order_relaxed);
+      const uint64_t at = by.out->written.load(std::memory_order_relaxed) + good_part(by, peer.sending.front());
+      peer.writer_wakes_at = at > by.capacity ? at - by.capacity : 0;
+      by.out->writer_wakes_at.store(peer.writer_wakes_at, std::memory_order_seq_cst);
     }
   }
 
   static bool can_go_on(const Peer& peer) {
-    const uint64_t written = peer.by.in->written.load(std::memory_order_acquire);
-    const uint64_t read = peer.by.out->read.load(std::memory_order_acquire);
-    return (!peer.receiving.empty() && written >= peer.reader_wakes_at) || (!peer.sending.empty() && read >= peer.writer_wakes_at);
+    const uint64_t written = peer.by.in->written.load(std::memory_order_seq_cst);
+    const uint64_t read = peer.by.out->read.load(std::memory_order_seq_cst);
+    return (peer.reads() && written >= peer.reader_wakes_at) || (!peer.sending.empty() && read >= peer.writer_wakes_at);
   }
 
   // Moves what can be moved through rings. A connection that wakes is closed: no bytes travel on it.
@@ -347,7 +397,10 @@ class Phase {
   }
 
   std::vector<Peer> peers_;
-  Encoded summed_{};  // what was encoded or sent last, where it has not changed since
+  Encoded summed_{};        // what was encoded or sent last, where it has not changed since
+  uint32_t last_sum_ = 0;   // of the last message that was summed as it was sent
+  uint64_t moved_ = 0;      // bytes, in both directions
+  alignas(64) char step_[kRingStep + sizeof(double)];  // elements on their way
   double timeout_s_;
   std::vector<pollfd> polled_;
   std::vector<int64_t> ranks_;

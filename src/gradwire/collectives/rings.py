@@ -6,17 +6,29 @@ The memory has no name. It is gone with the last process that has it, however th
 import ctypes
 import mmap
 import os
-import sys
 import weakref
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
-RING_BYTES = 2**20
-"""A ring holds so much. Larger messages pass in parts."""
-_HEAD_BYTES, _CAPACITY_AT = 192, 128
-"""Twins of `Ring` in csrc/ring.hpp: its size, and where it has its capacity."""
-MEMORY_BYTES = 2 * (_HEAD_BYTES + RING_BYTES)
-"""The memory of a pair of ranks on one lane: a ring in each direction."""
+_HEAD_BYTES = 128
+"""Twin of `Ring` in csrc/ring.hpp: its size. The bytes follow it."""
+_LARGEST, _SMALLEST = 2**20, 2**16
+
+
+def ring_bytes(ranks: int) -> int:
+    """What each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow with the square of
+    the ranks, so above 8 ranks rings are smaller.
+
+    >>> [ring_bytes(ranks) // 1024 for ranks in (2, 8, 9, 16, 17, 64)]
+    [1024, 1024, 256, 256, 64, 64]
+    """
+    doublings = max(0, (ranks - 1).bit_length() - 3)
+    return max(_SMALLEST, _LARGEST >> 2 * doublings)
+
+
+def memory_bytes(capacity: int) -> int:
+    """The memory of a pair of ranks on one lane: a ring of this capacity in each direction."""
+    return 2 * (_HEAD_BYTES + capacity)
 
 
 class Connection(ctypes.Structure):
@@ -24,7 +36,7 @@ class Connection(ctypes.Structure):
 
     _fields_ = (
         *(("fd", c_int64), ("out", c_void_p), ("into", c_void_p)),
-        *(("bell", c_int64), ("peer_bell", c_int64)),
+        *(("bell", c_int64), ("peer_bell", c_int64), ("capacity", c_int64)),
     )
 
 
@@ -37,14 +49,13 @@ class Handles:
     """First that of the rank that made them."""
 
     @staticmethod
-    def make() -> "Handles":
-        """Raises OSError where there is no memory or no descriptor left."""
+    def make(capacity: int) -> "Handles":
+        """`capacity`: of each ring, a multiple of 64. Raises OSError where there is no memory or no descriptor left."""
         opened: list[int] = []
         try:
             opened.append(os.memfd_create("gradwire"))
-            os.posix_fallocate(opened[0], 0, MEMORY_BYTES)  # memory that is short is told here, not by SIGBUS in a step
-            for ring in (0, MEMORY_BYTES // 2):
-                os.pwrite(opened[0], RING_BYTES.to_bytes(8, sys.byteorder), ring + _CAPACITY_AT)
+            # memory that is short is told here, not by SIGBUS in a step
+            os.posix_fallocate(opened[0], 0, memory_bytes(capacity))
             opened += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         except BaseException:
             for number in opened:
@@ -66,17 +77,18 @@ class Handles:
 class Rings:
     """The two rings of a pair of ranks on one lane, seen from one of them."""
 
-    def __init__(self, handles: Handles, maker: bool) -> None:
+    def __init__(self, handles: Handles, maker: bool, capacity: int) -> None:
         """Takes the handles over, unless it raises OSError. `maker`: whether this rank made them."""
-        memory = mmap.mmap(handles.memory, MEMORY_BYTES)
+        self._memory = mmap.mmap(handles.memory, memory_bytes(capacity))
         os.close(handles.memory)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        places = (begin, begin + MEMORY_BYTES // 2)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        places = (begin, begin + _HEAD_BYTES + capacity)
         self.addresses = places if maker else places[::-1]
         """Of the ring that this rank writes, and of the one that it reads."""
         self.bells = handles.bells if maker else handles.bells[::-1]
         """Of this rank, and of the other one."""
-        self._finalizer = weakref.finalize(self, _let_go, memory, self.bells)
+        self.capacity = capacity
+        self._finalizer = weakref.finalize(self, _let_go, self._memory, self.bells)
         self._finalizer.atexit = False  # a thread may still run on it
 
     def close(self) -> None:

@@ -41,11 +41,17 @@ class Wire:
         self._rings[peer] = rings
         entry = self._connections[peer]
         (entry.out, entry.into), (entry.bell, entry.peer_bell) = rings.addresses, rings.bells
+        entry.capacity = rings.capacity
 
     @property
     def shared_with(self) -> list[int]:
         """The ranks with which this one shares memory."""
         return sorted(self._rings)
+
+    @property
+    def shares_with_all(self) -> bool:
+        """Whether that is every other rank. The same on all ranks: they are one node, which shares memory as a whole."""
+        return len(self._rings) == len(self._connections) - 1
 
     def run(self, operations: Operations, meter: Meter) -> None:
         """Run a list of operations. Raises LinkError where a connection fails, DamagedError where it changed bytes, PayloadError

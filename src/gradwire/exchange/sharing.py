@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gradwire.collectives import Grid, Link
-from gradwire.collectives.rings import MEMORY_BYTES, Handles, Rings
+from gradwire.collectives.rings import Handles, Rings, memory_bytes, ring_bytes
 from gradwire.collectives.wire import Wire
 from gradwire.exchange.agreement import gather_bytes
 
@@ -52,7 +52,7 @@ def _problems(control: Link, step: Callable[[], None], before: Sequence[str] = (
     problem = before[control.rank] if before else ""
     try:
         step()
-    except (OSError, AttributeError) as error:  # a system that lacks the call
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a system that lacks the call
         problem = str(error)
     return [raw.decode().strip() for raw in gather_bytes(control, problem.encode() or b" ")]
 
@@ -66,10 +66,11 @@ class MemoryOffer:
         self._mates = grid.group("intra")
         place = self._mates.index(grid.rank)
         self._lower, self._higher = self._mates[:place], self._mates[place + 1 :]
+        self._capacity = ring_bytes(len(self._mates))
         self._made: dict[int, list[Handles]] = {}
         """For each lower rank: of each lane."""
-        self._given: dict[int, list[Handles]] = {}
-        """By each higher rank."""
+        self._mapped: dict[int, list[Rings]] = {}
+        """With each rank, in the place of the handles."""
         self._listener: socket.socket | None = None
 
     def make(self) -> None:
@@ -83,13 +84,13 @@ class MemoryOffer:
             lanes = self._made[peer] = []
             for _ in range(self._lanes):
                 try:
-                    lanes.append(Handles.make())
+                    lanes.append(Handles.make(self._capacity))
                 except OSError as error:
                     raise OSError(error.errno, f"{error.strerror}. {self._needs}") from error
 
     @property
     def _needs(self) -> str:
-        ranks, mib = len(self._mates), MEMORY_BYTES / 2**20
+        ranks, mib = len(self._mates), memory_bytes(self._capacity) / 2**20
         pairs = self._lanes * ranks * (ranks - 1) // 2
         return (
             f"The {ranks} ranks of this node need {pairs * mib:.1f} MiB of shared memory ({mib:.1f} MiB for each of {pairs} "
@@ -98,24 +99,36 @@ class MemoryOffer:
 
     def give(self, cards: Sequence[dict[str, str]]) -> None:
         """Give the lower ranks what was made for them."""
-        for peer, lanes in self._made.items():
+        for peer in self._lower:
+            lanes = self._made[peer]
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.settimeout(max(0.1, self._until - time.monotonic()))
-                connection.connect(bytes.fromhex(cards[peer]["address"]))
+                try:
+                    connection.connect(bytes.fromhex(cards[peer]["address"]))
+                except OSError as error:
+                    raise OSError(
+                        error.errno,
+                        f"{error.strerror} by the Unix socket of rank {peer}. Ranks share memory inside one network namespace, "
+                        "not from one container to another, nor where two machines have one host name",
+                    ) from error
                 hello = _HELLO.pack(bytes.fromhex(cards[peer]["token"]), self._rank)
                 socket.send_fds(connection, [hello], [number for handles in lanes for number in handles.numbers])
+            self._map(peer, lanes, True)
 
     def get(self) -> None:
         """Get what the higher ranks made."""
         assert self._listener is not None
-        while len(self._given) < len(self._higher):
+        while missing := [rank for rank in self._higher if rank not in self._mapped]:
             self._listener.settimeout(max(0.1, self._until - time.monotonic()))
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError as error:
+                raise OSError(f"no memory came from ranks {missing} in time") from error
             told, numbers = self._heard(connection)
             count, peer = 3 * self._lanes, _HELLO.unpack(told)[1] if len(told) == _HELLO.size else -1
-            if told.startswith(self.token) and peer in self._higher and len(numbers) == count:
+            if told.startswith(self.token) and peer in missing and len(numbers) == count:
                 lanes = zip(*[iter(numbers)] * 3, strict=True)
-                self._given[peer] = [Handles(memory, (bell, other)) for memory, bell, other in lanes]
+                self._map(peer, [Handles(memory, (bell, other)) for memory, bell, other in lanes], False)
                 continue
             for number in numbers:
                 os.close(number)
@@ -131,19 +144,29 @@ class MemoryOffer:
             return told, numbers
         return b"", []
 
+    def _map(self, peer: int, lanes: list[Handles], maker: bool) -> None:
+        """Before ranks agree, since address space may be short too."""
+        self._made[peer], mapped = lanes, self._mapped.setdefault(peer, [])
+        while lanes:
+            mapped.append(Rings(lanes[0], maker, self._capacity))
+            del lanes[0]
+
     def attach(self, wires: Sequence[Wire]) -> None:
         """Let wires use it."""
-        for shared, maker in ((self._made, True), (self._given, False)):
-            for peer in list(shared):
-                for wire, handles in zip(wires, shared.pop(peer), strict=True):
-                    wire.share(peer, Rings(handles, maker))
+        for peer, mapped in self._mapped.items():
+            for wire, rings in zip(wires, mapped, strict=True):
+                wire.share(peer, rings)
+        self._mapped = {}
 
     def close(self) -> None:
         """Close what no wire uses."""
         if self._listener is not None:
             self._listener.close()
-        for handles in (each for shared in (self._made, self._given) for lanes in shared.values() for each in lanes):
+        for handles in (each for lanes in self._made.values() for each in lanes):
             handles.close()
+        for rings in (each for mapped in self._mapped.values() for each in mapped):
+            rings.close()
+        self._made, self._mapped = {}, {}
 
 
 def _tell(grid: Grid, problems: Sequence[str]) -> None:
@@ -151,5 +174,8 @@ def _tell(grid: Grid, problems: Sequence[str]) -> None:
     mates = grid.group("intra")
     found = [f"rank {rank}: {problems[rank]}" for rank in mates if problems[rank]]
     if found and grid.rank == mates[0]:
-        level = logging.INFO if all(SWITCH in each for each in found) else logging.WARNING
-        log.log(level, "ranks %s share a node and no memory, so their messages go by TCP: %s", mates, "; ".join(found))
+        words = f"ranks {', '.join(map(str, mates))} share a node and no memory, so their messages go by TCP: {'; '.join(found)}."
+        if all(SWITCH in each for each in found):
+            log.info("%s", words)
+        else:
+            log.warning("%s TCP takes longer. %s=off keeps this quiet.", words, SWITCH)
