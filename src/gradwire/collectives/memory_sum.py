@@ -29,6 +29,10 @@ class MemorySum:
 
     def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
         self._flat, self._rank, self._world_size = flat, rank, world_size
+        numel = flat.numel()
+        bounds = [numel * at // world_size // _TOGETHER * _TOGETHER for at in range(world_size)] + [numel]
+        self.parts = [flat[start:end] for start, end in pairwise(bounds)]
+        """The shards, which share the buffer's memory and move with it."""
         self._made: Operations | None = None
         self._made_at = 0, 0
 
@@ -39,9 +43,7 @@ class MemorySum:
         return self._made
 
     def _list(self, tag: int) -> Operations:
-        rank, size, numel = self._rank, self._world_size, self._flat.numel()
-        bounds = [numel * at // size // _TOGETHER * _TOGETHER for at in range(size)] + [numel]
-        parts = [self._flat[start:end] for start, end in pairwise(bounds)]
+        rank, size, parts = self._rank, self._world_size, self.parts
         mine, others = parts[rank], [(rank + step) % size for step in range(1, size)]
         made = Operations()
         for to in others:

@@ -92,6 +92,7 @@ class AllReduce(OneEncode):
         self.shared: dict[str, torch.Tensor] = {}
         self.bytes_to = around_ring(flat.nbytes, rank, world_size)
         self._through_memory = MemorySum(flat, rank, world_size) if can_sum(flat) else None
+        self.aliases += self._through_memory.parts if self._through_memory is not None else []
         self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:

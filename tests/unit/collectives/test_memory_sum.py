@@ -54,7 +54,9 @@ def test_a_list_follows_memory_that_moved() -> None:
     made = MemorySum(flat, 0, 2)
     first = made.operations(4)
     assert made.operations(4) is first is not made.operations(5)
-    flat.set_(torch.zeros(100).untyped_storage(), 0, (100,), (1,))  # type: ignore[call-overload]
+    memory = torch.zeros(100).untyped_storage()
+    for alias in AllReduce(flat, 0, 2).aliases + made.parts:
+        alias.set_(memory, alias.storage_offset(), alias.shape, alias.stride())  # type: ignore[call-overload]
     moved = made.operations(5)
     assert moved is not first and moved is made.operations(5)
 
