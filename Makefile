@@ -58,9 +58,11 @@ soak: .venv/.dev
 
 fuzz: .venv/.dev
 	PYTHONPATH=tests/unit/compressors:tests/support $(PY) tests/support/payload_fuzz.py
+	PYTHONPATH=tests/support $(PY) tests/support/ring_fuzz.py address
 
 fuzz-threads: .venv/.dev
 	PYTHONPATH=tests/support $(PY) tests/support/lane_fuzz.py
+	PYTHONPATH=tests/support $(PY) tests/support/ring_fuzz.py thread
 
 fmt: .venv/.dev
 	$(PY) -m ruff check --fix $(PYTHONS)

@@ -13,6 +13,7 @@ PARTS = {
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "checksums": "what checksums add to encode and decode of a gradient that is in no cache",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
+    "shared_memory": "one exchange between ranks of a node: shared memory beside TCP, time and processor",
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",
     "figures": "the papers' figures in simulation, from published profiles: writes docs/figures.md",
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Run the part that is named first, or the default ones."""
     if arguments and arguments[0] in ("-h", "--help"):
         print("usage: python -m benchmarks [part [its options]]\n")
-        print("\n".join(f"  {part:<13}{what}" for part, what in PARTS.items()))
+        print("\n".join(f"  {part:<14}{what}" for part, what in PARTS.items()))
         print(f"\nWithout a part: {', '.join(DEFAULT)}.")
         return 0
     if arguments and arguments[0] not in PARTS:

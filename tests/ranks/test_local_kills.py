@@ -20,6 +20,7 @@ import torch.distributed as dist
 from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.exchange.sharing import SWITCH
 
 STEPS = 20
 TIMEOUT_S, ALLOWANCE_S = 15.0, 2.0
@@ -77,7 +78,7 @@ class Killing:
             link.backend = KillingBackend(link.backend, self)
             for peer, real in list(link.wire._sockets.items()):
                 near, far = socket.socketpair()
-                link.wire._sockets[peer], link.wire._numbers[peer] = near, near.fileno()
+                link.wire._sockets[peer], link.wire._connections[peer].fd = near, near.fileno()
                 threading.Thread(target=self._pass_on, args=(far, real, True), daemon=True).start()
                 threading.Thread(target=self._pass_on, args=(real, far, False), daemon=True).start()
 
@@ -145,7 +146,10 @@ def training(spec: gw.Spec, schedule: gw.LocalSteps) -> Any:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plan = gw.Uniform(spec, schedule=schedule, bucket_bytes=6000, edge_bytes=6000)
-    return model, optimizer, gw.parallelize(model, optimizer, plan=plan)
+    os.environ[SWITCH] = "off"  # bytes are counted where they go out by TCP
+    handle = gw.parallelize(model, optimizer, plan=plan)
+    del os.environ[SWITCH]
+    return model, optimizer, handle
 
 
 def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -183,8 +183,10 @@ def plan_for(job: Job, odd: str = "") -> Any:
 
 @contextmanager
 def on_nodes(job: Job) -> Iterator[None]:
-    """In the setting "hierarchical" this rank says that it is on a node of two."""
+    """In the setting "hierarchical" this rank says that it is on a node of two. Bits flip on TCP, not in memory."""
     here = {"GROUP_RANK": str(dist.get_rank() // 2), "LOCAL_WORLD_SIZE": "2"} if job.setting == "hierarchical" else {}
+    if job.fault is not None and job.fault.kind == "corrupted":
+        here["GRADWIRE_SHARED_MEMORY"] = "off"
     before = {name: os.environ.get(name) for name in here}
     os.environ.update(here)
     try:

@@ -1,5 +1,6 @@
 """Links between ranks of one process, a thread each: schemes as they are, without processes or sockets."""
 
+import os
 import queue
 import socket
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Meter
+from gradwire.collectives.rings import Handles, Rings, ring_bytes
 from gradwire.collectives.streams import Streams
 from gradwire.collectives.wire import Wire
 
@@ -69,12 +71,28 @@ def links(world_size: int, wired: bool = False) -> list[FakeLink]:
     return made
 
 
-def wires(world_size: int, timeout_s: float = 30.0) -> list[Wire]:
-    """One for each rank, all in this process."""
+def wires(
+    world_size: int,
+    timeout_s: float = 30.0,
+    shared: bool = False,
+    capacity: int = ring_bytes(2),
+    mapped_once: bool = False,
+) -> list[Wire]:
+    """One for each rank, all in this process. `shared`: messages pass through memory, in rings of this capacity. `mapped_once`:
+    both ends have it at the same addresses, so that a sanitizer sees who else touches it."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
     for low, high in combinations(range(world_size), 2):
         ends[low][high], ends[high][low] = socket.socketpair()
-    return [Wire(world_size, each, timeout_s) for each in ends]
+    made = [Wire(world_size, each, timeout_s) for each in ends]
+    for low, high in combinations(range(world_size), 2) if shared else ():
+        handles = Handles.make(capacity)
+        copies = Handles(os.dup(handles.memory), (os.dup(handles.bells[0]), os.dup(handles.bells[1])))
+        of_maker, of_other = Rings(handles, True, capacity), Rings(copies, False, capacity)
+        if mapped_once:
+            of_other.addresses = of_maker.addresses[::-1]
+        made[high].share(low, of_maker)
+        made[low].share(high, of_other)
+    return made
 
 
 def drive(schemes: Sequence[Any], phases: int, wired: bool = False) -> list[FakeLink]:

@@ -18,7 +18,7 @@ class FlippingWire:
         """Where the byte lies that is changed, from now on; -1: nowhere."""
         self._real, (near, self._far) = wire._sockets[peer], socket.socketpair()
         wire._sockets[peer] = near
-        wire._numbers[peer] = near.fileno()
+        wire._connections[peer].fd = near.fileno()
         for source, target, flips in ((self._far, self._real, True), (self._real, self._far, False)):
             threading.Thread(target=self._pass_on, args=(source, target, flips), daemon=True).start()
 

@@ -19,7 +19,8 @@ LOOPBACK = "lo"
 
 
 class Loopback(AbstractContextManager["Loopback"]):
-    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.EmulatedCluster`."""
+    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.EmulatedCluster`. They share no
+    memory, unless `env` says so: loopback stands for a network."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -38,7 +39,8 @@ class Loopback(AbstractContextManager["Loopback"]):
         commands, port = [], free_port()
         for rank in range(self.world_size):
             variables = rank_variables(rank, 1, self.world_size, "127.0.0.1", port, LOOPBACK)
-            commands.append(RankCommand(rank, argv, os.environ | (env or {}) | variables))
+            no_memory = {"GRADWIRE_SHARED_MEMORY": "off"}
+            commands.append(RankCommand(rank, argv, os.environ | no_memory | (env or {}) | variables))
         with exit_on_termination():
             outcome = Supervisor(on_line, Grace()).run(commands, timeout)
             if outcome.received is not None:

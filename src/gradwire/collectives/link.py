@@ -181,6 +181,8 @@ class Link:
         """Never destroy the backend: its destructor would wait for operations that cannot finish."""
         if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        if self.wire is not None:  # the thread may still touch memory that ranks share
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.wire))
 
 
 class AllToAll:

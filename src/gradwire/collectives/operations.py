@@ -11,15 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 from gradwire.errors import PayloadError
-from gradwire.kernels.cpu import Call
+from gradwire.kernels.cpu import DTYPES, Call
 from gradwire.kernels.reference.indices import DAMAGED
 
-_CALL, _SEND, _RECEIVE, _FLUSH = range(4)
+_CALL, _SEND, _RECEIVE, _FLUSH, _RECEIVE_ELEMENTS = range(5)
 _MOST_ARGUMENTS = 10
 
 
 class Operation(ctypes.Structure):
-    """Twin of `Operation` in csrc/api_exchange.cpp."""
+    """Twin of `Operation` in csrc/phase.hpp."""
 
     _fields_ = (
         ("kind", c_int64),
@@ -71,6 +71,15 @@ class Operations:
         """Wait until the tensor of another rank is there. It may be written from the begin of the list on."""
         self._add(_RECEIVE, source, part.data_ptr(), (part.nbytes, tag))
         self._keeps.append(part)
+
+    def receive_elements(self, source: int, into: Any, tag: int, add: bool, dtype: Any = None) -> None:
+        """Wait for elements of a rank with which this one shares memory, and copy or add them to a tensor, straight from there.
+        `dtype`: in which they come. The tensor is not written before the list has come to this. That bytes were changed on the
+        way is told when they are in the tensor already."""
+        dtype = into.dtype if dtype is None else dtype
+        words = into.numel() * dtype.itemsize, tag, DTYPES[dtype], DTYPES[into.dtype], add
+        self._add(_RECEIVE_ELEMENTS, source, into.data_ptr(), words)
+        self._keeps.append(into)
 
     def flush(self) -> None:
         """Wait until sent tensors may be overwritten."""

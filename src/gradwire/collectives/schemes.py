@@ -13,6 +13,7 @@ import torch
 
 from gradwire.collectives.link import Group, Link, transfer
 from gradwire.collectives.memory import Memory
+from gradwire.collectives.memory_sum import MemorySum, can_sum
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
 from gradwire.collectives.streams import Mark, Streams
@@ -81,20 +82,26 @@ class OneEncode:
 
 
 class AllReduce(OneEncode):
-    """The backend sums uncompressed gradients, in their own dtype."""
+    """The backend sums uncompressed gradients, in their own dtype; ranks that all share memory sum through that."""
 
-    exchanges = 0
+    exchanges = MemorySum.exchanges
 
     def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
         self.flat, self.rank, self.aliases = flat, rank, [flat]
         self.memory = []
         self.shared: dict[str, torch.Tensor] = {}
         self.bytes_to = around_ring(flat.nbytes, rank, world_size)
+        self._through_memory = MemorySum(flat, rank, world_size) if can_sum(flat) else None
+        self.aliases += self._through_memory.parts if self._through_memory is not None else []
+        self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        pass
+        self._tag = tag
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if self._through_memory is not None and link.wire is not None and link.wire.shares_with_all:
+            link.wire.run(self._through_memory.operations(self._tag), meter)
+            return
         with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,6 +15,9 @@ from gradwire.collectives.streams import Mark, Streams
 from gradwire.kernels import cpu
 from gradwire.kernels.cpu import Call
 from gradwire.kernels.scattered import Scattered
+
+if TYPE_CHECKING:
+    from gradwire.collectives.wire import Wire
 
 __all__ = [
     "Add",
@@ -212,7 +215,7 @@ class Transfers:
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if self.runs_in_c and link.wire is not None:
-            link.wire.run(self._operations(phase), meter)
+            link.wire.run(self._operations(phase, link.wire), meter)
             return
         done = ready if phase == 0 else self._done
         for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
@@ -227,7 +230,7 @@ class Transfers:
                 _run_all(transfer.after, link.streams, stream, meter)
                 done = self._done = link.streams.mark()
 
-    def _operations(self, phase: int) -> Operations:
+    def _operations(self, phase: int, wire: "Wire") -> Operations:
         """What C++ runs. Made anew when the bucket's memory has moved."""
         address = self.aliases[0].data_ptr()
         if address != self._listed_at:
@@ -236,11 +239,12 @@ class Transfers:
             self._listed[phase] = made = Operations()
             tag = self._tag + sum(map(len, self.phases[:phase]))
             for at, each in enumerate(self.phases[phase], tag):
-                self._add(each, at, made)
+                self._add(each, at, made, wire.shared_with)
         return self._listed[phase]
 
-    def _add(self, transfer: Transfer, tag: int, operations: Operations) -> None:
-        """As `run` does it; but a part leaves as soon as it is encoded."""
+    def _add(self, transfer: Transfer, tag: int, operations: Operations, shared_with: Sequence[int]) -> None:
+        """As `run` does it; but a part leaves as soon as it is encoded, and elements that come through shared memory are copied
+        or added straight from there."""
         world_size = len(transfer.sent)
         others = [(self.rank + step) % world_size for step in range(1, world_size)]
         targets = unsent = [to for to in others if transfer.sent[to].numel()]
@@ -253,12 +257,29 @@ class Transfers:
         for to in unsent:
             operations.send(to, transfer.sent[to], tag)
         for source, works in transfer.arrivals.items():
-            if source != self.rank and transfer.received[source].numel():
-                operations.receive(source, transfer.received[source], tag)
+            arriving = transfer.received[source]
+            if source != self.rank and arriving.numel():
+                if source in shared_with and (only := self._only_use(arriving, works)):
+                    operations.receive_elements(source, only.into, tag, isinstance(only, Add), only.source.dtype)
+                    continue
+                operations.receive(source, arriving, tag)
             _call_all(works, operations)
         if targets:
             operations.flush()
         _call_all(transfer.after, operations)
+
+    def _only_use(self, arriving: torch.Tensor, works: Sequence[Work]) -> "Add | Copy | None":
+        """The work that copies or adds the whole part, if nothing else in any phase reads the part's memory."""
+        only = works[0] if len(works) == 1 else None
+        if not isinstance(only, (Add, Copy)) or _place(only.source) != _place(arriving):
+            return None
+        memory, uses = arriving.untyped_storage().data_ptr(), 0
+        for each in (transfer for phase in self.phases for transfer in phase):
+            every = [*each.before, *(work for several in each.arrivals.values() for work in several), *each.after]
+            held = [tensor for work in every for tensor in vars(work).values()]
+            tensors = [tensor for tensor in [*each.sent, *held] if isinstance(tensor, torch.Tensor)]
+            uses += sum(tensor.untyped_storage().data_ptr() == memory for tensor in tensors)
+        return only if uses == 1 else None
 
 
 def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> bool:
@@ -271,6 +292,10 @@ def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> boo
         and all(codec.runs_in_c for codec in codecs)
         and not any(each.narrow for each in memory)
     )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _call_all(works: Sequence[Any], operations: Operations) -> None:

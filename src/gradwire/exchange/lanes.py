@@ -113,7 +113,8 @@ class Lanes:
         for number in range(CPU_LANES if device.type == "cpu" else 1):
             self.data.append(self._lane(str(number), device))
         if self.group.world_size > 1:
-            wires, beats = self._told_first(lambda link: connect_wires(link, CPU_LANES if device.type == "cpu" else 0))
+            lanes, grid = CPU_LANES if device.type == "cpu" else 0, self.group.grid
+            wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire
             self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence)

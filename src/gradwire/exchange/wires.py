@@ -13,9 +13,10 @@ from contextlib import suppress
 from functools import partial
 
 from gradwire._version import __version__
-from gradwire.collectives import Link
+from gradwire.collectives import Grid, Link
 from gradwire.collectives.wire import Wire
 from gradwire.exchange.agreement import gather_bytes
+from gradwire.exchange.sharing import share_memory_of_nodes
 from gradwire.kernels.cpu import available
 
 log = logging.getLogger(__name__)
@@ -24,17 +25,17 @@ Mesh = dict[int, socket.socket]
 """The connections of a lane, by rank."""
 _HELLO = struct.Struct("<16sII")
 """A token of the listener, the rank, and the lane."""
-_FRAME = 3
-"""The version of what ranks connect and what a message on a wire looks like: 2 has checksums, 3 heartbeats."""
+_FRAME = 4
+"""The version of what ranks connect and what a message on a wire looks like: 2 has checksums, 3 heartbeats, 4 rings."""
 _PATIENCE_S = 30.0
 """For connections; less than half of the group's own timeout, since the other ranks wait for the outcome."""
 _HELLO_S = 1.0
 """For what whoever connects has to say."""
 
 
-def connect_wires(control: Link, lanes: int) -> tuple[list[Wire], Mesh]:
+def connect_wires(control: Link, lanes: int, grid: Grid) -> tuple[list[Wire], Mesh]:
     """One wire for each lane, none where a rank has no C++ library; and the connections for heartbeats. Neither where a rank runs
-    another version, or cannot be reached. Collective, on the control lane."""
+    another version, or cannot be reached. Ranks of a node share memory. Collective, on the control lane."""
     token = secrets.token_bytes(16)
     listener = _listen(control, lanes)
     meshes: list[Mesh] = []
@@ -51,7 +52,9 @@ def connect_wires(control: Link, lanes: int) -> tuple[list[Wire], Mesh]:
                 log.info("gloo carries gradients: %s", problems)
                 return [], {}
         (beats, *connected), meshes = meshes, []
-        return [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected], beats
+        made = [Wire(control.world_size, mesh, control.timeout.total_seconds()) for mesh in connected]
+        share_memory_of_nodes(control, grid, made)
+        return made, beats
     finally:
         for connection in (connection for mesh in meshes for connection in mesh.values()):
             connection.close()

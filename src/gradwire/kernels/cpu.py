@@ -23,7 +23,7 @@ from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.scattered import Scattered
 from gradwire.kernels.segments import Segments
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
 
 
 class Tensor(ctypes.Structure):
@@ -40,13 +40,13 @@ class Tensor(ctypes.Structure):
             raise TypeError(f"a kernel takes a tensor here, not {tensor!r}")
         if not tensor.is_cpu:
             raise TypeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
-        dtype = _DTYPES.get(tensor.dtype, -1)
+        dtype = DTYPES.get(tensor.dtype, -1)
         return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
 
     @classmethod
     def apart(cls, elements: Scattered, places: Any) -> "Tensor":
         """An argument whose rows lie in several tensors."""
-        return cls(None, elements.count, _DTYPES[elements.dtype], False, ctypes.addressof(places), elements.factor)
+        return cls(None, elements.count, DTYPES[elements.dtype], False, ctypes.addressof(places), elements.factor)
 
 
 class Update(ctypes.Structure):
@@ -78,7 +78,7 @@ _TYPES = {
     torch.Tensor: Tensor,
     torch.Tensor | None: _argument(lambda tensor: None if tensor is None else Tensor.from_param(tensor)),
     Segments: _argument(lambda segments: Tensor.from_param(segments.table)),
-    torch.dtype: _one_of(_DTYPES),
+    torch.dtype: _one_of(DTYPES),
     LocalUpdate: Update,
     int: c_int64,
     float: c_double,

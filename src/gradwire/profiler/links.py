@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from gradwire.collectives import Grid, Link, transfer
+from gradwire.collectives import AllReduce, Grid, Link, Meter, transfer
 from gradwire.core.cluster import Cluster
 from gradwire.core.cluster import Link as ClusterLink
 from gradwire.core.made import Made
@@ -141,15 +141,19 @@ class _Exchanges:
 
 
 class _AllReduces:
-    """Like `_Exchanges`, with sums over all ranks."""
+    """Like `_Exchanges`, with sums over all ranks, as a plan's all-reduce takes them."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
 
     def announce(self, nbytes: int, messages: int) -> None:
         self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._device)
+        self._sum = AllReduce(self._tensor, self._link.rank, self._link.world_size)
 
     def perform(self) -> None:
+        if self._device.type == "cpu":
+            self._sum.run(0, self._link, Meter(), None)
+            return
         with transfer():
             self._link.all_reduce(self._tensor).wait()
 

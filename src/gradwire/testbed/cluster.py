@@ -38,9 +38,9 @@ class EmulatedCluster:
     """`nodes` network namespaces on a bridge, with `ranks_per_node` ranks in each; a context manager.
 
     inter is the rate of each node's link in each direction ("500mbit", "1gbit"; see `parse_rate`), intra the rate of the
-    loopback inside a node; None means unlimited. Every node has an equal share of this process's processors. Entering
-    removes the leftovers of dead clusters and makes the namespaces. Leaving kills the processes inside and removes the
-    namespaces.
+    loopback inside a node; None means unlimited. With a rate of the loopback ranks share no memory, which has no rate. Every
+    node has an equal share of this process's processors. Entering removes the leftovers of dead clusters and makes the
+    namespaces. Leaving kills the processes inside and removes the namespaces.
 
     >>> with EmulatedCluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
@@ -173,6 +173,7 @@ class EmulatedCluster:
                     ),
                     "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
                     namespaces.OWNER_VARIABLE: namespaces.this_owner(),
+                    **({} if self._intra is None else {"GRADWIRE_SHARED_MEMORY": "off"}),
                 }
                 commands.append(RankCommand(rank, entering + argv, environment | variables))
             return Supervisor(on_line, self.grace, self._end_leftovers).run(commands, timeout)

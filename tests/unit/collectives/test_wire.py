@@ -1,17 +1,27 @@
 """Wires: lists of operations that C++ runs on connections between threads of one process."""
 
+import ctypes
+import gc
 import os
+import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ring_fuzz
 import torch
 from fake_links import wires as pairs
 
-from gradwire.collectives import Meter
-from gradwire.collectives.link import LinkError
+from gradwire.collectives import Add, Meter, Transfer, Transfers
+from gradwire.collectives.link import DamagedError, Link, LinkError
 from gradwire.collectives.operations import Operations
+from gradwire.collectives.rings import ring_bytes
 from gradwire.collectives.wire import Wire
 from gradwire.compressors import compressor_for
 from gradwire.compressors.base import Context
@@ -36,18 +46,19 @@ from gradwire.core.specs import (
 from gradwire.errors import PayloadError
 from gradwire.kernels import Segment, Segments, cpu
 
+RING_BYTES = ring_bytes(2)
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
 
 Wires = Callable[..., list[Wire]]
 
 
-@pytest.fixture
-def wires() -> Iterator[Wires]:
+@pytest.fixture(params=[False, True], ids=["TCP", "shared memory"])
+def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     """wires(world_size): one for each rank, all in this process."""
     made: list[Wire] = []
 
     def connect(world_size: int, timeout_s: float = 10.0) -> list[Wire]:
-        made.extend(connected := pairs(world_size, timeout_s))
+        made.extend(connected := pairs(world_size, timeout_s, shared=request.param))
         return connected
 
     yield connect
@@ -107,6 +118,24 @@ def test_parts_are_awaited_in_any_order_of_ranks_and_in_the_order_of_each_rank(w
     assert meters[1].codec_seconds > 0 and len(meters[1].spans or []) == 2 and not meters[0].spans
 
 
+def test_what_arrives_where_something_was_sent_from_is_sent_as_it_is_now(wires: Wires) -> None:
+    """A checksum is of the bytes that leave, not of those that left from there before."""
+    part, back, again = torch.arange(9.0), torch.zeros(9), torch.zeros(9)
+    first, second = Operations(), Operations()
+    first.send(1, part, 1)
+    first.flush()
+    first.receive(1, part, 2)
+    first.send(1, part, 3)
+    first.flush()
+    second.receive(0, back, 1)
+    second.call([cpu.call("add_into", back, back)])
+    second.send(0, back, 2)
+    second.receive(0, again, 3)
+    second.flush()
+    run_all(wires(2), [first, second])
+    assert torch.equal(again, 2 * torch.arange(9.0))
+
+
 def test_another_list_than_the_peers_is_told(wires: Wires) -> None:
     part = torch.zeros(8)
     lists = [Operations(), Operations()]
@@ -158,7 +187,7 @@ def test_a_damaged_payload_is_told(wires: Wires) -> None:
 def test_a_child_closes_its_copies(wires: Wires) -> None:
     """Or the workers of a DataLoader would keep the connections of a killed rank open."""
     wire, peer = wires(2)
-    number = wire._numbers[1]
+    number = wire._connections[1].fd
     if (pid := os.fork()) == 0:
         try:
             os.fstat(number)
@@ -167,6 +196,244 @@ def test_a_child_closes_its_copies(wires: Wires) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert os.fstat(number) and peer
+
+
+# ---- memory alone
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Wire, Wire]]:
+    """Of two ranks that share memory."""
+    low, high = pairs(2, 10.0, shared=True)
+    yield low, high
+    low.close()
+    high.close()
+
+
+def sends(to: int, part: torch.Tensor) -> Operations:
+    operations = Operations()
+    operations.send(to, part, 1)
+    operations.flush()
+    return operations
+
+
+def receives(source: int, part: torch.Tensor) -> Operations:
+    operations = Operations()
+    operations.receive(source, part, 1)
+    return operations
+
+
+def test_messages_end_anywhere_in_a_ring(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    for numel in [RING_BYTES - 16, 1, RING_BYTES // 2 + 7, RING_BYTES // 3, RING_BYTES - 17, 5, 3 * RING_BYTES + 1]:
+        part = torch.randint(0, 256, (numel,), dtype=torch.uint8)
+        arrived = torch.zeros_like(part)
+        run_all([low, high], [sends(1, part), receives(0, arrived)])
+        assert torch.equal(arrived, part)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("into", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elements_are_copied_and_added_straight_from_memory(dtype: torch.dtype, into: torch.dtype) -> None:
+    """Wherever a ring or a step of it ends, also in the middle of an element."""
+    torch.manual_seed(0)
+    low, high = pairs(2, 10.0, shared=True, capacity=70_016)
+    try:
+        for numel in (1, 7, 123, 4097, 100_003):
+            terms = [torch.randn(numel).to(dtype) for _ in range(3)]
+            odd = torch.zeros(numel % 3, dtype=torch.uint8)
+            total, expected = torch.full((numel,), 7.0).to(into), torch.zeros(numel, dtype=into)
+            sends, adds = Operations(), Operations()
+            for number, term in enumerate(terms):
+                sends.send(1, term, number)
+                adds.receive_elements(0, total, number, add=number > 0, dtype=dtype)
+                name = "add_into" if number else "copy_into"
+                cpu.run([cpu.call(name, expected, term)])
+                if odd.numel():
+                    sends.send(1, odd, 9)
+                    adds.receive(0, torch.ones_like(odd), 9)
+            sends.flush()
+            run_all([low, high], [sends, adds])
+            assert torch.equal(total, expected)
+    finally:
+        low.close()
+        high.close()
+
+
+def test_a_part_that_is_sent_on_is_kept() -> None:
+    """Where anything else needs a part than the sum to which it is added, it arrives in its buffer."""
+    nothing, part = torch.zeros(0), torch.arange(5.0)
+    totals, buffers = [torch.ones(5) for _ in range(3)], [torch.zeros(5) for _ in range(3)]
+    kinds, links, schemes = [], pairs(3, 10.0, shared=True), []
+    for rank in range(3):
+        first, second = (Transfer.empty([], 3, nothing) for _ in range(2))
+        if rank == 0:
+            first.sent[1] = part
+        elif rank == 1:
+            first.received[0], second.sent[2] = buffers[1], buffers[1]
+            first.arrivals[0] = [Add(totals[1], buffers[1])]
+        else:
+            second.received[1] = buffers[2]
+            second.arrivals[1] = [Add(totals[2], buffers[2])]
+        scheme = Transfers([[first, second]], rank, 3)
+        scheme.runs_in_c, scheme.aliases = True, [totals[rank]]
+        schemes.append(scheme)
+        kinds.append([operation.kind for operation in scheme._operations(0, links[rank]).array])
+    with ThreadPoolExecutor(3) as pool:
+        for done in [
+            pool.submit(scheme.run, 0, SimpleNamespace(wire=wire), Meter(), None)  # type: ignore[arg-type]
+            for scheme, wire in zip(schemes, links, strict=True)
+        ]:
+            done.result()
+    assert torch.equal(totals[1], 1 + part) and torch.equal(totals[2], 1 + part)
+    assert torch.equal(buffers[1], part) and not buffers[2].any()
+    assert [4 in each for each in kinds] == [False, False, True]
+    for wire in links:
+        wire.close()
+
+
+def test_elements_wait_for_their_turn() -> None:
+    """The sum of three ranks has one order, whoever is first; and who waits for its turn takes no processor."""
+    connected = pairs(3, 10.0, shared=True)
+    terms = [torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]
+    adder, senders = Operations(), [Operations(), Operations()]
+    total = terms[2].clone()
+    for source in (0, 1):
+        adder.receive_elements(source, total, 0, add=True)
+        senders[source].send(2, terms[source], 0)
+        senders[source].flush()
+    with ThreadPoolExecutor(1) as pool:
+        connected[1].run(senders[1], Meter())
+        running = pool.submit(connected[2].run, adder, Meter())
+        began = time.process_time()
+        time.sleep(0.5)
+        assert not running.done() and time.process_time() - began < 0.1
+        connected[0].run(senders[0], Meter())
+        running.result(timeout=5)
+    assert total.item() == 2.0**24  # of ones first it would be 2 more
+    for wire in connected:
+        wire.close()
+
+
+def test_elements_from_tcp_are_refused() -> None:
+    low, high = pairs(2)
+    operations = Operations()
+    operations.receive_elements(1, torch.zeros(3), 0, add=True)
+    with pytest.raises(LinkError, match="from memory alone"):
+        low.run(operations, Meter())
+    low.close()
+    high.close()
+
+
+def test_damaged_elements_are_told(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    low.run(sends(1, torch.arange(25.0)), Meter())
+    (ctypes.c_ubyte * 200).from_address(high._connections[0].into + 128)[16 + 37] ^= 4
+    operations = Operations()
+    operations.receive_elements(0, torch.zeros(25), 1, add=True)
+    with pytest.raises(DamagedError, match="the checksum of 100 bytes"):
+        high.run(operations, Meter())
+
+
+@pytest.mark.parametrize("word", [0, 8, 64, 72], ids=["written", "reader wakes", "read", "writer wakes"])
+def test_whatever_a_ring_says_nothing_outside_it_is_touched(pair: tuple[Wire, Wire], word: int) -> None:
+    """A rank that writes nonsense into the head of a ring: the other one fails, or gets what was sent."""
+    low, high = pair
+    low._timeout_s = high._timeout_s = 0.2
+    part, arrived = torch.arange(5000.0), torch.zeros(5000)
+    for value in (1, RING_BYTES - 1, RING_BYTES + 1, 2**63 - 5, 2**64 - 1):
+        for ring in (low._connections[1].out, low._connections[1].into):
+            ctypes.c_uint64.from_address(ring + word).value = value
+        with suppress(LinkError):
+            run_all([low, high], [sends(1, part), receives(0, arrived)])
+            assert torch.equal(arrived, part)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_messages_and_sums_of_any_size_through_rings_of_any_capacity(seed: int) -> None:
+    """What `make fuzz` and `make fuzz-threads` do under sanitizers."""
+    assert ring_fuzz.one_round(random.Random(seed), 2 + seed % 3) in ("", "broken off")
+
+
+def test_a_bit_that_changes_in_memory_is_told(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    part = torch.arange(100, dtype=torch.uint8)
+    low.run(sends(1, part), Meter())
+    (ctypes.c_ubyte * 200).from_address(high._connections[0].into + 128)[16 + 37] ^= 4
+    with pytest.raises(DamagedError, match="the checksum of 100 bytes") as error:
+        high.run(receives(0, torch.zeros_like(part)), Meter())
+    assert error.value.peer == 0
+
+
+def test_nothing_is_sent_after_a_shut_down(pair: tuple[Wire, Wire]) -> None:
+    """The ring has room for a message that nobody will read."""
+    low, high = pair
+    low.shut_down()
+    with pytest.raises(LinkError, match="shut down") as error:
+        low.run(sends(1, torch.zeros(8)), Meter())
+    assert error.value.peer == 1
+    with pytest.raises(LinkError, match="closed by peer"):
+        high.run(receives(0, torch.zeros(8)), Meter())
+
+
+def test_what_was_sent_before_the_end_arrives(pair: tuple[Wire, Wire]) -> None:
+    low, high = pair
+    part, arrived = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
+    low.run(sends(1, part), Meter())
+    low.close()
+    high.run(receives(0, arrived), Meter())
+    assert torch.equal(arrived, part)
+
+
+def test_a_child_lets_go_of_memory_and_bells(pair: tuple[Wire, Wire]) -> None:
+    numbers = [each.bell for wire, peer in zip(pair, (1, 0), strict=True) for each in [wire._connections[peer]]]
+    assert Path("/proc/self/maps").read_text().count("memfd:gradwire") >= 2
+    if (pid := os.fork()) == 0:
+        left = "memfd:gradwire" in Path("/proc/self/maps").read_text()
+        for number in numbers:
+            with suppress(OSError):
+                os.fstat(number)
+                left = True
+        os._exit(int(left))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert all(os.fstat(number) for number in numbers)
+
+
+def test_a_wire_that_is_forgotten_leaves_nothing() -> None:
+    def open_here() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = open_here()
+    low, high = pairs(2, 10.0, shared=True)
+    assert open_here() == before + 2 * 4  # of each: a connection, two bells, and the memory
+    low.close()
+    high.close()
+    assert open_here() == before
+    low, high = pairs(2, 10.0, shared=True)
+    for wire in (low, high):
+        for connection in wire._sockets.values():
+            connection.close()
+    del wire, low, high
+    gc.collect()
+    assert open_here() == before
+
+
+def test_memory_that_a_stuck_thread_may_touch_is_kept_to_the_end() -> None:
+    low, high = pairs(2, 10.0, shared=True)
+    link: Any = SimpleNamespace(wire=low)
+    Link.abandon(link)
+    kept = weakref.ref(low)
+    del low, link
+    gc.collect()
+    wire = kept()
+    assert wire is not None
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(wire))
+    wire.close()
+    high.close()
 
 
 # ---- calls

@@ -1,0 +1,410 @@
+// The messages of one list of operations: what is on its way to and from other ranks, by TCP or through rings in shared memory.
+#pragma once
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <ctime>
+#include <deque>
+#include <vector>
+
+#include "checksum.hpp"
+#include "packed.hpp"
+#include "ring.hpp"
+
+namespace gradwire {
+namespace {
+
+enum Kind : int64_t { kCall, kSend, kReceive, kFlush, kReceiveElements };
+
+// Twin of `Operation` in src/gradwire/collectives/operations.py.
+struct Operation {
+  int64_t kind;
+  int64_t peer;           // of a message: whose connection
+  void* target;           // of a call the function in its packed form, of a message the first byte
+  int64_t arguments[10];  // of a call its arguments, of a message the number of bytes and a tag; of elements also the dtype that
+                          // comes, that of the target, and whether they are added
+};
+
+// Twin of `Connection` in src/gradwire/collectives/rings.py: how to reach another rank. The rings are NULL where messages go by TCP.
+struct Connection {
+  int64_t fd = -1;       // of the own rank -1
+  Ring* out = nullptr;   // what this rank writes
+  Ring* in = nullptr;    // what it reads
+  int64_t bell = -1;     // rings for this rank
+  int64_t peer_bell = -1;
+  uint64_t capacity = 0;  // of each ring
+};
+
+struct Header {
+  uint64_t bytes;
+  uint32_t tag;
+  uint32_t checksum;
+};
+
+// Bytes that come before poll wakes the thread; less where less is left of the message.
+constexpr int kWakeBytes = 1 << 18;
+
+double seconds_of(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// A message under way: its header, its bytes, and in a ring the checksum behind these, since the sender sums them as it copies them.
+struct Message {
+  Header header;
+  char* bytes;
+  uint64_t done = 0;      // bytes of all that
+  uint32_t checksum = 0;  // of what arrived or, with `sums`, was sent
+  bool sums = false;
+  uint64_t behind = 0;    // the checksum behind the bytes
+  uint64_t behind_bytes = 0;
+  uint64_t expected_bytes;
+  uint32_t expected_tag;
+  bool elements = false;  // what arrives is copied or added to `bytes`, element by element
+  bool in_turn = true;    // elements arrive when the list has come to them, so that a sum has one order
+  bool add = false;
+  Dtype from{}, into{};
+
+  uint64_t total() const { return sizeof header + expected_bytes + behind_bytes; }
+  bool complete() const { return done == total(); }
+  uint64_t arrived() const { return done < sizeof header ? 0 : std::min(done - sizeof header, expected_bytes); }  // of the bytes
+
+  // What is left; of a message in a ring the first part alone counts.
+  int parts(iovec* into) {
+    int count = 0;
+    if (done < sizeof header) into[count++] = {reinterpret_cast<char*>(&header) + done, sizeof header - done};
+    const uint64_t at = arrived();
+    if (at < expected_bytes) into[count++] = {bytes + at, expected_bytes - at};
+    const uint64_t rest = total() - done;
+    if (behind_bytes && rest <= behind_bytes) into[count++] = {reinterpret_cast<char*>(&behind) + (behind_bytes - rest), rest};
+    return count;
+  }
+};
+
+// Another rank.
+struct Peer {
+  Connection by;
+  int fd = -1;
+  int wakes_at = 0;                               // of the connection
+  uint64_t reader_wakes_at = 0, writer_wakes_at = 0;  // of the rings, since the last wait
+  std::deque<Message> sending, receiving;         // in order; what is complete leaves the front
+
+  bool reads() const { return !receiving.empty() && receiving.front().in_turn; }
+  bool idle() const { return sending.empty() && !reads(); }
+  bool shares() const { return by.out; }
+};
+
+struct Failed {
+  int64_t peer;
+  bool damaged;
+  char words[200];
+};
+
+[[noreturn]] __attribute__((format(printf, 3, 4))) void fail(int64_t peer, bool damaged, const char* format, ...) {
+  Failed failed{peer, damaged, {}};
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(failed.words, sizeof failed.words, format, values);
+  va_end(values);
+  throw failed;
+}
+
+class Phase {
+ public:
+  Phase(const Connection* connections, int64_t ranks, double timeout_s) : peers_(size_t(ranks)), timeout_s_(timeout_s) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      peers_[size_t(rank)].by = connections[rank];
+      peers_[size_t(rank)].fd = int(connections[rank].fd);
+    }
+    polled_.reserve(2 * size_t(ranks));
+    ranks_.reserve(2 * size_t(ranks));
+  }
+
+  void expect(const Operation& operation) {
+    Message message = message_of(operation, peer_of(operation));
+    message.elements = operation.kind == kReceiveElements;
+    if (message.elements) {
+      if (!peer_of(operation).shares()) fail(operation.peer, false, "elements arrive from memory alone");
+      message.in_turn = false;
+      message.from = Dtype(operation.arguments[2]);
+      message.into = Dtype(operation.arguments[3]);
+      message.add = operation.arguments[4];
+    }
+    peer_of(operation).receiving.push_back(message);
+  }
+
+  void send(const Operation& operation) {
+    Peer& peer = peer_of(operation);
+    Message message = message_of(operation, peer);
+    const bool known = message.bytes == summed_.payload && message.expected_bytes == summed_.count;
+    if (!known && !peer.shares())
+      summed_ = {message.bytes, message.expected_bytes, crc32c(0, message.bytes, message.expected_bytes)};
+    message.sums = !known && peer.shares();
+    if (!message.sums) message.behind = message.header.checksum = summed_.checksum;
+    peer.sending.push_back(message);
+    push(peer, operation.peer);
+    if (message.sums && peer.sending.empty()) summed_ = {message.bytes, message.expected_bytes, last_sum_};
+  }
+
+  // A call may have changed what was sent before. `encoded` is what it encoded, if it summed that on its way.
+  void called(const Encoded& encoded) { summed_ = encoded; }
+
+  // Until the first message of this peer that is not complete was `left` before.
+  void receive(const Operation& operation, size_t left) {
+    Peer& peer = peer_of(operation);
+    summed_ = {};  // what arrives may lie where something was sent from
+    if (peer.receiving.size() > left) peer.receiving.front().in_turn = true;
+    pull(peer, operation.peer);
+    wait(operation.peer, "a message", [&] { return peer.receiving.size() <= left; });
+  }
+
+  void flush() {
+    for (size_t rank = 0; rank < peers_.size(); ++rank)
+      wait(int64_t(rank), "room for a message", [&] { return peers_[rank].sending.empty(); });
+  }
+
+ private:
+  Peer& peer_of(const Operation& operation) { return peers_[size_t(operation.peer)]; }
+
+  static Message message_of(const Operation& operation, const Peer& peer) {
+    Message message;
+    message.behind_bytes = peer.shares() ? sizeof message.behind : 0;
+    message.expected_bytes = uint64_t(operation.arguments[0]);
+    message.expected_tag = uint32_t(operation.arguments[1]);
+    message.header = {message.expected_bytes, message.expected_tag, 0};
+    message.bytes = static_cast<char*>(operation.target);
+    return message;
+  }
+
+  // Moves bytes of a message by `call`, sendmsg or recvmsg; 0 where it would have to wait, or for the end of what comes.
+  template <class Call>
+  static uint64_t by_tcp(Message& message, int64_t rank, const Call& call) {
+    iovec parts[2];
+    msghdr what{};
+    what.msg_iov = parts;
+    what.msg_iovlen = size_t(message.parts(parts));
+    while (true) {
+      const ssize_t moved = call(&what);
+      if (moved >= 0) return uint64_t(moved);
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      if (errno != EINTR) fail(rank, false, "%s", std::strerror(errno));
+    }
+  }
+
+  static uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
+    if (!peer.shares()) return by_tcp(message, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
+    iovec parts[2];
+    message.parts(parts);
+    const Connection& by = peer.by;
+    return put(*by.out, by.capacity, int(by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
+  }
+
+  // Takes bytes of a message to where they belong, and sums them.
+  uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
+    const uint64_t before = message.arrived();
+    uint64_t got;
+    if (peer.shares()) {
+      const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
+      if (message.elements && in_bytes) return use_some(peer.by, message);
+      iovec parts[2];
+      message.parts(parts);
+      const Connection& by = peer.by;
+      got = take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+    } else {
+      got = by_tcp(message, rank, [&](msghdr* what) {
+        const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
+        if (came == 0) fail(rank, false, "Connection closed by peer");
+        return came;
+      });
+    }
+    message.done += got;
+    message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+    return got;
+  }
+
+  // Copies or adds elements from a step that lies in the nearest cache. One that is not whole yet stays there: of a list only one
+  // message is in its turn.
+  uint64_t use_some(const Connection& by, Message& message) {
+    const uint64_t item = uint64_t(item_bytes(message.from)), at = message.arrived(), begun = at % item;
+    const uint64_t rest = std::min(message.expected_bytes - at, kRingStep);
+    const uint64_t got = take(*by.in, by.capacity, int(by.peer_bell), step_ + begun, rest);
+    if (!got) return 0;
+    message.done += got;
+    message.checksum = crc32c(message.checksum, step_ + begun, got);
+    const uint64_t whole = (begun + got) / item;
+    char* const into = message.bytes + at / item * uint64_t(item_bytes(message.into));
+    kernels().cast_decode(reinterpret_cast<const uint8_t*>(step_), message.from, into, message.into, message.add, int64_t(whole));
+    std::memmove(step_, step_ + whole * item, begun + got - whole * item);
+    return got;
+  }
+
+  // Sends as much as there is room for.
+  void push(Peer& peer, int64_t rank) {
+    while (!peer.sending.empty()) {
+      Message& message = peer.sending.front();
+      const uint64_t sent = send_some(peer, message, rank);
+      if (!sent) return;
+      const uint64_t before = message.arrived();
+      message.done += sent;
+      moved_ += sent;
+      if (message.sums) {
+        message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+        message.behind = message.checksum;
+        last_sum_ = message.checksum;
+      }
+      if (message.complete()) peer.sending.pop_front();
+    }
+  }
+
+  // Takes as much as has come of the messages that are expected.
+  void pull(Peer& peer, int64_t rank) {
+    while (peer.reads()) {
+      Message& message = peer.receiving.front();
+      const uint64_t got = receive_some(peer, message, rank);
+      if (!got) return;
+      moved_ += got;
+      const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
+      if (message.done >= sizeof message.header && !same)
+        fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
+             "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
+             Unsigned(message.expected_bytes), message.expected_tag);
+      if (!message.complete()) {
+        if (peer.shares()) continue;
+        return;  // less came than there was room for
+      }
+      const uint32_t sent = peer.shares() ? uint32_t(message.behind) : message.header.checksum;
+      if (message.checksum != sent || (peer.shares() && message.behind >> 32))
+        fail(rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
+             Unsigned(message.expected_bytes), sent, message.checksum);
+      peer.receiving.pop_front();
+    }
+  }
+
+  using Unsigned = unsigned long long;
+
+  // Wakes when the rest of the message is there, or a good part of it.
+  static void wake_at(Peer& peer) {
+    const Message& message = peer.receiving.front();
+    const uint64_t rest = message.total() - message.done;
+    const int bytes = rest < uint64_t(kWakeBytes) ? int(rest) : kWakeBytes;
+    if (bytes == peer.wakes_at) return;
+    peer.wakes_at = bytes;
+    setsockopt(peer.fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);  // where it fails poll wakes more often
+  }
+
+  // Moves messages in both directions until `done`. `awaited` is named when that takes longer than the timeout.
+  template <class Done>
+  void wait(int64_t awaited, const char* what, const Done& done) {
+    if (done()) return;
+    const double until = seconds_of(CLOCK_MONOTONIC) + timeout_s_;
+    uint64_t before = moved_;
+    while (!done()) {
+      const bool ready = prepare_wait();
+      const double rest = until - seconds_of(CLOCK_MONOTONIC);
+      const int longest_ms = ready || rest <= 0 ? 0 : rest < 60 ? int(1e3 * rest) + 1 : 60'000;
+      const int count = poll(polled_.data(), nfds_t(polled_.size()), longest_ms);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
+      const bool moves = ready && moved_ != before;  // a ring whose head is damaged may be ready for ever
+      if (count == 0 && !moves && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
+      before = moved_;
+      for (size_t at = 0; at < polled_.size(); ++at) {
+        Peer& peer = peers_[size_t(ranks_[at])];
+        if (peer.shares()) {  // its connection and its bell
+          go_on(peer, ranks_[at], polled_[at].revents, polled_[at + 1].revents);
+          ++at;
+          continue;
+        }
+        const short happened = polled_[at].revents;
+        if (happened & (POLLOUT | POLLERR | POLLHUP)) push(peer, ranks_[at]);
+        if (happened & (POLLIN | POLLERR | POLLHUP)) pull(peer, ranks_[at]);
+      }
+    }
+  }
+
+  // Lists what to wait for. Whether a ring can go on already.
+  bool prepare_wait() {
+    polled_.clear();
+    ranks_.clear();
+    bool shares = false, ready = false;
+    for (size_t rank = 0; rank < peers_.size(); ++rank) {
+      Peer& peer = peers_[rank];
+      if (peer.fd < 0 || peer.idle()) continue;
+      if (peer.shares()) {
+        tell_wait(peer);
+        watch(peer.fd, POLLIN, rank);
+        watch(int(peer.by.bell), POLLIN, rank);
+        shares = true;
+        continue;
+      }
+      if (peer.reads()) wake_at(peer);
+      watch(peer.fd, short((peer.reads() ? POLLIN : 0) | (peer.sending.empty() ? 0 : POLLOUT)), rank);
+    }
+    if (!shares) return false;
+    for (const Peer& peer : peers_)
+      if (peer.shares() && !peer.idle()) ready |= can_go_on(peer);
+    return ready;
+  }
+
+  void watch(int fd, short events, size_t rank) {
+    polled_.push_back({fd, events, 0});
+    ranks_.push_back(int64_t(rank));
+  }
+
+  static uint64_t good_part(const Connection& by, const Message& message) {
+    return std::min(message.total() - message.done, by.capacity / 2);
+  }
+
+  static void tell_wait(Peer& peer) {
+    const Connection& by = peer.by;
+    if (peer.reads()) {
+      peer.reader_wakes_at = by.in->read.load(std::memory_order_relaxed) + good_part(by, peer.receiving.front());
+      by.in->reader_wakes_at.store(peer.reader_wakes_at, std::memory_order_seq_cst);
+    }
+    if (!peer.sending.empty()) {
+      const uint64_t at = by.out->written.load(std::memory_order_relaxed) + good_part(by, peer.sending.front());
+      peer.writer_wakes_at = at > by.capacity ? at - by.capacity : 0;
+      by.out->writer_wakes_at.store(peer.writer_wakes_at, std::memory_order_seq_cst);
+    }
+  }
+
+  static bool can_go_on(const Peer& peer) {
+    const uint64_t written = peer.by.in->written.load(std::memory_order_seq_cst);
+    const uint64_t read = peer.by.out->read.load(std::memory_order_seq_cst);
+    return (peer.reads() && written >= peer.reader_wakes_at) || (!peer.sending.empty() && read >= peer.writer_wakes_at);
+  }
+
+  // Moves what can be moved through rings. A connection that wakes is closed: no bytes travel on it.
+  void go_on(Peer& peer, int64_t rank, short closed, short rung) {
+    uint64_t rings;
+    peer.by.in->reader_wakes_at.store(0, std::memory_order_relaxed);
+    peer.by.out->writer_wakes_at.store(0, std::memory_order_relaxed);
+    if (rung && read(int(peer.by.bell), &rings, sizeof rings) < 0 && errno != EAGAIN && errno != EINTR)
+      fail(rank, false, "%s", std::strerror(errno));
+    push(peer, rank);
+    pull(peer, rank);
+    if (!closed || peer.idle()) return;
+    char byte;
+    const ssize_t got = recv(peer.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+    fail(rank, false, "%s", got == 0 ? "Connection closed by peer" : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
+  }
+
+  std::vector<Peer> peers_;
+  Encoded summed_{};        // what was encoded or sent last, where it has not changed since
+  uint32_t last_sum_ = 0;   // of the last message that was summed as it was sent
+  uint64_t moved_ = 0;      // bytes, in both directions
+  alignas(64) char step_[kRingStep + sizeof(double)];  // elements on their way
+  double timeout_s_;
+  std::vector<pollfd> polled_;
+  std::vector<int64_t> ranks_;
+};
+
+}  // namespace
+}  // namespace gradwire

@@ -1,0 +1,102 @@
+"""Rings: memory that two ranks of a node share, so that their messages need no system call for each part (csrc/ring.hpp).
+
+The memory has no name. It is gone with the last process that has it, however that ends.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+
+_HEAD_BYTES = 128
+"""Twin of `Ring` in csrc/ring.hpp: its size. The bytes follow it."""
+_LARGEST, _SMALLEST = 2**20, 2**16
+
+
+def ring_bytes(ranks: int) -> int:
+    """What each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow with the square of
+    the ranks, so above 8 ranks rings are smaller.
+
+    >>> [ring_bytes(ranks) // 1024 for ranks in (2, 8, 9, 16, 17, 64)]
+    [1024, 1024, 256, 256, 64, 64]
+    """
+    doublings = max(0, (ranks - 1).bit_length() - 3)
+    return max(_SMALLEST, _LARGEST >> 2 * doublings)
+
+
+def memory_bytes(capacity: int) -> int:
+    """The memory of a pair of ranks on one lane: a ring of this capacity in each direction."""
+    return 2 * (_HEAD_BYTES + capacity)
+
+
+class Connection(ctypes.Structure):
+    """Twin of `Connection` in csrc/phase.hpp."""
+
+    _fields_ = (
+        *(("fd", c_int64), ("out", c_void_p), ("into", c_void_p)),
+        *(("bell", c_int64), ("peer_bell", c_int64), ("capacity", c_int64)),
+    )
+
+
+@dataclass(frozen=True)
+class Handles:
+    """What both ranks of a pair have open: the memory, and for each of them a bell that wakes it."""
+
+    memory: int
+    bells: tuple[int, int]
+    """First that of the rank that made them."""
+
+    @staticmethod
+    def make(capacity: int) -> "Handles":
+        """`capacity`: of each ring, a multiple of 64. Raises OSError where there is no memory or no descriptor left."""
+        opened: list[int] = []
+        try:
+            opened.append(os.memfd_create("gradwire"))
+            # memory that is short is told here, not by SIGBUS in a step
+            os.posix_fallocate(opened[0], 0, memory_bytes(capacity))
+            opened += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
+        except BaseException:
+            for number in opened:
+                os.close(number)
+            raise
+        return Handles(opened[0], (opened[1], opened[2]))
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The descriptors, in the order of the fields."""
+        return self.memory, *self.bells
+
+    def close(self) -> None:
+        """Close the own copies."""
+        for number in self.numbers:
+            os.close(number)
+
+
+class Rings:
+    """The two rings of a pair of ranks on one lane, seen from one of them."""
+
+    def __init__(self, handles: Handles, maker: bool, capacity: int) -> None:
+        """Takes the handles over, unless it raises OSError. `maker`: whether this rank made them."""
+        self._memory = mmap.mmap(handles.memory, memory_bytes(capacity))
+        os.close(handles.memory)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        places = (begin, begin + _HEAD_BYTES + capacity)
+        self.addresses = places if maker else places[::-1]
+        """Of the ring that this rank writes, and of the one that it reads."""
+        self.bells = handles.bells if maker else handles.bells[::-1]
+        """Of this rank, and of the other one."""
+        self.capacity = capacity
+        self._finalizer = weakref.finalize(self, _let_go, self._memory, self.bells)
+        self._finalizer.atexit = False  # a thread may still run on it
+
+    def close(self) -> None:
+        """Let go of the memory. Nothing may run."""
+        self._finalizer()
+
+
+def _let_go(memory: mmap.mmap, bells: tuple[int, ...]) -> None:
+    memory.close()
+    for bell in bells:
+        os.close(bell)
