@@ -28,6 +28,7 @@ from benchmarks.testbeds import (
     all_tensors,
     alone_ms,
     cupcake,
+    free_step_ms,
     gathered,
     scaling,
     selected,
@@ -37,7 +38,6 @@ from gradwire.core import Profile
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
 from gradwire.planner.drafts import PlanningJob
-from gradwire.planner.joint import joint
 from gradwire.planner.schemes import RESTRICTED
 from gradwire.planner.starts import by_own_tasks
 from gradwire.report.pictures import Panel, draw_lines
@@ -209,12 +209,6 @@ def with_bounds(papers: Papers, profile: Profile, bed: Bed, job: PlanningJob, al
     systems = ("FP32", "GRACE", "HiPress", "ByteComp", "gradwire")
     found = {system.replace("GRACE", "HiTopKComm"): scaling(job, system) for system in systems}
     return {**found, "upper bound": alone_ms(job) / free_step_ms(papers, profile, bed, algorithm)}
-
-
-def free_step_ms(papers: Papers, profile: Profile, bed: Bed, algorithm: str) -> float:
-    """ByteComp's Upper Bound: codecs take no time. The better of two searches."""
-    job = papers.job(profile, bed, algorithm, free=True)
-    return min(step_ms(job, selected(job)), step_ms(job, joint(job)))
 
 
 def near_bound(papers: Papers, beds: Beds, pictures: Path) -> Section:

@@ -4,6 +4,8 @@ import random
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from gradwire.core import QSGD, Cast, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile, TopK
 from gradwire.errors import PlanError
 from gradwire.planner.bytecomp import Moved
@@ -60,6 +62,7 @@ def _cluster(rng: random.Random) -> Cluster:
         rate = 10 ** rng.uniform(-1, 2.5)
         allreduce = Link(10 ** rng.uniform(-1, 3), rate, rng.choice([0.0, 300.0]), rng.choice([0.0, 0.001]))
     launch_us = rng.choice([None, 0.0, 10 ** rng.uniform(0, 4)])
+    links["intra"] = msgspec.structs.replace(links["intra"], shared=rng.random() < 0.3)
     return Cluster(nodes=nodes, ranks_per_node=local, **links, allreduce=allreduce, launch_us=launch_us)
 
 
@@ -87,6 +90,7 @@ def _rules(rng: random.Random, device: str) -> Rules:
         cpu_workers=rng.choice([1, 1, 2]),
         decode_calls=rng.choice(["each", "one"]),
         routing=rng.choice(["direct", "direct", "ring"]),
+        offload_lanes=rng.choice([0, 1, 2]) if lanes and device == "gpu" else 0,
     )
 
 

@@ -158,3 +158,9 @@ SYSTEMS_OF = {
 def scaling(job: PlanningJob, system: str) -> float:
     """The scaling factor of a system."""
     return alone_ms(job) / step_ms(job, SYSTEMS_OF[system](job))
+
+
+def free_step_ms(papers: Papers, profile: Profile, bed: Bed, algorithm: str) -> float:
+    """ByteComp's Upper Bound: codecs take no time. The better of two searches."""
+    job = papers.job(profile, bed, algorithm, free=True)
+    return min(step_ms(job, selected(job)), step_ms(job, joint(job)))

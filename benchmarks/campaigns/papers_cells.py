@@ -57,6 +57,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PapersCell(Document, frozen=True, kw_only=True):
     """All systems on one job, one cluster, one link."""
 
+    omit_at_default: ClassVar[tuple[str, ...]] = ("intra",)
     what: ClassVar[str] = "cell of the papers' systems"
     remedy: ClassVar[str] = "Measure it with `gradwire bench --papers --again`."
 
@@ -68,6 +69,8 @@ class PapersCell(Document, frozen=True, kw_only=True):
     link: str
     nodes: int
     ranks_per_node: int
+    intra: str | None = None
+    """The rate that the ranks of a node share."""
     steps: int
     turn_steps: int
     profile_steps: int
@@ -80,7 +83,8 @@ class PapersCell(Document, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """For a reader."""
-        return f"{self.job}, {self.nodes} x {self.ranks_per_node} ranks, {self.link}"
+        inside = "" if self.intra is None else f", {self.intra} inside nodes"
+        return f"{self.job}, {self.nodes} x {self.ranks_per_node} ranks, {self.link}{inside}"
 
     @property
     def measured(self) -> dict[str, SystemRow]:

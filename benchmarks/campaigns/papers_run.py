@@ -46,6 +46,8 @@ class PapersRequest:
     jobs: Sequence[str] = ("transformer",)
     links: Sequence[str] = LINKS
     shapes: Sequence[tuple[int, int]] = SHAPES
+    intra: str | None = None
+    """The rate that the ranks of a node share, as in `BenchRequest`. Nodes of one rank have no such link."""
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
@@ -72,7 +74,7 @@ class PapersRequest:
         for nodes, ranks_per_node in self.shapes:
             for job in self.jobs:
                 for link in self.links:
-                    yield PapersKey(nodes, ranks_per_node, job, link)
+                    yield PapersKey(nodes, ranks_per_node, job, link, self.intra if ranks_per_node > 1 else None)
 
     def bench(self, key: "PapersKey", methods: Sequence[str]) -> BenchRequest:
         """The run of the bench that measures a cell."""
@@ -82,6 +84,7 @@ class PapersRequest:
             methods=methods,
             nodes=key.nodes,
             ranks_per_node=key.ranks_per_node,
+            intra=key.intra,
             steps=self.steps,
             warmup_steps=self.warmup_steps,
             turn_steps=self.turn_steps,
@@ -97,10 +100,12 @@ class PapersKey(NamedTuple):
     ranks_per_node: int
     job: str
     link: str
+    intra: str | None = None
 
     @property
     def file(self) -> str:
-        return f"{self.nodes}x{self.ranks_per_node}-{self.job}-{self.link}.json"
+        inside = "" if self.intra is None else f"-intra-{self.intra}"
+        return f"{self.nodes}x{self.ranks_per_node}-{self.job}-{self.link}{inside}.json"
 
 
 def run_papers(
@@ -168,6 +173,7 @@ def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> Pap
         link=key.link,
         nodes=key.nodes,
         ranks_per_node=key.ranks_per_node,
+        intra=key.intra,
         steps=request.steps,
         turn_steps=request.turn_steps,
         profile_steps=request.profile_steps,

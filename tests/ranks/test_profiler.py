@@ -233,8 +233,8 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: Future())
-    lanes = SimpleNamespace(data=[lane, lane], hold=False, times=None)
-    plan = SimpleNamespace(launch=((0, "allreduce"), (1, "allreduce")), gate=2)
+    lanes = SimpleNamespace(data=[lane, lane], offload=0, hold=False, times=None)
+    plan = SimpleNamespace(launch=((0, "allreduce"), (1, "allreduce")), gate=2, buckets=())
     buckets = [SimpleNamespace(index=i, chunks=[SimpleNamespace(exchanges=1)]) for i in range(2)]
     executor = Executor(plan, buckets, lanes)
     for hold, counts in ((True, ([0, 0], [1, 1])), (False, ([1, 0], [1, 1]))):

@@ -46,6 +46,8 @@ class BenchRequest:
     """The model of the one job; None: all jobs are the bench's own."""
     nodes: int = 2
     ranks_per_node: int = 1
+    intra: str | None = None
+    """The rate inside a node, which all its ranks share for both directions, as behind a PCIe switch; None: unlimited."""
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
@@ -68,6 +70,8 @@ class BenchRequest:
             check_method(method)
         for link in self.links:
             gbps_of(link)
+        if self.intra is not None:
+            parse_rate(self.intra)
         for what, names in (("job", self.jobs), ("link", self.links), ("method", self.methods)):
             if not names:
                 raise FormatError(f"there is no {what} to measure: the list of {what}s is empty.")
@@ -111,7 +115,7 @@ def run_bench(request: BenchRequest, problem: str | None, watch: View, save_to: 
     runner = _Runner(request, problem, notes, watch, save_to)
     for job in request.jobs if request.alone_steps else ():
         runner.measure_alone(job)
-    emulated = EmulatedCluster(request.nodes, request.ranks_per_node)
+    emulated = EmulatedCluster(request.nodes, request.ranks_per_node, intra=request.intra)
     with emulated if problem is None else Loopback(request.world_size) as network:
         for link in links:
             network.set_inter(None if link == UNLIMITED else link)
@@ -131,7 +135,8 @@ def run_profile(
     argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job]
     argv += ["--out", str(folder), "--steps", str(steps)]
     argv += [word for spec in specs for word in ("--spec", repr(spec))]
-    with EmulatedCluster(request.nodes, request.ranks_per_node, None if link == UNLIMITED else link) as network:
+    inter = None if link == UNLIMITED else link
+    with EmulatedCluster(request.nodes, request.ranks_per_node, inter, request.intra) as network:
         with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
             code = network.run(
                 argv,
@@ -157,6 +162,11 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
         notes.append(f"{request.world_size} ranks share {cores} cores: compute is slower than on separate machines.")
     if problem is None:
         return list(request.links), notes
+    if request.intra is not None:
+        raise TestbedError(
+            f"the rate {request.intra} inside a node cannot be emulated here: {problem}. Run as root, allow user namespaces, or "
+            "leave out --intra."
+        )
     if len(limited) == len(request.links):
         raise TestbedError(
             f"links {', '.join(limited)} cannot be measured here: {problem}. Run as root, allow user namespaces, or pass "

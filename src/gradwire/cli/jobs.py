@@ -107,6 +107,9 @@ def bench(
     ] = "floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4",
     nodes: Annotated[int | None, typer.Option(help="Emulated nodes. Default: 2; for --matrix 2 and 4.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node. Default: 1; for options 2.")] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="Rate inside each node, which all its ranks share, as behind a PCIe switch.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30,
     warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5,
     turn: Annotated[int, typer.Option(help="Steps that a method takes in one turn.")] = 5,
@@ -156,7 +159,7 @@ def bench(
             split_names(jobs),
             links,
             [(nodes or 2, ranks_per_node or 1)] if shape_given else None,
-            {"steps": steps, "warmup_steps": warmup, "turn_steps": turn, "seed": seed, "again": again},
+            {"steps": steps, "warmup_steps": warmup, "turn_steps": turn, "seed": seed, "again": again, "intra": intra},
             spec,
             out or _RESULTS / "papers",
         )
@@ -173,6 +176,7 @@ def bench(
         methods=campaigns.predictable(chosen) if predict else chosen,
         nodes=2 if nodes is None else nodes,
         ranks_per_node=1 if ranks_per_node is None else ranks_per_node,
+        intra=intra,
         steps=steps,
         warmup_steps=warmup,
         turn_steps=turn,
@@ -201,7 +205,7 @@ def bench(
 
 
 _RESULTS = Path("benchmarks/results")
-_SIZE = {"jobs", "links", "nodes", "ranks_per_node", "steps", "warmup", "turn"}
+_SIZE = {"jobs", "links", "nodes", "ranks_per_node", "intra", "steps", "warmup", "turn"}
 _COMMON = _SIZE | {"alone_steps", "seed", "record", "json"}
 _USED = {
     "matrix": {"matrix", "jobs", "links", "nodes", "seed", "loss_steps", "out", "again"},

@@ -13,7 +13,7 @@ from gradwire.errors import FormatError
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte", "shared")
 
     alpha_us: float
     """Microseconds before the first byte arrives."""
@@ -23,12 +23,17 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Processor time of a rank for one all-reduce, beside that for its bytes. Counts for `Cluster.allreduce` alone."""
     cpu_us_per_byte: float = 0.0
     """Processor time of a rank for each byte of an all-reduce, the copies into the bucket's memory and back included."""
+    shared: bool = False
+    """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. Counts for `Cluster.intra` alone; ranks
+    always share their node's `inter` link."""
 
     def __post_init__(self) -> None:
         number("alpha_us", self.alpha_us, "a latency in microseconds")
         number("cpu_us", self.cpu_us, "a time in microseconds")
         number("cpu_us_per_byte", self.cpu_us_per_byte, "a time in microseconds")
         number("gbps", self.gbps, "a rate in gigabits per second", positive=True)
+        if not isinstance(self.shared, bool):
+            raise FormatError(f"shared is {show(self.shared)}: it must be true or false.")
 
 
 class Cluster(Document, frozen=True, kw_only=True):

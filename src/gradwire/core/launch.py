@@ -1,7 +1,7 @@
 """The tasks of a launch order: bucket, piece and phase of each, in the order of each lane."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 PieceTask = tuple[int, int, int]
@@ -39,14 +39,40 @@ def launch_tasks(
     return order
 
 
-def tasks_by_lane(order: Sequence[PieceTask], lanes: int) -> list[list[PieceTask]]:
-    """The tasks of each lane: pieces go round the lanes, and a piece stays on its lane.
+def lanes_of_pieces(
+    order: Sequence[PieceTask], lanes: int, offloaded: Collection[int] = (), offload_lanes: int = 0
+) -> dict[tuple[int, int], int]:
+    """The lane of each piece. Pieces go round the lanes; those of `offloaded` buckets go round lanes of their own, so that no
+    codec on a CPU keeps another bucket from being launched.
+
+    >>> lanes_of_pieces([(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)], lanes=2, offloaded=[1], offload_lanes=1)
+    {(0, 0): 0, (1, 0): 2, (2, 0): 1, (3, 0): 0}
+    """
+    found: dict[tuple[int, int], int] = {}
+    dealt = [0, 0]
+    for bucket, piece, _ in order:
+        if (bucket, piece) not in found:
+            apart = offload_lanes > 0 and bucket in offloaded
+            found[bucket, piece] = lanes + dealt[1] % offload_lanes if apart else dealt[0] % lanes
+            dealt[apart] += 1
+    return found
+
+
+def tasks_by_lane(
+    order: Sequence[PieceTask], lanes: int, offloaded: Collection[int] = (), offload_lanes: int = 0
+) -> list[list[PieceTask]]:
+    """The tasks of each lane. A piece stays on its lane, which `lanes_of_pieces` says.
 
     >>> tasks_by_lane([(0, 0, 0), (0, 1, 0), (0, 0, 1)], lanes=2)
     [[(0, 0, 0), (0, 0, 1)], [(0, 1, 0)]]
     """
-    lists: list[list[PieceTask]] = [[] for _ in range(lanes)]
-    lane_of: dict[tuple[int, int], int] = {}
-    for bucket, piece, phase in order:
-        lists[lane_of.setdefault((bucket, piece), len(lane_of) % lanes)].append((bucket, piece, phase))
+    lists: list[list[PieceTask]] = [[] for _ in range(lanes + offload_lanes)]
+    lane_of = lanes_of_pieces(order, lanes, offloaded, offload_lanes)
+    for task in order:
+        lists[lane_of[task[:2]]].append(task)
     return lists
+
+
+def codes_on_cpu(option: Sequence[str]) -> bool:
+    """Whether an option has a codec on a CPU: of a bucket on a GPU, whether it is offloaded."""
+    return any(task in ("comp:cpu", "decomp:cpu") for task in option)

@@ -1,7 +1,8 @@
 """What collectives put on links: messages one after another, and bytes.
 
-A link works full duplex. Inside a node each rank has its own intra link; the ranks of a node share its inter link, which
-therefore carries the sum of their flows. Times follow from the alpha-beta model: messages * alpha + bytes * beta.
+A link works full duplex. Inside a node each rank has its own intra link, or all share one, as behind a PCIe switch; the ranks
+of a node share its inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model:
+messages * alpha + bytes * beta.
 
 | of n ranks that hold x bytes each | messages | bytes, busiest rank |
 |---|---|---|
@@ -40,16 +41,25 @@ class Traffic(NamedTuple):
     inter: Load
     sent: float
     """Bytes that one rank sends over either, as a multiple of what it holds; where one sends more than others, the most."""
+    inside: float | None = None
+    """Bytes that all ranks of a node send inside it, as a multiple of what a rank holds; None: not known, as of a collective from
+    outside, so that sharing makes no difference."""
+
+    def intra_factor(self, intra: Link) -> float:
+        """Bytes over an intra link, as a multiple of what a rank holds."""
+        return self.inside if intra.shared and self.inside is not None else self.intra.factor
 
     def time_us(self, held_bytes: float, intra: Link, inter: Link) -> float:
         """Microseconds: that of the link that takes longer."""
         return max(
-            self.intra.messages * intra.alpha_us + self.intra.factor * held_bytes * us_per_byte(intra),
+            self.intra.messages * intra.alpha_us + self.intra_factor(intra) * held_bytes * us_per_byte(intra),
             self.inter.messages * inter.alpha_us + self.inter.factor * held_bytes * us_per_byte(inter),
         )
 
 
 NOTHING = Load(0, 0.0)
+ROOTED = ("gather", "reduce", "broadcast")
+"""Collectives with a root."""
 
 
 def us_per_byte(link: Link) -> float:
@@ -72,7 +82,10 @@ def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows
     """
     messages, factor, sent = _on_one_link(word, ranks, routing)
     load = Load(messages, factor * flows)
-    return Traffic(load, NOTHING, sent) if link == "intra" else Traffic(NOTHING, load, sent)
+    if link == "inter":
+        return Traffic(NOTHING, load, sent)
+    # rooted ones send to the root or from it alone, whether along a chain or not
+    return Traffic(load, NOTHING, sent, ranks - 1.0 if word in ROOTED else ranks * sent)
 
 
 def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "ring") -> Traffic:
@@ -93,10 +106,12 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
     abroad = world - local
     if word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce"):
         each = factor / (world - 1)  # to or from every other rank
-        senders = 1 if word in ("gather", "reduce", "broadcast") else local
-        return Traffic(Load(local - 1, (local - 1) * each), Load(abroad, senders * abroad * each), sent)
+        senders = 1 if word in ROOTED else local
+        inside = (local - 1) * each
+        return Traffic(Load(local - 1, inside), Load(abroad, senders * abroad * each), sent, senders * inside)
     load = Load(messages, factor)
-    return Traffic(load, load, sent)
+    # the last rank of a node sends to another node
+    return Traffic(load, load, sent, (local - 1) * factor)
 
 
 def _on_one_link(word: str, ranks: int, routing: str) -> tuple[float, float, float]:

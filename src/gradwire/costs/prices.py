@@ -61,7 +61,7 @@ class Price(NamedTuple):
     sent_bytes: float = 0.0
     """Bytes that one rank sends."""
     intra_bytes: float = 0.0
-    """Bytes over a rank's intra link."""
+    """Bytes over a rank's intra link, or over the one that all ranks of its node share."""
     inter_bytes: float = 0.0
     """Bytes over a node's inter link, of all its ranks together."""
 
@@ -224,10 +224,10 @@ class Prices:
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
-        intra, inter, sent = step.traffic
+        traffic, (intra, inter) = step.traffic, self.cluster.links_for(step.task)
         held = nbytes * step.share * step.parts
-        us = step.traffic.time_us(held, *self.cluster.links_for(step.task))
-        return Price(step.task, us, step.gathers, sent * held, intra.factor * held, inter.factor * held)
+        inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
+        return Price(step.task, traffic.time_us(held, intra, inter), step.gathers, traffic.sent * held, inside, between)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
         """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""

@@ -167,9 +167,10 @@ def tree_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
     """The root's sum has passed one encode and one decode a hop, and is encoded and decoded once more."""
     comp, up, down, decomp = option
     inside, hops = (ranks_per_node - 1).bit_length(), (nodes * ranks_per_node - 1).bit_length()
-    traffic = Traffic(Load(inside, float(inside)), Load(hops - inside, float(hops - inside)), float(hops))
+    sends = ranks_per_node - 1.0
+    traffic = Traffic(Load(inside, float(inside)), Load(hops - inside, float(hops - inside)), float(hops), sends)
     if nodes == 1:
-        traffic = Traffic(Load(hops, float(hops)), Load(0, 0.0), float(hops))
+        traffic = Traffic(Load(hops, float(hops)), Load(0, 0.0), float(hops), sends)
     exchange = Step(up, 1.0, 1, 1, traffic, False)
     return (
         Step(comp, 1.0, hops + 1, 0, None, False),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gradwire.collectives import Link, LinkError, Meter
 from gradwire.collectives.streams import Mark, Streams
-from gradwire.core.launch import launch_tasks, tasks_by_lane
+from gradwire.core.launch import codes_on_cpu, launch_tasks, tasks_by_lane
 from gradwire.core.plan import Plan
 from gradwire.exchange.lanes import Lanes
 from gradwire.exchange.layout import BucketBuffers
@@ -143,7 +143,9 @@ class Executor:
         self.plan, self.buckets, self.lanes = plan, buckets, lanes
         count = len(lanes.data)
         order = launch_tasks(plan.launch, [len(b.chunks) for b in buckets], count == 1, plan.gate)
-        self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(order, count)]
+        offloaded = [index for index, bucket in enumerate(plan.buckets) if codes_on_cpu(bucket.option)]
+        by_lane = tasks_by_lane(order, count - lanes.offload, offloaded, lanes.offload)
+        self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in by_lane]
         self._lanes_of = [
             {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index}
             for bucket in buckets

@@ -1,6 +1,9 @@
 """CPU offload: a codec that works on copies in the host's memory, for comp:cpu and decomp:cpu of a bucket on a GPU."""
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,30 +28,85 @@ class Staging:
         return self._buffers[use][:nbytes].view(tensor.dtype)
 
 
-class HostCodec:
-    """Encodes and decodes where the tensors are not. What goes in and out lies on the bucket's device."""
+OFFLOAD_WORKERS = 1
+"""Codecs of a process that work on the host at the same time: `cpu_workers` of the simulator."""
+_WORKERS = threading.BoundedSemaphore(OFFLOAD_WORKERS)
 
-    def __init__(self, codec: Compressor, staging: Staging | None = None) -> None:
-        self.codec, self._staging = codec, staging or Staging()
-        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
-        self._on_host: dict[int, tuple[Segments, Segments]] = {}
+
+class ProxyCodec(ABC):
+    """A codec whose encodes and decodes another device does. It says of itself what the codec says."""
 
     runs_in_c = False
 
-    def for_sum(self) -> "HostCodec":
+    def __init__(self, codec: Compressor) -> None:
+        self.codec = codec
+        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
+
+    @abstractmethod
+    def like(self, codec: Compressor) -> "ProxyCodec":
+        """The same for another codec."""
+
+    @abstractmethod
+    def encode(
+        self,
+        src: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        segments: Segments,
+        context: Context,
+        payload: torch.Tensor,
+    ) -> None:
+        """As of the codec."""
+
+    @abstractmethod
+    def decode(
+        self,
+        payload: torch.Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        add: bool,
+        dst: torch.Tensor,
+        context: Context,
+    ) -> None:
+        """As of the codec."""
+
+    def for_sum(self) -> "ProxyCodec":
         """As of the codec."""
         return self._of(self.codec.for_sum())
 
-    def summing(self, terms: int, ranks: int) -> "HostCodec":
+    def summing(self, terms: int, ranks: int) -> "ProxyCodec":
         """As of the codec."""
         return self._of(self.codec.summing(terms, ranks))
 
-    def _of(self, codec: Compressor) -> "HostCodec":
-        return self if codec is self.codec else HostCodec(codec, self._staging)
+    def _of(self, codec: Compressor) -> "ProxyCodec":
+        return self if codec is self.codec else self.like(codec)
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
         """As of the codec."""
         return self.codec.payload_bytes(segments, dtype)
+
+    def encode_calls(self, *arguments: Any, **named: Any) -> list[Any]:
+        """There are none: another device does the work."""
+        raise NotImplementedError
+
+    def decode_calls(self, *arguments: Any, **named: Any) -> list[Any]:
+        """There are none, as of encodes."""
+        raise NotImplementedError
+
+
+class HostCodec(ProxyCodec):
+    """Encodes and decodes where the tensors are not. What goes in and out lies on the bucket's device.
+
+    At most `OFFLOAD_WORKERS` codecs work at once; copies do not count.
+    """
+
+    def __init__(self, codec: Compressor, staging: Staging | None = None) -> None:
+        super().__init__(codec)
+        self._staging = staging or Staging()
+        self._on_host: dict[int, tuple[Segments, Segments]] = {}
+
+    def like(self, codec: Compressor) -> "HostCodec":
+        """With the same memory for copies."""
+        return HostCodec(codec, self._staging)
 
     def encode(
         self,
@@ -64,7 +122,8 @@ class HostCodec:
         host_context = Context(self._fetched("random", context.random))
         host_payload = self._staging.like("payload", payload)
         _wait_for(payload)
-        self.codec.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
+        with _WORKERS:
+            self.codec.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
         payload.copy_(host_payload, non_blocking=True)
         for tensor, host in zip(state, host_state, strict=True):
             tensor.copy_(host, non_blocking=True)
@@ -84,7 +143,8 @@ class HostCodec:
         host_dst = self._fetched("source", dst) if add else self._staging.like("source", dst)
         host_context = Context(self._fetched("random", context.random))
         _wait_for(payload)
-        self.codec.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
+        with _WORKERS:
+            self.codec.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
         dst.copy_(host_dst, non_blocking=True)
         _wait_for(payload)
 

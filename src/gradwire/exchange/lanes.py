@@ -18,6 +18,7 @@ from gradwire.collectives import DamagedError, Grid, Group, Lane, Link, LinkErro
 from gradwire.collectives.streams import Mark
 from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
 from gradwire.exchange.agreement import agree, gather_bytes
+from gradwire.exchange.devices import kind_of, offload_lanes
 from gradwire.exchange.flight import Flight
 from gradwire.exchange.heartbeats import Heartbeats
 from gradwire.exchange.wires import connect_wires
@@ -76,6 +77,8 @@ class Lanes:
         _say_if_uneven(self.group)
         self.data: list[Lane] = []
         """For gradients."""
+        self.offload = 0
+        """How many of these, the last ones, take the buckets with codecs on CPUs."""
         self.failure: GradwireError | None = None
         self._ended: GradwireError | None = None
         """Why another thread ended what is under way."""
@@ -110,10 +113,11 @@ class Lanes:
         self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
         if device is None:
             return
-        for number in range(CPU_LANES if device.type == "cpu" else 1):
+        self.offload = offload_lanes(device)
+        for number in range((CPU_LANES if device.type == "cpu" else 1) + self.offload):
             self.data.append(self._lane(str(number), device))
         if self.group.world_size > 1:
-            lanes, grid = CPU_LANES if device.type == "cpu" else 0, self.group.grid
+            lanes, grid = CPU_LANES if kind_of(device) == "cpu" else 0, self.group.grid
             wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire

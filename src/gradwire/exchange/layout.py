@@ -16,6 +16,7 @@ from gradwire.compressors.stores import store_for
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.core.specs import innermost
 from gradwire.errors import PlanError
+from gradwire.exchange.devices import kind_of
 from gradwire.exchange.options import scheme_of, works_apart
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
@@ -182,7 +183,7 @@ def _build(
     codec = compressor_for(bucket.main_spec.at_step(step)).summing(1, group.world_size)
     if codec.spec.encodes and not all(spec.encodes for spec in bucket.specs):
         codec = BesideCompressor(codec)
-    make = scheme_of(index, bucket, "cpu" if first.device.type == "cpu" else "gpu", sharded)
+    make = scheme_of(index, bucket, kind_of(first.device), sharded)
     _check(index, bucket, first, codec, all_reduce=make is None)
     apart = None
     if addresses is not None and given is None and not sharded and works_apart(bucket, codec, first):

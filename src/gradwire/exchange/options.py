@@ -12,7 +12,7 @@ from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, Collective, colle
 from gradwire.core.entry_points import named
 from gradwire.core.plan import Bucket
 from gradwire.errors import PlanError
-from gradwire.exchange.host_codec import HostCodec
+from gradwire.exchange.devices import codec_on, kind_of
 from gradwire.kernels import is_float
 from gradwire.planner.options import option_of
 from gradwire.planner.schemes import codes_own_gradient
@@ -47,7 +47,7 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
         if bucket.option in options:
             if spec.encodes and not collective.carries(spec):
                 _check(index, bucket, True, collective.encodes_sums, collective.needs)
-            return _of(collective)
+            return _of(collective, device)
         if collective.own_words:
             raise PlanError(
                 f"bucket {index} has spec {spec!r} and option {list(bucket.option)}, of which its tensors on the {device} run "
@@ -67,7 +67,7 @@ def works_apart(bucket: Bucket, codec: Compressor, like: torch.Tensor) -> bool:
     return (
         collective is not None
         and collective.in_place
-        and like.is_cpu
+        and kind_of(like.device) == "cpu"
         and is_float(like.dtype)
         and (sums_elsewhere or like.dtype is torch.float32)
         and codec.spec.carries_uncompressed
@@ -114,17 +114,17 @@ def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
     return ShardedSum(piece, group.rank, group.world_size)
 
 
-def _of(collective: Collective) -> Make:
+def _of(collective: Collective, device: str) -> Make:
     """A collective, whose root is another rank for every bucket, so that no rank is the bottleneck of all."""
     runs = named(collective.runs)
 
     def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
-        made: Scheme = runs(codec, piece, group, index % group.world_size)
+        made: Scheme = runs(codec_on(device, codec, device), piece, group, index % group.world_size)
         return made
 
     return make
 
 
 def _routed(tasks: tuple[str, ...], device: str, codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
-    codecs = {"cpu": codec if device == "cpu" else HostCodec(codec), "gpu": codec}
+    codecs = {where: codec_on(where, codec, device) for where in {"cpu", device}}
     return Route(tasks, codecs, piece, group.grid, root=index % group.world_size)

@@ -12,6 +12,7 @@ from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
+from gradwire.exchange.devices import kind_of
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.planner.schemes import check_known
 
@@ -60,4 +61,4 @@ def changing_specs(plan: Plan) -> tuple[Spec, ...]:
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
     """What a planner knows of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorInfo(name, tuple(tensor.shape), dtype, "cpu" if tensor.device.type == "cpu" else "gpu")
+    return TensorInfo(name, tuple(tensor.shape), dtype, kind_of(tensor.device))

@@ -81,9 +81,10 @@ class Pricer:
         latency, factors = 0.0, [0.0, 0.0, 0.0]
         for step in self.prices.steps(option, rounds):
             if step.traffic is not None and self.simulator.resource(step.task) == link:
-                loads = zip(step.traffic[:2], self.prices.cluster.links_for(step.task), strict=True)
+                traffic, (intra, inter) = step.traffic, self.prices.cluster.links_for(step.task)
                 alpha, beta = max(
-                    ((load.messages * own.alpha_us, load.factor * us_per_byte(own)) for load, own in loads),
+                    (traffic.intra.messages * intra.alpha_us, traffic.intra_factor(intra) * us_per_byte(intra)),
+                    (traffic.inter.messages * inter.alpha_us, traffic.inter.factor * us_per_byte(inter)),
                     key=itemgetter(1),
                 )
                 latency += alpha

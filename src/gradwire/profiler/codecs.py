@@ -11,11 +11,13 @@ from contextlib import ExitStack
 
 import torch
 
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core.costs import CodecCosts, Costs
 from gradwire.core.made import Made
 from gradwire.core.specs import ElementRun, Spec
 from gradwire.costs.fit import fit_points
+from gradwire.exchange.devices import codec_on, kind_of
+from gradwire.exchange.host_codec import ProxyCodec
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
 
@@ -29,14 +31,18 @@ _COLUMNS = 1024
 
 
 def measure_codecs(
-    specs: Sequence[Spec], device: torch.device, sizes: Sequence[int] = SIZES, seconds: float = SECONDS
+    specs: Sequence[Spec],
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+    seconds: float = SECONDS,
+    offload: bool = False,
 ) -> Costs:
     """Times of each spec except Identity: curves through medians, by least squares.
 
+    offload: for gradients on a GPU also the times on CPUs, with the copies from the GPU and back.
     sizes: bytes of gradient, ascending; every second one is a corner of a curve. seconds: the time for one size, about.
     """
-    kind = "cpu" if device.type == "cpu" else "gpu"
-    codecs = []
+    kind, codecs = kind_of(device), []
     numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(numel, generator=generator, dtype=torch.float32).mul_(1e-3).to(device)
@@ -45,19 +51,21 @@ def measure_codecs(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
-            calls = (_calls(spec, nbytes // 4, *buffers) for nbytes in sizes)
-            times = [[_median_us(call, device, seconds) for call in both] for both in calls]
-            curves = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
-            encode, decode = (tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in curves)
-            codecs.append(CodecCosts(spec=spec, device=kind, encode=encode, decode=decode))
+            for where in ("gpu", "cpu") if offload and kind == "gpu" and not spec.rounds else (kind,):
+                codec = codec_on(where, compressor_for(spec), kind)
+                calls = (_calls(spec, codec, nbytes // 4, *buffers) for nbytes in sizes)
+                times = [[_median_us(call, device, seconds) for call in both] for both in calls]
+                curves = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
+                encode, decode = (tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in curves)
+                codecs.append(CodecCosts(spec=spec, device=where, encode=encode, decode=decode))
     return Costs(codecs=tuple(codecs), made=Made.now())
 
 
 def _calls(
-    spec: Spec, numel: int, gradient: torch.Tensor, total: torch.Tensor
+    spec: Spec, codec: Compressor | ProxyCodec, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Two functions: encode the next part of the gradient, of so many float32, and add a decode to the next part of the total."""
-    compressor, device = compressor_for(spec), gradient.device
+    device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))
     gradients, totals = _parts(gradient, numel), _parts(total, numel)
@@ -65,15 +73,15 @@ def _calls(
     first = next(gradients)
     state = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state]
     if spec.rounds:
-        program = compressor.program(first, state, segments)  # type: ignore[attr-defined]
+        program = codec.program(first, state, segments)  # type: ignore[union-attr]
         rounds = range(spec.rounds)
         return lambda: [program.fill(number, context) for number in rounds], lambda: program.finish(context)
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
-    compressor.encode(first, state, segments, context, payload)
+    codec.encode(first, state, segments, context, payload)
     return (
-        lambda: compressor.encode(next(gradients), state, segments, context, payload),
-        lambda: compressor.decode(payload, segments, torch.float32, True, next(totals), context),
+        lambda: codec.encode(next(gradients), state, segments, context, payload),
+        lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context),
     )
 
 

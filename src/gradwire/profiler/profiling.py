@@ -21,6 +21,7 @@ from gradwire.costs.fit import Fit
 from gradwire.costs.prices import time_at
 from gradwire.engine.session import Session
 from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange.devices import device_name
 from gradwire.exchange.plans import info_of
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
@@ -115,7 +116,7 @@ class Profiling:
             warnings.warn(problem, stacklevel=3)
         plan = self._session.plan
         of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
-        self.costs = measure_codecs([*of_plan, *self._specs], device)
+        self.costs = measure_codecs([*of_plan, *self._specs], device, offload=True)
         self.profile, exchange_cpu_us = profile_from(recorder, self._session, quiet, loaded)
         if device.type == "cpu":
             launch_us = launch_time_us(plan, self.profile.tensors, self.cluster, self.costs, exchange_cpu_us)
@@ -148,7 +149,7 @@ def profile_from(
     profile = Profile(
         model=type(session.model).__name__,
         batch=recorder.batch,
-        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        device=device_name(device),
         steps=len(quiet),
         optimizer_us=found.optimizer_us,
         loaded_backward_us=found.loaded_backward_us,

@@ -142,7 +142,7 @@ class EventLoop:
     def _begin_row(self, row: int, now: int) -> None:
         """Start a row; with lanes, the lane's first row from this step on."""
         step, index = divmod(row, self.width)
-        while self.lanes and step < self.steps and index >= len(self.works[step].rows):
+        while self.lanes and step < self.steps and not any(self.works[step].rows[index : index + 1]):
             step += 1
         if step < self.steps and index < len(self.works[step].rows):
             self._next(step * self.width + index, now)

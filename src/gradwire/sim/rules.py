@@ -29,6 +29,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int = 0
     """0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator. n: pieces are dealt to
     n lanes, each doing encode, exchange and decode of one task after the other, as gradwire's lanes on CPUs do."""
+    offload_lanes: int = 0
+    """Further lanes, which take the buckets that a GPU leaves to CPUs: codecs there block no other bucket. Only with lanes."""
     cpu_workers: int = 1
     """Codec tasks that the CPU pool does at the same time."""
     decode_calls: str = "each"
@@ -44,6 +46,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         word("decode_calls", self.decode_calls, DECODE_CALLS, error=PlanError)
         word("routing", self.routing, ROUTINGS, error=PlanError)
         whole("lanes", self.lanes, "how many lanes a rank has, 0 for launch order without lanes", error=PlanError)
+        whole("offload_lanes", self.offload_lanes, "lanes for buckets with codecs on CPUs", error=PlanError)
+        if self.offload_lanes and not (self.lanes and self.device == "gpu"):
+            raise PlanError(
+                f"offload_lanes is {self.offload_lanes} with lanes {self.lanes} and device {self.device!r}: such lanes stand "
+                "beside the lanes of gradients on a GPU. Use lanes=1 or more and device='gpu', or offload_lanes=0."
+            )
         whole("cpu_workers", self.cpu_workers, "codec tasks that run at once", low=1, error=PlanError)
         if self.lanes and self.decode == "after backward":
             raise PlanError(

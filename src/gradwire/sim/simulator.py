@@ -15,7 +15,7 @@ import msgspec
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import LINKS
 from gradwire.core.costs import Costs
-from gradwire.core.launch import launch_tasks
+from gradwire.core.launch import codes_on_cpu, lanes_of_pieces, launch_tasks
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.profile import Profile
 from gradwire.core.schedules import Schedule
@@ -212,14 +212,17 @@ class Simulator:
             skew=not lanes,
         )
         places = {entry: place for place, entry in enumerate(order)}
-        row_of: dict[tuple[int, int], int] = {}
-        rows: list[list[SimTask]] = []
-        labels: list[list[Label]] = []
+        if lanes:
+            apart = [at for at, bucket in enumerate(priced) if codes_on_cpu([price.task for price in bucket.tasks])]
+            row_of = lanes_of_pieces(order, lanes, apart, self.rules.offload_lanes)
+            count = lanes + self.rules.offload_lanes
+        else:
+            row_of = {piece: row for row, piece in enumerate(dict.fromkeys(entry[:2] for entry in order))}
+            count = len(row_of)
+        rows: list[list[SimTask]] = [[] for _ in range(count)]
+        labels: list[list[Label]] = [[] for _ in range(count)]
         for place, (bucket, chunk, phase) in enumerate(order):
-            row = row_of.setdefault((bucket, chunk), len(row_of) % lanes if lanes else len(row_of))
-            if row == len(rows):
-                rows.append([])
-                labels.append([])
+            row = row_of[bucket, chunk]
             following = places.get((bucket, chunk, phase + 1))
             tasks = priced[bucket].tasks
             for index in segments[bucket][phase]:

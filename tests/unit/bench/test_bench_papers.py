@@ -16,6 +16,7 @@ from benchmarks.campaigns.papers_run import PapersRequest, run_papers
 from benchmarks.campaigns.predict import Profiled
 from gradwire.bench.names import parse_spec
 from gradwire.bench.results import BenchRun, Cell
+from gradwire.bench.runner import run_bench
 from gradwire.bench.statistics import step_times
 from gradwire.core import Cluster, CodecCosts, Costs, Delayed, Link, Pipelined, Profile, TensorProfile
 from gradwire.core.made import Made
@@ -107,6 +108,20 @@ def test_rows_are_compared_by_pairs_of_blocks():
     table = console.export_text()
     assert "+5.0 %" in table and "2.00x (2.00-2.00)" in table and "FAILED" in table
     assert cell.failures == [f"mlp, 4 x 1 ranks, 100mbit, {JOINT}: it broke"]
+
+
+def test_a_rate_inside_nodes_is_part_of_a_cell(tmp_path):
+    request = PapersRequest(folder=tmp_path, specs=SPECS, links=["500mbit"], intra="1gbit")
+    files = [key.file for key in request.cells()]
+    assert files == ["4x1-transformer-500mbit.json", "2x2-transformer-500mbit-intra-1gbit.json"]
+    assert [request.bench(key, ["ddp"]).intra for key in request.cells()] == [None, "1gbit"]
+    with pytest.raises(TestbedError, match="'fast'"):
+        PapersRequest(folder=tmp_path, specs=SPECS, shapes=[(2, 2)], intra="fast")
+    with pytest.raises(TestbedError, match="1gbit inside a node cannot be emulated here: no namespaces"):
+        run_bench(next(request.bench(key, ["ddp"]) for key in request.cells() if key.intra), "no namespaces", silent())
+    inside = msgspec.structs.replace(CELL, intra="1gbit")
+    assert inside.name == "mlp, 4 x 1 ranks, 100mbit, 1gbit inside nodes"
+    assert "intra" not in CELL.to_json() and papers_run.PapersCell.from_json(inside.to_json()) == inside
 
 
 def test_the_bounds_over_cells():

@@ -28,6 +28,7 @@ gradwire bench
   --methods = floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4
   --nodes
   --ranks-per-node
+  --intra
   --steps = 30
   --warmup = 5
   --turn = 5
@@ -212,6 +213,8 @@ def test_errors_are_one_message(arguments, said):
         (["--papers", "--methods", "ddp"], "--methods has no effect with --papers"),
         (["--papers", "--turn", "4"], "turn_steps is 4, but CD-SGD sends everything in one of 5 steps"),
         (["--papers", "--spec", "qsgd9"], "bits is 9"),
+        (["--papers", "--intra", "fast"], "'fast'"),
+        (["--matrix", "--intra", "1gbit"], "--intra has no effect with --matrix"),
         (["--what", "ceiling", "--methods", "floor,ddp"], "--methods has no effect with --what ceiling"),
         (["--what", "options", "--jobs", "mlp"], "--jobs has no effect with --what options"),
         (["--predict", "--what", "phases"], "--what has no effect with --predict"),

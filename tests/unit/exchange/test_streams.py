@@ -41,6 +41,7 @@ class DeviceLanes(Lanes):
         self._name, self.flight = "double", Flight(0, (0, 1), "double")
         self.failure = self._ended = self.running = self.times = self.watch = self._heartbeats = None
         self.mendable = self.hold = False
+        self.offload = 0
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""The text of docs/experiments.md: tables from the results, beside what was published."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.markdown import table
+
+HEAD = """# The papers' search times, and more of their figures
+
+What Cupcake's and ByteComp's papers tell of their searches, of time to accuracy and of the distance to the best step, made
+again with gradwire's planner and simulator. Search times are CPU time of one thread ({cpu}). Everything else is simulated
+from the profiles and codec times that ByteComp's authors published. Made on {date} by the command below; do not edit.
+
+```
+python -m benchmarks experiments --data DIR
+```
+
+DIR and what is assumed are those of [the other figures](figures.md). The two fitted rates are {cupcake_pcie_gbps:.1f} Gb/s (PCIe)
+and {nvlink_inter_gbps:.1f} Gb/s (Ethernet).
+
+## Jobs made by scaling
+
+Nobody published profiles of ResNet-101, GPT-2 and UGATIT. Two of them are made from published ones, and are named so:
+
+- **ResNet-101 (scaled)** is ResNet-50's profile with 17 more blocks in the third stage, each with the times of its block 1.
+  It has the model's own 314 tensors and 170 MB.
+- **GPT-2 (scaled)** has the model's own 148 tensors and 475 MB. A matrix takes what BERT's matrices take for an element.
+  Backward as a whole, {gpt2_backward_ms:.0f} ms, is fitted to the published 0.58 of FP32 (ByteComp, Table 1).
+- **UGATIT** is left out: no published profile is like it.
+- **BERT-base** has 199 tensors in its published profile, and 207 in both papers.
+"""
+
+PARTS = {
+    "cupcake_table_1": (
+        "Cupcake, Table 1: running time of Algorithm 1",
+        """Each form of Algorithm 1 was stopped after the time that the table tells; in brackets, how much longer a step takes
+than the best one with the plan it had then. All searches take the same straight lines through the published codec times.
+
+**Agrees**: Algorithm 1 ends within seconds for ResNet-50, and without pruning 1 no search ends. **Differs**: pruning 2
+saves little here, where the paper's saves a factor of 5 to 10. For ResNet-101 and BERT-base the search does not end in
+the time allowed, and its plan is not the best one by then. How soon pruning 1 works depends on how near the first plans
+come to the best one. The paper tells neither its costs nor its link's rate. An exact search needs less than a
+millisecond for the same answer.""",
+    ),
+    "bytecomp_table_5": (
+        "ByteComp, Table 5: time to select compression strategies",
+        """The whole search simulates every option that could win. "One look" simulates one candidate for a tensor; its step is
+compared with the whole search's.
+
+**Agrees**: the whole search takes milliseconds, about as long as the paper's, and longest for ResNet-101; trying all
+strategies is out of the question, for the LSTM's 10 tensors too. The paper's search is in Python and its tree has 4341
+options; here the inner loop is C++, and codecs are on the GPU alone, which leaves 174. **Differs**: one look takes a
+tenth of the time for hundreds of tensors, and its step is as good but for 1 %. Both searches are greedy, so the shorter
+one sometimes ends with the better step.""",
+    ),
+    "bytecomp_table_6": (
+        "ByteComp, Table 6: time to find the best offload",
+        """The published time of CPUs has no published meaning. Here a codec takes 3 times as long on a CPU, and 6 codecs work at
+once beside each GPU (48 cores for 8 GPUs). Both are assumed.
+
+**Agrees**: after Algorithm 1 few tensors are left for VGG16 and the LSTM, where all subsets take no longer than the
+search; for the others groups turn years into milliseconds. **Differs**: the paper says that BERT-base leaves a few
+thousand products of counts. Here they are millions and more: the option is part of a group, and the whole search gives
+tensors of equal size several options. Beyond 100,000 products the search improves one group after the other. What
+offload gains is small (4 % at most), since a GPU's codecs are faster.""",
+    ),
+    "time_to_accuracy": (
+        "Cupcake, Figure 8, and ByteComp, Figure 15: time to accuracy",
+        """Nothing is trained here, and the accuracies are the papers'. At equal accuracy a run is faster by as much as a step is;
+that ratio is compared.
+
+**Agrees** over FP32 for ResNet-50, ResNet-101 (scaled) on 8 GPUs, and BERT-base on 64. **Differs**: HiPress is nearer to
+Cupcake than in the paper, as in [its figures 6 and 7](figures.md). BERT-base on 8 GPUs gains more than in the paper; the
+length of its step is not told. For ResNet-101 (scaled) on 64 GPUs ByteComp is slower than FP32, where the paper has
+1.23: here FP32 fuses its 314 tensors into buckets of 25 MB, and ByteComp pays the latency of every tensor alone.
+gradwire's joint plan fuses as well, and is ahead of FP32 by little, since there is little to gain.""",
+    ),
+    "bytecomp_figure_13": (
+        "ByteComp, Figure 13: distance to the upper bound, over all jobs",
+        """How many per cent less throughput than the upper bound: the better of two searches, ByteComp's and the joint one, with
+codecs that cost nothing. The paper tells of PCIe only that ByteComp is ahead of the others.
+
+**Agrees**: ByteComp is ahead of HiTopKComm and, over PCIe, of HiPress. **Differs**: with NVLink ByteComp is within 10 % in
+6 of 15 jobs, not in all. VGG16 and the LSTM are within 5 % ([by model](figures.md)); the models with hundreds of tensors
+pay a latency and a codec call for each. This bound is harder to reach than the paper's, since the joint search fuses
+tensors. gradwire's joint plan is within 10 % in all jobs with NVLink and in 9 of 15 over PCIe.""",
+    ),
+}
+"""By part: its title, and words about its table."""
+PICTURES = {"bytecomp_figure_13": "distance"}
+
+
+def experiments_page(result: Mapping[str, Any]) -> str:
+    """The whole page, from results/experiments.json."""
+    text = HEAD.format(**{name: result["made"][name] for name in ("date", "cpu")}, **result["fitted"])
+    for name, (title, words) in PARTS.items():
+        text += f"\n## {title}\n\n"
+        if name in PICTURES:
+            text += f"![{title}](pictures/{PICTURES[name]}.png)\n\n"
+        text += "\n".join(table(result[name]["columns"], result[name]["rows"], left=1)) + f"\n\n{words}\n"
+    return text

@@ -1,0 +1,156 @@
+"""A sleeping accelerator: a device that works for given times, one thing after the other, for tests of offload without a GPU.
+
+Computation and the codecs of the device are sleeps. What they compute is real: each does its work on the host first and then
+sleeps until its time is over. So gradients, payloads and sums are right, and a processor is free while the device works.
+Exchanges use real sockets, and codecs that a plan puts on CPUs run there.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.compressors import Compressor, Context
+from gradwire.core.costs import Points
+from gradwire.costs.prices import time_at
+from gradwire.exchange.host_codec import ProxyCodec
+from gradwire.kernels import Segments
+
+T = TypeVar("T")
+
+_GRACE_S = 0.3e-3
+"""Computation lets the device idle so long for a codec that has just become ready; it counts as part of the computation."""
+
+
+class SleepingAccelerator:
+    """Stands in for a GPU: see `gradwire.exchange.devices.stand_in`."""
+
+    name = "sleeping accelerator"
+
+    def __init__(self, encode: Points, decode: Points) -> None:
+        """encode, decode: microseconds of one call by bytes of gradient in float32."""
+        self.encode, self.decode = encode, decode
+        self.works = self.late = 0
+        """Works done, and those of them that took longer on the host than they were to sleep."""
+        self._turns = threading.Condition()
+        self._busy, self._codecs_waiting = False, 0
+        self._freed_at = 0.0
+
+    def codec(self, codec: Compressor) -> "SleepingCodec":
+        """The codec, on this device."""
+        return SleepingCodec(codec, self)
+
+    def compute(self, us: float, work: Callable[[], T]) -> T:
+        """Computation of so many microseconds. A codec that waits for the device goes first."""
+        asked = time.perf_counter()
+        time.sleep(min(_GRACE_S, us / 1e6))
+        with self._turns:
+            self._turns.wait_for(lambda: not self._busy and not self._codecs_waiting)
+            self._busy = True
+            idle_s = time.perf_counter() - max(asked, self._freed_at)
+        return self._work(us / 1e6 - idle_s, work)
+
+    def code(self, us: float, work: Callable[[], object]) -> None:
+        """An encode or decode of so many microseconds."""
+        with self._turns:
+            self._codecs_waiting += 1
+            self._turns.wait_for(lambda: not self._busy)
+            self._codecs_waiting -= 1
+            self._busy = True
+        self._work(us / 1e6, work)
+
+    def _work(self, seconds: float, work: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        try:
+            result = work()
+            left_s = began + seconds - time.perf_counter()
+            if left_s > 0:
+                time.sleep(left_s)
+            return result
+        finally:
+            with self._turns:
+                self.works += 1
+                self.late += time.perf_counter() > began + 1.1 * max(seconds, 0.0) + _GRACE_S
+                self._busy, self._freed_at = False, time.perf_counter()
+                self._turns.notify_all()
+
+
+class SleepingCodec(ProxyCodec):
+    """A codec on a sleeping accelerator."""
+
+    def __init__(self, codec: Compressor, accelerator: SleepingAccelerator) -> None:
+        super().__init__(codec)
+        self._accelerator = accelerator
+
+    def like(self, codec: Compressor) -> "SleepingCodec":
+        """On the same device."""
+        return SleepingCodec(codec, self._accelerator)
+
+    def encode(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> None:
+        """When the device is free, for as long as it takes there."""
+        us = time_at(self._accelerator.encode, 4 * segments.numel)
+        self._accelerator.code(us, lambda: self.codec.encode(src, state, segments, context, payload))
+
+    def decode(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> None:
+        """When the device is free, for as long as it takes there."""
+        us = time_at(self._accelerator.decode, 4 * segments.numel)
+        self._accelerator.code(us, lambda: self.codec.decode(payload, segments, dtype, add, dst, context))
+
+
+class LayerTimes(NamedTuple):
+    """A layer of one tensor."""
+
+    numel: int
+    forward_us: float
+    backward_us: float
+
+
+class SleepingModel(nn.Module):
+    """Layers whose forward and backward are works of a sleeping accelerator.
+
+    The gradient of a layer is its weight minus the input, a number, times the layer's own target.
+    """
+
+    def __init__(self, accelerator: SleepingAccelerator, layers: Sequence[LayerTimes], seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.accelerator, self.layers = accelerator, tuple(layers)
+        self.weights = nn.ParameterList(torch.zeros(layer.numel) for layer in layers)
+        self.targets = [torch.randn(layer.numel, generator=generator) for layer in layers]
+
+    def forward(self, value: Tensor) -> Tensor:
+        """value: a tensor of one element."""
+        carried = value.clone().requires_grad_()
+        for weight, target, layer in zip(self.weights, self.targets, self.layers, strict=True):
+            carried = _Layer.apply(carried, weight, _LayerWork(self.accelerator, layer, target, float(value)))
+        return carried.sum()
+
+
+class _LayerWork(NamedTuple):
+    accelerator: SleepingAccelerator
+    layer: LayerTimes
+    target: Tensor
+    value: float
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, weight: Tensor, given: _LayerWork) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.given = given
+        return given.accelerator.compute(given.layer.forward_us, carried.clone)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (weight,), given = ctx.saved_tensors, ctx.given
+        gradient = given.accelerator.compute(
+            given.layer.backward_us, lambda: torch.sub(weight, given.target, alpha=given.value)
+        )
+        return grads[0], gradient, None
