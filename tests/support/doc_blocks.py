@@ -26,6 +26,8 @@ _BLOCK = re.compile(
 )
 _RANKS = """
 import itertools
+import os
+import sys
 from collections import OrderedDict
 
 import torch
@@ -35,6 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 
 dist.init_process_group("gloo")
+if dist.get_rank():  # torchrun's ranks write piece by piece, so that lines of two of them may mix
+    sys.stdout = open(os.devnull, "w")
 
 
 def fresh():

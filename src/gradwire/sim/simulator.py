@@ -141,10 +141,13 @@ class Simulator:
             # exchange differs from the others, as no further step runs beside it
             rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
             # nor is a rhythm steady in which a link or a core would have more to do than time: it still has gaps, which shrink
-            steady = len(rhythms) == 1 and min(rhythms) >= _least(works, workers)
+            least = _least(works, workers)
+            steady = len(rhythms) == 1 and min(rhythms) >= least
             if steady or cycles >= _MOST_CYCLES:
-                window = (ends[-2], ends[-1]) if steady else (ends[len(ends) // 2 - 1], ends[-1])
-                spanned = cycle if steady else cycle * (len(ends) - len(ends) // 2)
+                first = len(ends) - 2 if steady else len(ends) // 2 - 1
+                spanned = cycle * (len(ends) - 1 - first)
+                # an exchange that falls behind by little at a time lets the computation wait much later than here
+                window = (min(ends[first], ends[-1] - least * (spanned // cycle)), ends[-1])
                 return SimulatedSteps(layouts, done, steps, window, spanned, steady)
             cycles *= 2
 
