@@ -40,8 +40,10 @@ struct Stream {
   int64_t seed, step, encode, rank;
 };
 
-// The checksum of a payload's codes, taken while they are written: they are still in the nearest cache then.
+// So many bytes of codes are summed at once.
 constexpr int kFoldedBytes = 512;
+
+// The checksum of a payload's codes, taken while they are written: they are still in the nearest cache then.
 struct Summing {
   void (*along)(Summing& sum, const uint8_t* end);  // codes are there up to `end`
   const uint8_t* first;                             // code

@@ -128,9 +128,10 @@ class Simulator:
         overlaps = plan.schedule.gathers_in_forward or plan.schedule.hides_exchange
         lag = 1 + plan.schedule.overlapped_steps
         cycles = _FEWEST_CYCLES if overlaps else 1
+        lanes, workers = rules.lanes > 0, rules.cpu_workers
+        least = _least(works, workers) if overlaps else 0
         while True:
             steps = cycle * cycles
-            lanes, workers = rules.lanes > 0, rules.cpu_workers
             done = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record).run()
             if not overlaps:
                 return SimulatedSteps(
@@ -141,7 +142,6 @@ class Simulator:
             # exchange differs from the others, as no further step runs beside it
             rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
             # nor is a rhythm steady in which a link or a core would have more to do than time: it still has gaps, which shrink
-            least = _least(works, workers)
             steady = len(rhythms) == 1 and min(rhythms) >= least
             if steady or cycles >= _MOST_CYCLES:
                 first = len(ends) - 2 if steady else len(ends) // 2 - 1
