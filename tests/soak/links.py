@@ -14,6 +14,7 @@ from soak.trials import KINDS
 
 def link_lost(stage: Stage) -> None:
     """A link is down for longer than the timeout: all ranks are told in time, and a restart loses nothing."""
+    _without_memory(stage)
     stage.decide()
     job = replace(stage.job, checkpoint_every=stage.chance.randint(2, 6))
     cluster = stage.cluster()
@@ -31,6 +32,7 @@ def link_lost(stage: Stage) -> None:
 
 def link_flaps(stage: Stage) -> None:
     """A link is down for a moment and comes back: nothing is lost."""
+    _without_memory(stage)
     stage.decide()
     job = replace(stage.job, steps=stage.begin + 40, checkpoint_every=30)
     cluster = stage.cluster()
@@ -48,6 +50,11 @@ def link_flaps(stage: Stage) -> None:
 
 
 KINDS |= {"link lost": link_lost, "link flaps": link_flaps}
+
+
+def _without_memory(stage: Stage) -> None:
+    """Ranks in different namespaces share none, so those that go on outside must not either: they are compared bit for bit."""
+    stage.job = replace(stage.job, shared_memory=False)
 
 
 def places_on(cluster: EmulatedCluster, size: int) -> list[Place]:

@@ -110,6 +110,8 @@ class Job:
     """Whether gloo carries gradients, in place of wires."""
     until_decided: bool = False
     """Whether to end, with a checkpoint, when auto has decided."""
+    shared_memory: bool = True
+    """Whether ranks of a node may share memory. Sums of three ranks or more are rounded otherwise there than by gloo."""
 
     def progress(self, rank: int) -> Path:
         return Path(self.folder) / f"progress{rank}"
@@ -183,9 +185,9 @@ def plan_for(job: Job, odd: str = "") -> Any:
 
 @contextmanager
 def on_nodes(job: Job) -> Iterator[None]:
-    """In the setting "hierarchical" this rank says that it is on a node of two. Bits flip on TCP, not in memory."""
+    """In the setting "hierarchical" this rank says that it is on a node of two."""
     here = {"GROUP_RANK": str(dist.get_rank() // 2), "LOCAL_WORLD_SIZE": "2"} if job.setting == "hierarchical" else {}
-    if job.fault is not None and job.fault.kind == "corrupted":
+    if not job.shared_memory:
         here["GRADWIRE_SHARED_MEMORY"] = "off"
     before = {name: os.environ.get(name) for name in here}
     os.environ.update(here)

@@ -227,8 +227,9 @@ def uncaught(stage: Stage, job: Job, fault: Fault) -> str:
 
 
 def corrupted(stage: Stage) -> str:
-    """A bit flips in a message to one rank: all are told in the same step, and who sent it to whom."""
+    """A bit flips in a message to one rank: all are told in the same step, and who sent it to whom. Bits flip on TCP, not in memory."""
     chance = stage.chance
+    stage.job = replace(stage.job, shared_memory=False)
     if stage.schedule != "sharded":
         stage.job = replace(stage.job, spec=chance.choice(QUANTISED))
     if stage.schedule == "auto":  # a plan that encodes is certain only while it begins
