@@ -227,7 +227,7 @@ def uncaught(stage: Stage, job: Job, fault: Fault) -> str:
 
 
 def corrupted(stage: Stage) -> str:
-    """A bit flips in a message to one rank: all are told in the same step, and who sent it to whom. Bits flip on TCP, not in memory."""
+    """A bit flips in a message to one rank, on TCP: all are told in the same step, and who sent it to whom."""
     chance = stage.chance
     stage.job = replace(stage.job, shared_memory=False)
     if stage.schedule != "sharded":
