@@ -103,6 +103,7 @@ class Selection {
   int looks_;
   std::vector<bool> left_;
   std::vector<int> winners_;  // by size
+  std::vector<Time> rest_;    // see Known
 
   // All tensors with the one uncompressed option that is best for all.
   void start() {
@@ -147,6 +148,8 @@ class Selection {
     std::sort(promising.begin(), promising.end(), by_bound);
     Known known = {alone_.best, tensor + 1, {0, 0, 0, 0}, {-1, -1, -1, -1}};
     if (tensor < alone_.count() - kOvertaken) set_tails(known, *alone_.buckets.at(alone_.count() - 1));
+    set_rest(tensor);
+    known.rest = rest_.data();
     int looked_at = 0;
     for (const auto& [bound, row_codecs, option, row] : promising) {
       // the option that was best for the last tensor of this size is looked at in any case
@@ -155,6 +158,7 @@ class Selection {
       const Time limit = found && row_codecs < codecs ? below : below - 1;
       if (prune_ && bound > limit) continue;
       alone_.buckets.set(tensor, row.program);
+      set_own_rest(tensor);
       if (tensor == alone_.count() - 1) set_tails(known, *row.program);
       const Time step = alone_.try_it(prune_ ? limit : kNever, tensor, &known);
       if (step >= 0 && step <= limit) below = step, codecs = row_codecs, found = &row;
@@ -164,6 +168,46 @@ class Selection {
     chosen[tensor] = winners_[sizes_[tensor]] = found->option;
     alone_.record(tensor);
     return true;
+  }
+
+  // For exchanges of all other tensors, whatever program this one has: it may take no time.
+  void set_rest(int tensor) {
+    const Buckets& buckets = alone_.buckets;
+    rest_.assign(buckets.keys(), 0);
+    for (Key key = buckets.keys() - 1; key >= 0; key--) {
+      const int bucket = bucket_of(key, buckets.skew);
+      if (bucket < 0 || bucket >= alone_.count() || phase_of(key) >= static_cast<int>(buckets.at(bucket)->links.size())) continue;
+      rest_[key] = bucket == tensor ? rest_of_next(key) : rest_from(key);
+    }
+  }
+
+  // For those of this tensor, with the program that it has now.
+  void set_own_rest(int tensor) {
+    const int phases = static_cast<int>(alone_.buckets.at(tensor)->links.size());
+    for (int phase = phases - 1; phase >= 0; phase--) {
+      const Key key = launch_key(tensor, phase, alone_.buckets.skew);
+      rest_[key] = rest_from(key);
+    }
+  }
+
+  // Given those of later keys: the link takes its exchanges in order, and the tensor's tasks follow each other.
+  Time rest_from(Key key) const {
+    const int tensor = bucket_of(key, alone_.buckets.skew), phase = phase_of(key);
+    const std::vector<Task>& tasks = alone_.buckets.at(tensor)->tasks;
+    const auto exchanges = [](const Task& task) { return task.resource == INTRA || task.resource == INTER; };
+    auto task = tasks.begin();
+    while (!exchanges(*task) || task->phase != phase) task++;
+    const Time length = task->length;
+    Time behind = 0;
+    for (task++; task != tasks.end() && !exchanges(*task); task++) behind += task->length;
+    if (task != tasks.end()) behind += rest_[launch_key(tensor, phase + 1, alone_.buckets.skew)];
+    return length + std::max(behind, rest_of_next(key));
+  }
+
+  Time rest_of_next(Key key) const {
+    const int link = alone_.buckets.at(bucket_of(key, alone_.buckets.skew))->links[phase_of(key)];
+    const Key next = alone_.buckets.due_after(link, key);
+    return next < 0 ? 0 : rest_[next];
   }
 
   // If the last tensor has this program.

@@ -74,6 +74,7 @@ struct Known {
   int alike;                       // from this bucket on its programs were the same
   Time tail[RESOURCES];            // in which a link does not work, at least, after the exchange with this key began
   Key tail_from[RESOURCES];
+  const Time* rest = nullptr;      // by key: from an exchange's begin to the step's end, at least
 };
 
 // One model's computation, and the programs its buckets may have.
@@ -86,6 +87,10 @@ struct Line {
 };
 
 inline Key launch_key(Key bucket, int phase, int skew) { return (bucket + skew * phase) << kPhaseBits | phase; }
+
+inline int phase_of(Key key) { return static_cast<int>(key & kMostPhases); }
+
+inline int bucket_of(Key key, int skew) { return static_cast<int>(key >> kPhaseBits) - skew * phase_of(key); }
 
 // A plan: programs by bucket, and how many gradients must be there before each is ready.
 class Buckets {
@@ -104,6 +109,9 @@ class Buckets {
     programs_[bucket] = program;
     enter(bucket, *program, 1);
   }
+
+  // Above all keys.
+  Key keys() const { return static_cast<Key>(launched_[INTER].size()) * 64; }
 
   // The key of the link's exchange after this one; -1 if there is none.
   Key due_after(int link, Key key) const {
@@ -179,7 +187,7 @@ class Step {
       while (!now_.pool.empty() && now_.pool.front().first <= now_.now) take_in_pool<kRecord>();
       while (!now_.coming.empty() && now_.coming.front().first <= now_.now) now_.ready.push(now_.coming.pop().second);
       if (!now_.ready.empty() && (now_.ready.front() >> kKeyBits < kLate || now_.part == last)) {
-        const int bucket = bucket_of(now_.ready.pop() & ((Key{1} << kKeyBits) - 1));
+        const int bucket = bucket_of(now_.ready.pop() & ((Key{1} << kKeyBits) - 1), buckets.skew);
         spend(buckets.at(bucket)->tasks[at_[bucket]].length);
         next<kRecord>(bucket, now_.now);
       } else if (now_.part < last) {
@@ -210,10 +218,6 @@ class Step {
   std::vector<int> at_;
   std::vector<Time> waits_;
   Time left_[RESOURCES] = {0, 0, 0, 0}, over_ = 0;
-
-  int bucket_of(Key key) const {
-    return static_cast<int>((key >> kPhaseBits) - buckets_->skew * (key & kMostPhases));
-  }
 
   Time soonest() const {
     if (now_.pool.empty()) return now_.coming.front().first;
@@ -280,7 +284,7 @@ class Step {
   template <bool kRecord>
   void take_in_pool() {
     const Timed task = now_.pool.pop();
-    const int bucket = bucket_of(task.second);
+    const int bucket = bucket_of(task.second, buckets_->skew);
     const Time end = std::max(task.first, now_.workers.pop()) + buckets_->at(bucket)->tasks[at_[bucket]].length;
     now_.workers.push(end);
     next<kRecord>(bucket, end);
@@ -298,8 +302,8 @@ class Step {
   }
 
   bool waits(Key key) const {
-    const int bucket = bucket_of(key);
-    return waits_[bucket] >= 0 && buckets_->at(bucket)->tasks[at_[bucket]].phase == (key & kMostPhases);
+    const int bucket = bucket_of(key, buckets_->skew);
+    return waits_[bucket] >= 0 && buckets_->at(bucket)->tasks[at_[bucket]].phase == phase_of(key);
   }
 
   // The bit of the link that it waits for, 0 if for none.
@@ -327,7 +331,7 @@ class Step {
   template <bool kRecord>
   unsigned serve(int link) {
     const Key key = now_.due[link];
-    const int bucket = bucket_of(key), phase = static_cast<int>(key & kMostPhases);
+    const int bucket = bucket_of(key, buckets_->skew), phase = phase_of(key);
     const Program& program = *buckets_->at(bucket);
     const Time begin = std::max(waits_[bucket], now_.free[link]), length = program.tasks[at_[bucket]].length;
     const Time end = now_.free[link] = begin + length;
@@ -335,6 +339,7 @@ class Step {
     left_[link] -= length;
     const bool tailed = known_ != nullptr && key <= known_->tail_from[link];
     over_ = std::max(over_, end + left_[link] + (tailed ? known_->tail[link] : 0));
+    if (known_ != nullptr && known_->rest != nullptr) over_ = std::max(over_, begin + known_->rest[key]);
     if (kRecord) {
       if (phase == 0) begins[bucket] = begin;
       if (phase == static_cast<int>(program.links.size()) - 1) ends[bucket] = end;
