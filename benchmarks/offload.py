@@ -1,6 +1,6 @@
 """Codecs on a GPU, on CPUs and on both (ByteComp's second dimension) without a GPU: executed beside the prediction.
 
-    python -m benchmarks offload [--links 1gbit,5gbit] [--nodes 2] [--turns 12]
+    python -m benchmarks offload [--links 400mbit,2gbit] [--nodes 2] [--turns 12]
 
 The GPU is a sleeping accelerator (docs/decisions/042): computation and its codecs are timed sleeps; gradients, sockets and the
 codecs on CPUs are real. Each link: a profile is taken, gradwire's planner makes three plans with codecs on the GPU alone, on CPUs
@@ -42,7 +42,7 @@ is the median over turns of 5 steps.
 def run(arguments: list[str]) -> int:
     """Measure, write results and page, and say what is not as promised."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks offload")
-    parser.add_argument("--links", default="1gbit,5gbit")
+    parser.add_argument("--links", default="400mbit,2gbit")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args(arguments)

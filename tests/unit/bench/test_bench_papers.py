@@ -14,6 +14,7 @@ from benchmarks.campaigns.papers_cells import SystemRow, median_block_us, papers
 from benchmarks.campaigns.papers_plans import JOINT, OWN_SPECS, SHARED_SPECS, SYSTEM_NAMES, plans_of
 from benchmarks.campaigns.papers_run import PapersRequest, run_papers
 from benchmarks.campaigns.predict import Profiled
+from benchmarks.side_by_side import side_by_side_page
 from gradwire.bench.names import parse_spec
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import run_bench
@@ -108,6 +109,23 @@ def test_rows_are_compared_by_pairs_of_blocks():
     table = console.export_text()
     assert "+5.0 %" in table and "2.00x (2.00-2.00)" in table and "FAILED" in table
     assert cell.failures == [f"mlp, 4 x 1 ranks, 100mbit, {JOINT}: it broke"]
+
+
+def test_the_page_has_every_cell_and_what_papers_claim_beside_it():
+    slower = cell_of([row("DDP", 210, [200] * 3), row("Cupcake", 90, [100] * 3), row(JOINT, 9, [], "it broke")])
+    faster = msgspec.structs.replace(
+        slower, link="500mbit", rows=(row("DDP", 90, [300] * 3), row("Cupcake", 90, [75] * 3))
+    )
+    page = side_by_side_page([slower, faster])
+    assert (
+        "| Cupcake over DDP | 2.03 | abstract: BERT-base, 8 x 8 GPUs, 25 Gb/s | 4.00 | " + faster.name + " | 3.00 |"
+        in page
+    )
+    assert "| ByteComp over HiPress | 1.77 | section 5.2.3: LSTM, PCIe | - | - | - |" in page
+    assert "| Cupcake | 90 | 75 | 75 to 75 | +20 % | 4.00 | - | - |" in page
+    assert (
+        f"| {JOINT} | 9 | failed | - | - | - | - | - |" in page and "The machine had 2 processors for 4 ranks." in page
+    )
 
 
 def test_a_rate_inside_nodes_is_part_of_a_cell(tmp_path):
