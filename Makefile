@@ -17,7 +17,7 @@ PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 unit: .venv/.dev
 	$(PYTEST) -m "not slow" tests/unit
 
-# which lines `make unit` runs: a table, and build/coverage/index.html. Apart, since tracing makes tests slower
+# which lines `make unit` runs: a table, and build/coverage/index.html. Apart: tracing takes three times the processor time
 coverage: .venv/.dev
 	@mkdir -p build
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage tests/unit

@@ -21,6 +21,7 @@ from doc_blocks import blocks
 
 import benchmarks.__main__
 import gradwire
+from gradwire.bench.table import COLUMNS
 from gradwire.cli import app
 
 TESTS = Path(__file__).parents[1]
@@ -271,6 +272,12 @@ def test_every_benchmark_is_on_its_page() -> None:
     text = (DOCS / "reference" / "benchmarks.md").read_text()
     cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(benchmarks.__main__.PARTS)
+
+
+def test_every_column_of_the_bench_is_explained() -> None:
+    text = (DOCS / "bench.md").read_text()
+    named = [name.strip() for cell in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for name in cell.split(",")]
+    assert [name for name in COLUMNS if name not in ("link", "method", *named)] == []
 
 
 WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))

@@ -91,7 +91,7 @@ class ExchangeStats:
         """One line; `repr` has every field."""
         return (
             f"{self.steps} steps in {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}; this rank sends "
-            f"{self.wire_bytes / 1e6:.3f} MB a step for {self.gradient_bytes / 1e6:.3f} MB of gradients; encoding and "
+            f"{self.wire_bytes / 1e6:.3f} MB a step for tensors of {self.gradient_bytes / 1e6:.3f} MB; encoding and "
             f"decoding take {self.codec_us / 1e3:.2f} ms"
         )
 

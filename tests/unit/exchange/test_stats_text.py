@@ -15,7 +15,7 @@ USUAL = {
     "buckets": (BUCKET,),
 }
 LINE = (
-    "7 steps in 1 bucket; this rank sends 0.130 MB a step for 1.000 MB of gradients; encoding and decoding take 0.25 ms"
+    "7 steps in 1 bucket; this rank sends 0.130 MB a step for tensors of 1.000 MB; encoding and decoding take 0.25 ms"
 )
 
 
