@@ -1,4 +1,4 @@
-# The commands to remember: make demo | unit | test | test-slow | test-all | check | docs | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | coverage | test | test-slow | test-all | check | docs | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
@@ -6,7 +6,7 @@ PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 PYTHONS := src tests benchmarks examples docs/conf.py docs/pictures/draw.py setup.py
 
-.PHONY: demo unit test test-slow test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
+.PHONY: demo unit coverage test test-slow test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -16,6 +16,11 @@ PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # a minute: nothing but functions of one process
 unit: .venv/.dev
 	$(PYTEST) -m "not slow" tests/unit
+
+# which lines `make unit` runs: a table, and build/coverage/index.html. Apart: tracing takes three times the processor time
+coverage: .venv/.dev
+	@mkdir -p build
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage tests/unit
 
 # minutes: every test but the slow ones, and some cases of those with many
 test: .venv/.dev

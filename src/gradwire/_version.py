@@ -1,4 +1,4 @@
-"""The version, in one place."""
+"""The version. It is written here and nowhere else: pyproject.toml and docs/conf.py read it."""
 
 __all__ = ["__version__"]
 

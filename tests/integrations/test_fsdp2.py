@@ -93,6 +93,10 @@ def learned(compressed: bool, parameters: gw.Spec | None = None) -> float:
     model = sharded(network())
     exchanges = fsdp2.compress(model, gw.QSGD(bits=4), parameters) if compressed else None
     train(model, range(300))
+    if exchanges is not None:
+        sent = [each for name, each in exchanges.stats().items() if name.startswith("gradients of ")]
+        assert len(sent) == len(exchanges.modules)
+        assert all(each.steps == 300 and each.wire_bytes < each.gradient_bytes / 3 for each in sent)
     with torch.no_grad():
         inputs, labels = batch(1000, size=4000)
         loss = nn.functional.cross_entropy(model(inputs), labels)

@@ -328,7 +328,13 @@ def test_other_ranks_take_up_plan_and_residuals_and_decide_anew(worlds: Worlds) 
 
 def refused() -> list[str]:
     said = []
-    for arguments in ({"accuracy": "save"}, {"schedules": ("pipelined",)}):
+    for arguments in (
+        {"accuracy": "save"},
+        {"schedules": ("pipelined",)},
+        {"schedules": "pipelined"},
+        {"plan": gw.QSGD(bits=4), "accuracy": "exact"},
+        {"plan": gw.QSGD(bits=4), "schedules": ("backward", "pipelined")},
+    ):
         with pytest.raises(gw.PlanError) as error:
             gw.parallelize(Given([3]), **arguments)
         said.append(str(error.value))
@@ -342,9 +348,12 @@ def refused() -> list[str]:
 
 
 def test_wrong_words_are_refused(worlds: Worlds) -> None:
-    accuracy, schedules, damaged = worlds.run(2, refused)[0]
+    accuracy, schedules, word, exact, scheduled, damaged = worlds.run(2, refused)[0]
     assert "'save'" in accuracy and "safe" in accuracy
     assert "pipelined" in schedules
+    assert "Write schedules=('backward', 'pipelined')" in word
+    for told in (exact, scheduled):
+        assert told.startswith("plan is QSGD(bits=4, block=128)") and "would have no effect" in told
     assert "rank0/decided is no plan" in damaged
 
 

@@ -19,7 +19,9 @@ import typer
 import yaml
 from doc_blocks import blocks
 
+import benchmarks.__main__
 import gradwire
+from gradwire.bench.table import COLUMNS
 from gradwire.cli import app
 
 TESTS = Path(__file__).parents[1]
@@ -222,12 +224,60 @@ def test_the_pictures_are_what_their_script_draws() -> None:
         assert path.with_name(name).read_text() == made()
 
 
-def test_there_is_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_the_version_is_written_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["project"]["dynamic"] == ["version"]
+    read = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    module, _, name = read.rpartition(".")
+    assert getattr(importlib.import_module(module), name) == gradwire.__version__
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == gradwire.__version__
-    assert project.get("version", gradwire.__version__) == gradwire.__version__
-    assert cited["license"] == project["license"]
+    assert "version" not in cited, "a second place"
+    assert cited["license"] == project["project"]["license"]
+    made = (DOCS / "conf.py").read_text()
+    assert "release = version = __version__" in made
+    texts = ("README.md", "pyproject.toml", "setup.py", "CITATION.cff", "docs/conf.py", "docs/install.md")
+    assert [text for text in texts if gradwire.__version__ in (ROOT / text).read_text()] == []
+
+
+def test_the_changelog_is_ready_for_a_release() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert titles[0] == "[Unreleased]" or titles[0].startswith(f"[{gradwire.__version__}] - ")
+    released = [title for title in titles if title != "[Unreleased]"]
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", title) for title in released)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
+
+
+OF_THE_TESTBED = {"GRADWIRE_TESTBED_OWNER", "GRADWIRE_IN_USER_NAMESPACE"}
+"""Variables by which an emulated cluster knows its own processes. Nobody sets them."""
+
+
+def test_the_page_of_environment_variables_has_all_of_them() -> None:
+    page = set(re.findall(r"`(GRADWIRE_\w+)`", (DOCS / "reference" / "environment.md").read_text()))
+    texts = {
+        node.value
+        for path in [ROOT / "setup.py", *sorted((ROOT / "src").rglob("*.py"))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    read = {text for text in texts if re.fullmatch(r"GRADWIRE_[A-Z_]+", text)} - OF_THE_TESTBED
+    assert len(read) > 5
+    assert sorted(read - page) == []
+    assert sorted(name for name in page if name not in words_of_the_code() and name not in read) == []
+
+
+def test_every_benchmark_is_on_its_page() -> None:
+    text = (DOCS / "reference" / "benchmarks.md").read_text()
+    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(benchmarks.__main__.PARTS)
+
+
+def test_every_column_of_the_bench_is_explained() -> None:
+    text = (DOCS / "bench.md").read_text()
+    named = [name.strip() for cell in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for name in cell.split(",")]
+    assert [name for name in COLUMNS if name not in ("link", "method", *named)] == []
 
 
 WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))

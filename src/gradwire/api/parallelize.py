@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.api.handle import Handle
+from gradwire.auto.accuracy import check_schedules
 from gradwire.auto.bits import Bits
 from gradwire.auto.correcting import CorrectionPeriods
 from gradwire.auto.driver import Auto
@@ -58,8 +59,9 @@ def parallelize(
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
     faster, the logged line says so.
 
-    Raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ in model, plan or
-    version, StepStateError if the model is parallelized already or torch.distributed is not initialised.
+    Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
+    if ranks differ in model, plan or version, StepStateError if the model is parallelized already or torch.distributed is not
+    initialised.
 
     Example, in a script started by torchrun::
 
@@ -72,7 +74,12 @@ def parallelize(
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
         if isinstance(plan, str) and plan == "auto":
-            driver = Auto(accuracy, tuple(schedules))
+            driver = Auto(accuracy, schedules)
+        elif (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
+            raise PlanError(
+                f"plan is {show(plan)}, and accuracy={accuracy!r}, schedules={schedules!r} say what plan='auto' may choose from: "
+                "they would have no effect. Leave out plan=, or accuracy= and schedules=."
+            )
         elif isinstance(plan, AdaptiveBits):
             driver = Bits(plan)
         elif isinstance(plan, Tuned):

@@ -14,7 +14,7 @@ all-reduce runs on all ranks.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -67,7 +67,7 @@ _Told = tuple[list[_Planned], list[Candidate], _Planned | None]
 class Auto:
     """The driver of one handle."""
 
-    def __init__(self, accuracy: str, schedules: tuple[str, ...]) -> None:
+    def __init__(self, accuracy: str, schedules: Sequence[str]) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
         word("accuracy", accuracy, ACCURACIES, error=PlanError)
         self.accuracy = accuracy

@@ -200,9 +200,16 @@ def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | N
         typer.echo(f"Picture: {picture}", err=True)
 
 
+A_CLUSTER = (
+    '{"version": 1, "nodes": 16, "ranks_per_node": 1, "intra": {"alpha_us": 10, "gbps": 100}, '
+    '"inter": {"alpha_us": 30, "gbps": 10}}'
+)
+"""What a cluster file looks like: 16 nodes with 10 Gb/s between them."""
+
+
 @app.command()
 def plan(
-    cluster: ClusterFile,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file: nodes, ranks and links. Must be given.")] = None,
     profile: Annotated[
         Path | None, typer.Argument(help="Profile file: the model's times, tensor by tensor. Not with --model.")
     ] = None,
@@ -260,6 +267,10 @@ def plan(
         raise FormatError(f"{profile} and --model {model} are given, and one job is planned. Leave out one of them.")
     if given is None and profile is None:
         raise FormatError("there is no job to plan. Name a profile file, or a model by --model and --input.")
+    if cluster is None:
+        raise FormatError(
+            f"there is no cluster to plan for. Pass --cluster cluster.json, a file such as this: {A_CLUSTER}"
+        )
     if memory_mb is not None and not 0 <= memory_mb < 1e12:
         raise FormatError(f"--memory-mb is {memory_mb}: it must be a number of megabytes from 0 to below 1e12.")
     limits = Limits(

@@ -56,12 +56,15 @@ def prepare(
             )
         if type(parameter.data) is not torch.Tensor:
             raise PlanError(
-                f"parameter {name!r} is a {type(parameter.data).__name__}: it is sharded already. gradwire's engine takes "
-                "whole tensors."
+                f"parameter {name!r} is a {type(parameter.data).__name__}: it is sharded already, and gw.parallelize takes whole "
+                "tensors. In FSDP2 call gradwire.integrations.fsdp2.compress(model, gw.QSGD(bits=4)) instead."
             )
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
-        raise PlanError(f"the model's parameters lie on {', '.join(devices)}; a handle works on one device.")
+        raise PlanError(
+            f"the model's parameters lie on {', '.join(devices)}, and a handle works on one device. Call "
+            "model.to(device) before the optimizer is made."
+        )
     tensors = [info_of(name, parameter) for name, parameter in parameters.items()]
     # before the first step the best guess is that gradients come in the reverse order of registration
     made, policy = plan_for(plan, tensors[::-1], ranks, ranks_per_node)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.core.checks import under
+from gradwire.core.checks import show, under
 from gradwire.core.plan import Plan
 from gradwire.core.specs import Spec
 from gradwire.core.tensors import TensorInfo
@@ -31,6 +31,13 @@ def plan_for(
     """
     if isinstance(plan, str) and plan == "auto":
         raise PlanError("plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec.")
+    if isinstance(plan, type):
+        raise PlanError(f"plan is the class {plan.__name__}. Pass an object of the class, such as gw.QSGD(bits=4).")
+    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).exists():
+        raise PlanError(
+            f"plan is {show(plan)}, and there is no such file: a text is 'auto', or the path of a plan's JSON file. For a "
+            "compressor pass the object, such as plan=gw.QSGD(bits=4)."
+        )
     if callable(plan):
         plan = plan(list(tensors), ranks)
     if isinstance(plan, (str, os.PathLike)):

@@ -87,6 +87,14 @@ class ExchangeStats:
             buckets=of_buckets,
         )
 
+    def __str__(self) -> str:
+        """One line; `repr` has every field."""
+        return (
+            f"{self.steps} steps in {len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}; this rank sends "
+            f"{self.wire_bytes / 1e6:.3f} MB a step for tensors of {self.gradient_bytes / 1e6:.3f} MB; encoding and "
+            f"decoding take {self.codec_us / 1e3:.2f} ms"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(ExchangeStats):
@@ -101,6 +109,9 @@ class Stats(ExchangeStats):
     """What gradwire decided by itself, with what it predicted and measured; the last one is in force. At most the last 100."""
     decided: int = 0
     """Decisions so far."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the end of backward waits {self.exposed_us / 1e3:.2f} ms"
 
 
 class StepReport:

@@ -18,7 +18,7 @@ from gradwire._version import __version__
 from gradwire.core.specs import FP8, QSGD, Cast, Identity, Int8, Spec
 from gradwire.core.tensors import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.exchange import Exchange, Lanes
+from gradwire.exchange import Exchange, ExchangeStats, Lanes
 from gradwire.exchange.plans import info_of
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.planner.policy import Policy
@@ -31,11 +31,10 @@ _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
 def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "ModuleExchanges":
-    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on every rank, before the
-    first forward.
+    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. On all ranks, before a forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
-    with `set_requires_gradient_sync(False)` sends nothing, as before. Returns what holds the residuals.
+    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
 
@@ -59,9 +58,7 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
 
 def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchanges":
     """HSDP with compressed exchanges between replicas: `fully_shard` with a 1-D mesh inside a node, and `group` of the ranks that
-    hold the same shards on all nodes. All of them get the parameters of the group's first rank.
-
-    Calls and errors are those of `compress`; specs may have any scheme.
+    hold the same shards on all nodes. All get the parameters of the group's first rank. As `compress`; specs may have any scheme.
 
     Example, for 2 nodes with 2 ranks each::
 
@@ -80,9 +77,7 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
 
 class ModuleExchanges:
     """The exchanges of one model's modules, and what their compressors remember. They share lanes and run one after another.
-
-    A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`.
-    """
+    A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
 
     def __init__(self, model: Module, spec: Spec, scheme: str | None, parameters: Spec | None = None) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
@@ -135,6 +130,10 @@ class ModuleExchanges:
         if unknown := sorted(saved.keys() - known):
             raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(known))}.")
         self._saved = saved
+
+    def stats(self) -> dict[str, ExchangeStats]:
+        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`. Each prints as a line."""
+        return {name: exchange.stats() for name, exchange in self._exchanges.items()}
 
     def close(self) -> None:
         """End the threads. No backward may follow."""

@@ -119,7 +119,7 @@ def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
     if made.method == "ddp":
         lines.append("Nothing is compressed: plain DDP never does.")
     elif not job.specs:
-        lines.append("Nothing is compressed: no spec was given.")
+        lines.append('Nothing is compressed: no spec was given. Name one or more, such as --spec "QSGD(bits=4)".')
     elif step <= 1.05 * compute and link_ms < backward:
         lines.append(
             f"Nothing is compressed. compute-bound: communication hides behind backward with {backward - link_ms:.3f} ms to "

@@ -192,6 +192,7 @@ def test_version():
         (["profile", "--job", "mlp"], "there is one rank"),
         (["options", "--restrict", "gp"], "did you mean 'gpu'?"),
         (["simulate", "no-plan.json", "--profile", "no-profile.json", "--cluster", "no.json"], "no-profile.json"),
+        (["plan", "profile.json"], "there is no cluster to plan for. Pass --cluster"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
         (["import-profile", "no-such-file.csv", "-o", "out.json"], "no-such-file.csv: cannot be read"),
         (["import-cluster", "no-such-file.txt", "-o", "out.json"], "no-such-file.txt: cannot be read"),
