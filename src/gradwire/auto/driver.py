@@ -57,6 +57,7 @@ from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
 from gradwire.errors import FormatError, PlanError
+from gradwire.exchange.states import Saved
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.planner.schemes import FLAT
 from gradwire.record.run import Decision as Recorded
@@ -129,13 +130,13 @@ class Auto:
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
-    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, saved: Saved) -> None:
         """Run the saved plan. If other ranks saved the plan, decide anew with this plan as the current one. If the plan was only
         on trial, decide anew without it."""
         live = Live(session)
         self._begin(live)
-        self._current = None if searching else live.plan
-        if same_ranks and not searching:
+        self._current = None if saved.searching else live.plan
+        if saved.own and not saved.searching:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:

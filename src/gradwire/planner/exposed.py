@@ -18,7 +18,7 @@ from gradwire.sim.simulator import LightPlan, Simulator
 
 StepTime = Callable[[Sequence[int]], float]
 """Microseconds of a step where each tensor is encoded in the way of this index."""
-_ROUNDS = 16
+_ROUNDS = 8
 """Parts of the budget. After each the time of a byte is worked out again, since the buckets that a step waits for change with the
 bits. The parts grow with the error: one bit less has four times the error."""
 _HIDDEN = 0.1
