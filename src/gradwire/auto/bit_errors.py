@@ -1,4 +1,4 @@
-"""The errors of each tensor with each number of bits, measured on what ranks send and on the means that they get."""
+"""The errors of each tensor with each number of bits, from what ranks send and from the norms of the means that they get."""
 
 import math
 import time
@@ -23,6 +23,8 @@ from gradwire.planner.schemes import encodes_again
 
 WIDTHS = tuple(range(2, 9))
 """Bits to choose from. The specs of these widths, `adaptive.ways(WIDTHS)`, are the ways to encode a tensor."""
+_ARRIVED, _STEPS_SENT, _STEPS_ARRIVED = -3, -2, -1
+"""The last columns of a row."""
 _TOP = 0.01
 """The part of a gradient's values that count as its top values."""
 
@@ -38,7 +40,11 @@ class ErrorsSoFar(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Errors:
-    """Measures each tensor as it is sent, or added up over several steps, until `remove`: rows of `measured` by name."""
+    """Measures each tensor as it is sent, or added up over several steps, until `remove`.
+
+    rows: by name what `measured` returns, and three squared norms: of the sum over ranks that arrived and, added up over the
+    steps, of what was sent and of what arrived. All are of the sum over ranks, not of the mean. `of_both_encodes` takes them.
+    """
 
     def __init__(self, adaptive: AdaptiveBits, session: Session, wanted: set[str]) -> None:
         self.rows: dict[str, list[float]] = {}
@@ -89,14 +95,12 @@ class Errors:
         self._sent[name] += 1
         self._now.append(name)
         last = self._sent[name] >= self._adaptive.accumulate
+        factor = 1 if slot.apart else self._session.group.world_size
+        row = self.rows.setdefault(name, [0.0] * columns(self._adaptive))
+        row[_STEPS_SENT] += factor**2 * _square(values)
         own = _added(self._own, name, values.detach(), last)
         if last:
-            ranks = self._session.group.world_size
-            factor = 1 if slot.apart else ranks
-            # an owner adds its own part of a shard as it is
-            encoded = 1 - 1 / ranks if _first_link(self._options[name]) == "alltoall" else 1.0
-            *errors, square, top = (factor**2 * each for each in self._measured(name, own))
-            self.rows[name] = [*(encoded * each for each in errors), square, top]
+            row[:_ARRIVED] = [factor**2 * each for each in self._measured(name, own)]
         self.us += 1e6 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
@@ -112,7 +116,7 @@ class Errors:
 
     @torch.no_grad()
     def _take_means(self) -> None:
-        """Measure the means of the step at hand, or add them up."""
+        """Measure the norms of the means of the step at hand."""
         began = time.perf_counter()
         sent, self._now = set(self._now), []
         session, group = self._session, self._session.group
@@ -126,11 +130,10 @@ class Errors:
             if values is None or values.is_sparse:
                 continue
             last = self._sent[name] >= self._adaptive.accumulate
+            self.rows[name][_STEPS_ARRIVED] += group.world_size**2 * _square(values)
             mean = _added(self._means, name, values.detach(), last)
             if last:
-                row, errors = self.rows[name], self._measured(name, mean)[:-2]
-                pairs = zip(row, errors, strict=False)
-                self.rows[name] = [*(own + group.world_size**2 * each for own, each in pairs), *row[-2:]]
+                self.rows[name][_ARRIVED] = group.world_size**2 * _square(mean)
         self.us += 1e6 * (time.perf_counter() - began)
 
     def _measured(self, name: str, values: torch.Tensor) -> list[float]:
@@ -143,9 +146,8 @@ def check(
 ) -> None:
     """Raises ValueError for a saved measurement that does not fit the model or these adaptive bits."""
     numels = {info.name: info.numel for info in tensors}
-    columns = len(adaptive.ways(WIDTHS)) + 2
     wrong = sorted(name for name in saved.sent if name not in numels)
-    wrong += sorted(name for name, row in saved.rows.items() if len(row) != columns or name not in saved.sent)
+    wrong += sorted(name for name, row in saved.rows.items() if len(row) != columns(adaptive) or name not in saved.sent)
     wrong += sorted(key for key, values in sums.items() if numels.get(key.split("/", 2)[2]) != values.numel())
     if wrong or not 0 <= saved.left <= adaptive.measured_steps:
         what = printable(wrong[0]) if wrong else f"{saved.left} steps to come"
@@ -164,6 +166,39 @@ def _added(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor, last:
     if not last:
         sums[name] = values
     return values
+
+
+def _square(values: torch.Tensor) -> float:
+    """The squared norm."""
+    return float(values.detach().float().square().sum())
+
+
+def columns(adaptive: AdaptiveBits) -> int:
+    """The numbers of a row."""
+    return len(adaptive.ways(WIDTHS)) + 2 - _ARRIVED
+
+
+def of_both_encodes(
+    row: Sequence[float], option: tuple[str, ...], ranks: int, present: int, unbiased: bool = True
+) -> list[float]:
+    """A row of `Errors`, summed over ranks, with the errors of all encodes of the option; as long as one of `measured`.
+
+    An encode of the sum loses as much as one of a gradient, in relation to the norm. Only its owner has the sum as it is before
+    that encode. What arrives was encoded in the present way, and would lose nothing in the same way again. So its norm counts,
+    without the noise of the encodes that it came through. present: the index of that way. unbiased: whether errors are noise.
+    """
+    *errors, square, top = row[:_ARRIVED]
+    arrived, steps_sent, steps_arrived = row[_ARRIVED:]
+    # an owner adds its own part of a shard as it is
+    encoded = 1 - 1 / ranks if _first_link(option) == "alltoall" else 1.0
+    first = [encoded * error for error in errors]
+    if not encodes_again(option) or not square:
+        return [*first, square, top]
+    relative = [error / square for error in errors]
+    noise = relative[present] if unbiased else 0.0
+    exact = arrived - encoded * noise * steps_sent - noise / (1 + noise) * steps_arrived
+    exact = min(max(exact, 0.0), ranks * square)  # no sum is longer
+    return [*(own + each * (exact + own) for own, each in zip(first, relative, strict=True)), square, top]
 
 
 def _first_link(option: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
 
 In one step of each period every rank encodes and decodes all that it is about to send with every number of bits: its own
-gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, ranks do the same with the means, each with
-a part of the tensors. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in
-place; new buckets are made only if tensors get blocks of different sizes.
+gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, the error of that encode follows from the
+norm of the mean. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in place; new
+buckets are made only if tensors get blocks of different sizes.
 """
 
 import logging
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check
+from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check, columns, of_both_encodes
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
@@ -264,7 +264,7 @@ class Bits:
         adapting = self._adapting(live)
         infos = [info for info in live.infos if info.name in adapting]
         ways = self.adaptive.ways(WIDTHS)
-        zeros = [0.0] * (len(ways) + 2)
+        zeros = [0.0] * columns(self.adaptive)
         flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
         if not flat:
             return
@@ -275,7 +275,18 @@ class Bits:
         told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
         if not told_of:
             return
-        infos, rows = [info for info, _ in told_of], [row for _, row in told_of]
+        infos = [info for info, _ in told_of]
+        bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
+        rows = [
+            of_both_encodes(
+                row,
+                bucket_of[info.name].option,
+                live.group.world_size,
+                ways.index(bucket_of[info.name].spec_of(info.name)),
+                not self.adaptive.feedback,
+            )
+            for info, row in told_of
+        ]
         told = live.made_by_first(partial(self._assigned, live, infos, rows), "the bits of all tensors stay unchanged")
         if not told:
             return
