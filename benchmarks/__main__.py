@@ -28,6 +28,7 @@ PARTS = {
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",
     "convergence": "held-out loss and accuracy of the delayed schedule beside synchronous SGD, paired by seed",
     "bits": "bytes of the exact choice of bits by tensor beside CGX's rules at equal error, and what is learned with it",
+    "adaptive": "adaptive bits, for bytes and for time, beside uniform 4 bits and auto: steps and losses on slow links",
     "delayed": "mean steps of the delayed schedule beside equation 7 of CD-SGD, whose parts are measured apart",
     "tuning": "Bayesian optimisation of the bucket size on live jobs, beside random search and the best of a grid",
     "first": "auto from its first step: when it has decided, and whether it was behind DDP by then",

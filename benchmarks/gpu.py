@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(
-            "nothing is measured: torch sees no CUDA device. Run this where there is one, with `pip install gradwire[gpu]`."
+            "nothing is measured: torch sees no CUDA device. Run this where there is one, with `pip install '.[gpu]'`."
         )
         return 0
     tests = None if options.no_tests else run_tests()

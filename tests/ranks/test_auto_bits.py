@@ -1,6 +1,7 @@
 """Bits by tensor that follow the gradients, on real ranks."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from worlds import Given, Worlds, digest
 
 import gradwire as gw
 from gradwire.auto import bits
-from gradwire.auto.bits import WIDTHS, Assigned, assign, measured, with_bits
+from gradwire.auto.bit_errors import WIDTHS, measured
+from gradwire.auto.bits import Assigned, assign, with_bits
 from gradwire.core import TensorInfo
 from gradwire.core.specs import innermost
 from gradwire.planner.adaptive import BIT_RULES
@@ -74,7 +76,7 @@ def adapt(rule: str) -> tuple[dict[str, int], Assigned, int, int, int, bool, str
     return told
 
 
-@pytest.mark.parametrize("rule", BIT_RULES)
+@pytest.mark.parametrize("rule", [rule for rule in BIT_RULES if rule != "time"])
 def test_bits_follow_errors_within_the_budget(worlds: Worlds, rule: str) -> None:
     first, second = worlds.run(2, adapt, rule)
     assert first[0] == second[0] and first[-1] == second[-1], "ranks differ"
@@ -113,6 +115,94 @@ def resume(at: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("at", [20, 25], ids=["between two choices", "before a step that is measured"])
 def test_a_resumed_run_goes_on_with_the_bits_it_had(worlds: Worlds, at: int) -> None:
     assert worlds.run(2, resume, at) == [(True, True)] * 2
+
+
+def resume_measuring(at: int, fields: dict[str, Any], saved_with: dict[str, Any]) -> tuple[bool, bool, int, list[str]]:
+    """A run is saved, goes on, and is resumed from the state: whether the state has a measurement, whether both end alike, how
+    many choices the resumed run made, and what it said."""
+    said: list[str] = []
+    usual, bits.say = bits.say, said.append  # type: ignore[assignment]
+    model, again = Layers(), Layers()
+
+    def begun(model: Layers, fields: dict[str, Any]) -> tuple[torch.optim.Optimizer, gw.Handle]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return optimizer, gw.parallelize(model, optimizer, plan=gw.AdaptiveBits(period=20, **fields))
+
+    def trained(model: Layers, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for number in steps:
+            model(model.random_gradients(dist.get_rank(), number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, handle = begun(model, saved_with)
+    trained(model, optimizer, range(at))
+    state, weights = handle.state_dict(), {name: p.detach().clone() for name, p in model.state_dict().items()}
+    trained(model, optimizer, range(at, 2 * at))  # what the state holds must not change any more
+    said.clear()
+    later, other = begun(again, fields)
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    trained(again, later, range(at, 2 * at))
+    same = digest(model.state_dict().values()) == digest(again.state_dict().values())
+    measuring = any("/measuring" in key for key in state)
+    told = measuring, same, len(other.decisions), list(said)
+    handle.detach()
+    other.detach()
+    bits.say = usual
+    return told
+
+
+MEASURING: dict[str, tuple[int, dict[str, Any]]] = {
+    "two of four steps": (12, {"accumulate": 4}),
+    "pipelined": (13, {"accumulate": 4, "schedule": "pipelined"}),
+    "delayed": (12, {"accumulate": 4, "schedule": gw.Delayed(k=3)}),
+    "delayed, all is measured": (14, {"accumulate": 4, "schedule": gw.Delayed(k=3)}),
+    "delayed, one step": (11, {"schedule": gw.Delayed(k=3)}),
+    "feedback": (11, {"accumulate": 3, "feedback": True}),
+    "local, all is measured": (49, {"accumulate": 2, "schedule": gw.LocalSteps(every=4, delay=2)}),
+    "fragments": (24, {"accumulate": 2, "schedule": gw.LocalSteps(every=4, fragments=2)}),
+}
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_a_run_resumed_in_the_middle_of_a_measurement_goes_on_with_it(worlds: Worlds, name: str) -> None:
+    at, fields = MEASURING[name]
+    for measuring, same, choices, said in worlds.run(2, resume_measuring, at, fields, fields):
+        assert (measuring, same, choices) == (True, True, 1)
+        assert not any("stay unchanged" in each for each in said)
+
+
+def test_a_measurement_that_cannot_go_on_is_told(worlds: Worlds) -> None:
+    first, second = worlds.run(2, resume_measuring, 12, {"accumulate": 4}, {"accumulate": 5})
+    assert first[:3] == second[:3] == (True, False, 0)
+    assert "stay unchanged until step 34" in first[3][0] and not second[3]
+
+
+def damaged_measurements() -> list[str]:
+    model, said = Layers(), []
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=20, accumulate=4))
+    train(handle, model, range(12))
+    state = handle.state_dict()
+    prefix = f"rank{dist.get_rank()}"
+    for key, value in (
+        ("measuring", torch.tensor([91, 93], dtype=torch.uint8)),
+        ("measured/0/p0", torch.zeros(3)),
+        ("measured/0/other", torch.zeros(3)),
+    ):
+        try:
+            handle.load_state_dict(state | {f"{prefix}/{key}": value})
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    handle.load_state_dict(state)
+    handle.detach()
+    return said
+
+
+def test_a_damaged_measurement_is_refused(worlds: Worlds) -> None:
+    for no_json, too_short, unknown in worlds.run(2, damaged_measurements):
+        assert "measuring of the state is no measurement" in no_json
+        assert "has measured/0/p0" in too_short and "has measured/0/other" in unknown
 
 
 def adapt_blocks() -> tuple[gw.Plan, Assigned, bool, str]:
@@ -341,16 +431,14 @@ def rows_by_hand(fields: dict[str, object]) -> tuple[dict[str, list[float]], dic
     rank, steps = dist.get_rank(), adaptive.accumulate
     handle = gw.parallelize(model, plan=adaptive)
     own = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    means = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     for number in range(10 + steps):
         model.zero_grad()
         gradients = model.random_gradients(number)  # alike on both ranks, but for one tensor of opposite signs
         gradients[0] *= 1 - 2 * rank
         model([gradient.clone() for gradient in gradients]).backward()
-        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
             if number >= 10:
                 own[name] += gradient
-                means[name] += parameter.grad
     bits.assign = usual
     handle.detach()
     step = 9 + steps
@@ -360,9 +448,13 @@ def rows_by_hand(fields: dict[str, object]) -> tuple[dict[str, list[float]], dic
         parts: list[list[float]] = [[], []]
         dist.all_gather_object(parts, measured(adaptive, name, own[name].reshape(-1), step, rank))
         row = [a + b for a, b in zip(*parts, strict=True)]
-        if adaptive.scheme is None:  # an owner adds half of its own as it is, and encodes the sum
-            of_sum = measured(adaptive, name, means[name].reshape(-1), step + 1, index % 2)[:-2]
-            row = [*(own / 2 + 4 * each for own, each in zip(row, of_sum, strict=False)), *row[-2:]]
+        if adaptive.scheme is None:
+            # an owner adds half of its own as it is; the sum that it encodes has the noise of the other half
+            exact = own[name].clone()
+            dist.all_reduce(exact)
+            of_sum = measured(adaptive, name, exact.reshape(-1), step + 1, index % 2)[:-2]
+            noise = [error / row[-2] * error / 2 for error in row[:-2]]
+            row = [*(a / 2 + b + c for a, b, c in zip(row[:-2], of_sum, noise, strict=True)), *row[-2:]]
         found[name] = row
     return taken, found
 
@@ -372,7 +464,11 @@ def test_the_errors_of_both_encodes_count(worlds: Worlds, fields: dict[str, obje
     (taken, found), _ = worlds.run(2, rows_by_hand, fields)
     assert taken.keys() == found.keys() == {"p0", "p1", "p2", "p4"}
     for name, row in taken.items():
-        assert row == pytest.approx(found[name], rel=1e-4, abs=1e-9), name
+        assert row == pytest.approx(found[name], rel=1e-4 if "scheme" in fields else 0.15, abs=1e-9), name
+        # no number of bits looks better because it is the present one
+        assert (
+            4 < row[WIDTHS.index(3)] / row[WIDTHS.index(4)] < 7 and 4 < row[WIDTHS.index(4)] / row[WIDTHS.index(5)] < 7
+        )
     if not fields:
         # where ranks cancel, the sum has little to lose; where they agree it loses as much as both
         share = {name: row[0] / row[-2] for name, row in taken.items()}

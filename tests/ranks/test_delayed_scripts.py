@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import Reference
-from test_delayed import STEPS, gradient, make_model, momentum
+from delayed_steps import Reference, gradient, momentum
+from test_delayed import STEPS, make_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from worlds import Worlds, digest, seeded

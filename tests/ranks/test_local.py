@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from delayed_steps import gradient, momentum
 from local_steps import LocalReference
-from test_delayed import adam, gradient, make_model, momentum
+from test_delayed import adam, make_model
 from torch import nn
 from worlds import Given, World, Worlds, digest
 

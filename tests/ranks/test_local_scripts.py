@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_delayed import adam, make_model, momentum
+from delayed_steps import momentum
+from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
 from test_local import EXACT, PLAIN, TWO_BITS, own_weights, step_on, training
 from worlds import Worlds, digest, seeded

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import Reference, Sent, dealt_out
-from worlds import Worlds, digest, seeded
+from delayed_steps import Reference, Sent, dealt_out, gradient, momentum, tanh_layers
+from worlds import Worlds, digest
 
 import gradwire as gw
 
@@ -19,24 +19,7 @@ SMALL = {"bucket_bytes": 160, "edge_bytes": 32, "chunk_bytes": 160}
 
 
 def make_model() -> torch.nn.Module:
-    generator = seeded(7)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def gradient(model: torch.nn.Module, step: int, rank: int) -> None:
-    generator = seeded(step, rank)
-    inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
-    torch.nn.functional.mse_loss(model(inputs), targets).backward()
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
+    return tanh_layers(6, 9, 8, 3)
 
 
 def step_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:

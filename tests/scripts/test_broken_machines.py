@@ -51,7 +51,7 @@ def test_a_missing_extra_is_named_before_anything_runs(command: str, tmp_path: P
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert ended.returncode == 2 and "this command needs sklearn" in ended.stderr
-    assert "pip install 'gradwire[bench]'" in ended.stderr and not list(tmp_path.iterdir())
+    assert "pip install '.[bench]'" in ended.stderr and not list(tmp_path.iterdir())
 
 
 LO = Interface("lo", "127.0.0.1")

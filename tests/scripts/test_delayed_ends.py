@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from delayed_steps import gradient, momentum
 from script_ends import End, ends_of
-from test_delayed import FOUR_BITS, gradient, make_model, momentum
+from test_delayed import FOUR_BITS, make_model
 from test_pipelined_ends import TIMEOUT_S
 from worlds import World, Worlds, digest
 

@@ -6,12 +6,14 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
     W(i+1) = W(i) - update(mean over ranks of g(i))
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from worlds import seeded
 
 import gradwire as gw
 
@@ -21,6 +23,28 @@ Gradient = Callable[[torch.nn.Module, int, int], None]
 Gradients = list[torch.Tensor]
 Mean = Callable[[int, list[Gradients]], Gradients]
 """What ranks get of everybody's gradients in a step."""
+
+
+def tanh_layers(*widths: int) -> torch.nn.Sequential:
+    """The model that these schedules train: linear layers with tanh between them. It takes inputs of 6 features, and gives 3."""
+    generator, model = seeded(7), torch.nn.Sequential()
+    for before, after in itertools.pairwise(widths):
+        model.extend([torch.nn.Tanh()] * bool(len(model)) + [torch.nn.Linear(before, after)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def gradient(model: torch.nn.Module, step: int, rank: int) -> None:
+    """Forward and backward of a rank's step."""
+    generator = seeded(step, rank)
+    inputs, targets = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
 def exact_mean(step: int, gradients: list[Gradients]) -> Gradients:

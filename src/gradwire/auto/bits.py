@@ -1,50 +1,46 @@
 """Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
 
 In one step of each period every rank encodes and decodes all that it is about to send with every number of bits: its own
-gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, ranks do the same with the means, each with
-a part of the tensors. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in
-place; new buckets are made only if tensors get blocks of different sizes.
+gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, the error of that encode follows from the
+norm of the mean. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in place; new
+buckets are made only if tensors get blocks of different sizes.
 """
 
 import logging
 import math
 import time
-import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check, columns, of_both_encodes
 from gradwire.auto.decision import say, unlike
+from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
-from gradwire.compressors import Context, compressor_for
-from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.specs import ElementRun, innermost
 from gradwire.core.tensors import TensorInfo
+from gradwire.engine.schedules.base import EndsLater
 from gradwire.engine.session import Session
-from gradwire.errors import PlanError
-from gradwire.exchange.layout import Slot
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.errors import FormatError, PlanError
+from gradwire.exchange.states import Saved
 from gradwire.planner.adaptive import AdaptiveBits
 from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
+from gradwire.planner.exposed import shortest, step_times, with_specs
 from gradwire.planner.policy import Policy
-from gradwire.planner.schemes import encodes_again
 from gradwire.record.run import Decision
 
-WIDTHS = tuple(range(2, 9))
-"""Bits to choose from. The specs of these widths, `adaptive.ways(WIDTHS)`, are the ways to encode a tensor."""
 UNIFORM = WIDTHS.index(4)
 """The index of 4 bits among the ways, whose error sets the error budget."""
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
-_TOP = 0.01
-"""The part of a gradient's values that count as its top values."""
-_RULES = {"exact": exact, "kmeans": kmeans, "linear": linear}
+_RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
+"""Those of bytes. time: until the times of the job are known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,10 @@ class Assigned:
     """Time of measuring, on rank 0."""
     chosen_us: float
     """Time of choosing, on rank 0."""
+    predicted_us: float | None = None
+    """The predicted step, where bits were chosen for it."""
+    uniform_us: float | None = None
+    """The predicted step with 4 bits for all tensors."""
 
     def __str__(self) -> str:
         counts = {width: list(self.bits.values()).count(width) for width in WIDTHS}
@@ -75,116 +75,13 @@ class Assigned:
         if len(sizes := sorted(set(self.blocks.values()))) > 1:
             widths += f", in blocks of {', '.join(map(str, sizes))}"
         size = self.nbytes / max(1, self.uniform_nbytes)
+        step = ""
+        if self.predicted_us is not None and self.uniform_us is not None:
+            step = f"; predicted {self.predicted_us / 1e3:.1f} ms a step, {self.uniform_us / 1e3:.1f} with 4 bits"
         return (
             f"bits by tensor from step {self.step}: {widths}; {size:.2f} of the bytes of 4 bits for all at {self.error:.2f} "
-            f"times their error. Measured in {self.measured_us / 1e3:.1f} ms, chosen in {self.chosen_us / 1e3:.1f} ms."
+            f"times their error{step}. Measured in {self.measured_us / 1e3:.1f} ms, chosen in {self.chosen_us / 1e3:.1f} ms."
         )
-
-
-class Errors:
-    """Measures each tensor as it is sent, or added up over several steps, until `remove`: rows of `measured` by name."""
-
-    def __init__(self, adaptive: AdaptiveBits, session: Session, wanted: set[str]) -> None:
-        self.rows: dict[str, list[float]] = {}
-        self.us = 0.0
-        # lanes keep this, and what ends with a session keeps lanes
-        self._adaptive, self._session = adaptive, weakref.proxy(session)
-        self._left = adaptive.measured_steps
-        """Steps to come."""
-        self._options = {n: bucket.option for bucket in session.plan.buckets for n in bucket.tensors if n in wanted}
-        self._again = [name for name in self._options if encodes_again(self._options[name])]
-        """Tensors whose sums are encoded too."""
-        self._sent: Counter[str] = Counter()
-        """How often each tensor was sent, in steps that were void too."""
-        self._now: list[str] = []
-        """The tensors of the step at hand."""
-        self._own: dict[str, torch.Tensor] = {}
-        self._means: dict[str, torch.Tensor] = {}
-        """Added up so far."""
-        session.lanes.watch = self._sends
-
-    def remove(self) -> None:
-        self._session.lanes.watch = None
-
-    @torch.no_grad()
-    def _sends(self, slot: Slot, values: torch.Tensor) -> None:
-        name = slot.name
-        if name not in self._options:
-            return
-        began = time.perf_counter()
-        self._sent[name] += 1
-        self._now.append(name)
-        last = self._sent[name] >= self._adaptive.accumulate
-        own = _added(self._own, name, values.detach(), last)
-        if last:
-            ranks = self._session.group.world_size
-            factor = 1 if slot.apart else ranks
-            # an owner adds its own part of a shard as it is
-            encoded = 1 - 1 / ranks if _first_link(self._options[name]) == "alltoall" else 1.0
-            *errors, square, top = (factor**2 * each for each in self._measured(name, own))
-            self.rows[name] = [*(encoded * each for each in errors), square, top]
-        self.us += 1e6 * (time.perf_counter() - began)
-
-    @torch.no_grad()
-    def step_ended(self) -> bool:
-        """A step counted; returns whether it was the last one. Raises what waiting for its means does."""
-        began = time.perf_counter()
-        self._left -= 1
-        sent, self._now = set(self._now), []
-        session, group = self._session, self._session.group
-        if self._again and session.plan.schedule.gathers_in_forward:
-            session.settle()
-        for index, name in enumerate(self._again):
-            if name not in sent or index % group.world_size != group.rank:  # another rank has the same mean
-                continue
-            slot = session.reducer.running.slots[name]
-            values = slot.view if not slot.apart else session.parameters[name].grad
-            if values is None or values.is_sparse:
-                continue
-            last = self._sent[name] >= self._adaptive.accumulate
-            mean = _added(self._means, name, values.detach(), last)
-            if last:
-                row, errors = self.rows[name], self._measured(name, mean)[:-2]
-                pairs = zip(row, errors, strict=False)
-                self.rows[name] = [*(own + group.world_size**2 * each for own, each in pairs), *row[-2:]]
-        self.us += 1e6 * (time.perf_counter() - began)
-        return not self._left
-
-    def _measured(self, name: str, values: torch.Tensor) -> list[float]:
-        step, rank = self._session.reducer.step, self._session.group.rank
-        return measured(self._adaptive, name, values.reshape(-1), step, rank)
-
-
-def _added(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor, last: bool) -> torch.Tensor:
-    """The values of a step, added to those of the steps before."""
-    if name in sums:
-        values = sums.pop(name).add_(values)
-    elif not last:
-        values = values.to(torch.float32, copy=True)
-    if not last:
-        sums[name] = values
-    return values
-
-
-def _first_link(option: Sequence[str]) -> str:
-    return next(task.partition(":")[0] for task in option if task.partition(":")[0] not in CODEC_TASKS)
-
-
-def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """For a flat gradient of one rank: the squared error of each of the ways, the squared norm, and that of its top."""
-    device, numel, found = gradient.device, gradient.numel(), []
-    context = Context(torch.tensor([0, step, 0, rank], device=device))
-    decoded = torch.empty(numel, dtype=torch.float32, device=device)
-    for spec in map(innermost, adaptive.ways(WIDTHS)):
-        compressor = compressor_for(spec)
-        segments = Segments((Segment(0, numel, tensor_key(name), 0, spec.element_bits),), device)
-        payload = torch.empty(compressor.payload_bytes(segments, gradient.dtype), dtype=torch.uint8, device=device)
-        compressor.encode(gradient, [], segments, context, payload)
-        compressor.decode(payload, segments, torch.float32, False, decoded, context)
-        found.append(float((decoded - gradient).square().sum()))
-    magnitudes = gradient.float().square()
-    top = magnitudes.topk(max(1, round(_TOP * numel)), sorted=False).values if numel else magnitudes
-    return [*found, float(magnitudes.sum()), float(top.sum())]
 
 
 def sensitivities(
@@ -207,15 +104,37 @@ def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[S
 
 def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:
     """The plan with these bits; other tensors keep their specs."""
-    buckets = []
-    for bucket in plan.buckets:
-        specs = {
-            name: adaptive.spec(bits[name], adaptive.block) if name in bits else bucket.spec_of(name)
-            for name in bucket.tensors
-        }
-        alike = len(set(specs.values())) == 1
-        buckets.append(msgspec.structs.replace(bucket, spec=specs[bucket.tensors[0]] if alike else specs))
-    return msgspec.structs.replace(plan, buckets=tuple(buckets), prediction=None)
+    specs = {name: adaptive.spec(width, adaptive.block) for name, width in bits.items()}
+    buckets = tuple(with_specs(bucket, specs) for bucket in plan.buckets)
+    return msgspec.structs.replace(plan, buckets=buckets, prediction=None)
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """The field `measuring` of a state."""
+
+    errors: ErrorsSoFar | None = None
+    times: dict[str, Any] | None = None
+
+
+class _Chosen(NamedTuple):
+    """What rank 0 tells the others."""
+
+    assignment: Assignment
+    predicted_us: float | None = None
+    uniform_us: float | None = None
+
+
+def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
+    """What a state keeps of measurements. Raises ValueError if that is damaged."""
+    if not saved.measuring:
+        return _Kept(), None
+    try:
+        kept = msgspec.json.decode(saved.measuring, type=_Kept)
+        return kept, None if kept.times is None else JobTimes.from_dict(kept.times)
+    except (msgspec.MsgspecError, FormatError) as error:
+        raise ValueError(
+            f"the field measuring of the state is no measurement: {error} Pass what handle.state_dict() returned."
+        ) from error
 
 
 class Bits:
@@ -228,6 +147,7 @@ class Bits:
         self.later_specs = adaptive.ways(WIDTHS)
         self.decisions = Latest[Assigned]()
         self._errors: Errors | None = None
+        self._timing = JobTiming(self.later_specs) if adaptive.rule == "time" else None
 
     def __repr__(self) -> str:
         return repr(self.adaptive)
@@ -244,27 +164,70 @@ class Bits:
         """Why a saved plan cannot come from the policy with other bits; '' if it can."""
         return unlike(plan, own, self.adaptive.ways(WIDTHS))
 
-    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
-        """Keep nothing but the plan. Gradients are measured in the next step where the run that saved would have done so."""
+    def state(self, session: Session) -> dict[str, torch.Tensor]:
+        """A measurement that has begun, and the times of the job."""
+        pending = isinstance(session.schedule, EndsLater) and session.schedule.untold
+        errors, sums = self._errors.so_far(pending) if self._errors is not None else (None, {})
+        times = self._timing.times if self._timing is not None else None
+        if errors is None and times is None:
+            return {}
+        text = msgspec.json.encode(_Kept(errors, times.to_dict() if times is not None else None))
+        return {"measuring": torch.frombuffer(bytearray(text), dtype=torch.uint8), **sums}
+
+    def check(self, session: Session, saved: Saved) -> None:
+        """Raises ValueError for measurements that are not as `state` returns them."""
+        kept, _ = _read(saved)
+        if kept.errors is not None and kept.errors.by == repr(self.adaptive):
+            check(kept.errors, saved.measured, self.adaptive, session.tensors)
+
+    def resumed(self, session: Session, saved: Saved) -> None:
+        """Measure gradients where the run that saved would have done so, and go on with a measurement that has begun."""
         self._stop()
+        kept, times = _read(saved)
+        if self._timing is not None:
+            self._timing.take(Live(session), times)
+        if kept.errors is not None and kept.errors.by == repr(self.adaptive):
+            self._errors = self._errors_of(session)
+            self._errors.load(kept.errors, saved.measured)
+            if self._errors.done:
+                self._choose(Live(session), self._errors)
+        elif 0 < (since := self._since_first(session)) < self.adaptive.measured_steps and session.group.rank == 0:
+            step, steps = session.reducer.step, self.adaptive.measured_steps
+            say(
+                f"the bits of all tensors stay unchanged until step {step - since + self.adaptive.period + steps}: the state was "
+                f"saved at step {step}, while errors of {steps} steps were measured, and has nothing of them that counts here. "
+                "It was saved by other ranks, with other adaptive bits, or by an older gradwire."
+            )
         self._measure_if_due(session)
 
     def detached(self) -> None:
-        """Stop measuring gradients."""
+        """Stop measuring."""
         self._stop()
+        if self._timing is not None:
+            self._timing.stop()
 
     def finished(self, session: Session) -> None:
         """A step ended."""
         live = Live(session)
+        if self._timing is not None and self._errors is None:
+            self._timing.finished(live)
+        elif self._timing is not None:
+            self._timing.pause()  # measuring errors makes a step longer
         if self._errors is not None and self._errors.step_ended():
             self._choose(live, self._errors)
         self._measure_if_due(session)
 
-    def _measure_if_due(self, session: Session) -> None:
-        live = Live(session)
+    def _since_first(self, session: Session) -> int:
+        """Steps of this period since its first one that is measured; 0 just before it."""
         first = min(_FIRST, self.adaptive.period - self.adaptive.measured_steps)
-        if live.step % self.adaptive.period == first and self._errors is None:  # of the next step
-            self._errors = Errors(self.adaptive, session, self._adapting(live))
+        return session.reducer.step % self.adaptive.period - first
+
+    def _measure_if_due(self, session: Session) -> None:
+        if not self._since_first(session) and self._errors is None:
+            self._errors = self._errors_of(session)
+
+    def _errors_of(self, session: Session) -> Errors:
+        return Errors(self.adaptive, session, self._adapting(Live(session)))
 
     def _adapting(self, live: Live) -> set[str]:
         """The tensors whose bits are chosen: those that match no rule of the policy."""
@@ -278,19 +241,30 @@ class Bits:
             self._errors.remove()
             self._errors = None
 
-    def _assigned(self, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> str:
+    def _assigned(self, live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> str:
         try:
-            return msgspec.json.encode(assign(self.adaptive, infos, rows)).decode()
+            return msgspec.json.encode(self._chosen(live, infos, rows)).decode()
         except PlanError as error:  # gradients were not finite
             say(f"the bits of all tensors stay unchanged: {error}")
             return ""
+
+    def _chosen(self, live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> _Chosen:
+        times = self._timing.times_for(live) if self._timing is not None else None
+        if times is None:
+            return _Chosen(assign(self.adaptive, infos, rows))
+        tensors = sensitivities(self.adaptive, infos, rows)
+        step_us = step_times(live.plan, times.simulator(), [info.name for info in infos], self.adaptive.ways(WIDTHS))
+        place = {name: index for index, bucket in enumerate(live.plan.buckets) for name in bucket.tensors}
+        budget, buckets = error_budget(tensors, UNIFORM, self.adaptive.alpha), [place[info.name] for info in infos]
+        found = shortest(tensors, budget, buckets, step_us)
+        return _Chosen(found, step_us(found.choices), step_us([UNIFORM] * len(infos)))
 
     def _choose(self, live: Live, errors: Errors) -> None:
         self._stop()
         adapting = self._adapting(live)
         infos = [info for info in live.infos if info.name in adapting]
         ways = self.adaptive.ways(WIDTHS)
-        zeros = [0.0] * (len(ways) + 2)
+        zeros = [0.0] * columns(self.adaptive)
         flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
         if not flat:
             return
@@ -301,11 +275,22 @@ class Bits:
         told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
         if not told_of:
             return
-        infos, rows = [info for info, _ in told_of], [row for _, row in told_of]
-        told = live.made_by_first(partial(self._assigned, infos, rows), "the bits of all tensors stay unchanged")
+        infos = [info for info, _ in told_of]
+        bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
+        rows = [
+            of_both_encodes(
+                row,
+                bucket_of[info.name].option,
+                live.group.world_size,
+                ways.index(bucket_of[info.name].spec_of(info.name)),
+                not self.adaptive.feedback,
+            )
+            for info, row in told_of
+        ]
+        told = live.made_by_first(partial(self._assigned, live, infos, rows), "the bits of all tensors stay unchanged")
         if not told:
             return
-        found = msgspec.json.decode(told, type=Assignment)
+        found, predicted_us, uniform_us = msgspec.json.decode(told, type=_Chosen)
         specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
         bits = {name: spec.element_bits for name, spec in specs.items()}
         if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:
@@ -326,6 +311,8 @@ class Bits:
             proven=found.proven,
             measured_us=errors.us,
             chosen_us=1e6 * (time.perf_counter() - began),
+            predicted_us=predicted_us,
+            uniform_us=uniform_us,
         )
         if live.group.rank == 0:
             if self.decisions:

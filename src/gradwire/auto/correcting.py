@@ -20,6 +20,7 @@ from gradwire.core.schedules import as_schedule
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
 from gradwire.errors import PlanError
+from gradwire.exchange.states import Saved
 from gradwire.planner.policy import Policy
 from gradwire.record.run import Decision
 
@@ -97,7 +98,7 @@ class CorrectionPeriods:
             plan = msgspec.structs.replace(plan, schedule=plan.schedule.with_k(FIRST_K))
         return unlike(plan, own)
 
-    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, saved: Saved) -> None:
         """Keep nothing but the plan."""
 
     def detached(self) -> None:

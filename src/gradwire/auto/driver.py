@@ -34,7 +34,15 @@ from gradwire.auto.accuracy import (
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
-from gradwire.auto.measuring import StepMoments, cluster_of, codecs_of, compute_us_of, profile_of, scaled
+from gradwire.auto.measuring import (
+    CODECS_SECONDS,
+    LOOK_STEPS,
+    Look,
+    cluster_of,
+    codecs_of,
+    compute_us_of,
+    scaled,
+)
 from gradwire.auto.planning import Offer, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.auto.watch import Pace
@@ -49,14 +57,12 @@ from gradwire.core.specs import Identity
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
 from gradwire.errors import FormatError, PlanError
+from gradwire.exchange.states import Saved
 from gradwire.planner.policy import Policy, Uniform
 from gradwire.planner.schemes import FLAT
-from gradwire.profiler.clock import Clock
 from gradwire.record.run import Decision as Recorded
 
-SETTLE_STEPS, LOOK_STEPS = 1, 2
-_CODECS_SECONDS = 0.3
-"""The most time for measuring codecs that no earlier run on the machine measured."""
+SETTLE_STEPS = 1
 
 _Phase = Callable[[Live, float], None]
 _Planned = tuple[Candidate, dict[str, Any]]
@@ -86,7 +92,7 @@ class Auto:
         """The chosen plan."""
         self._profile: Profile | None = None
         self._costs: Costs | None = None
-        self._moments: StepMoments | None = None
+        self._looking: Look | None = None
 
     def __repr__(self) -> str:
         return f"Auto(accuracy={self.accuracy!r}, schedules={self.schedules!r})"
@@ -124,13 +130,13 @@ class Auto:
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
-    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, saved: Saved) -> None:
         """Run the saved plan. If other ranks saved the plan, decide anew with this plan as the current one. If the plan was only
         on trial, decide anew without it."""
         live = Live(session)
         self._begin(live)
-        self._current = None if searching else live.plan
-        if same_ranks and not searching:
+        self._current = None if saved.searching else live.plan
+        if saved.own and not saved.searching:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:
@@ -157,10 +163,10 @@ class Auto:
 
     def detached(self) -> None:
         """Remove all hooks from the model and the optimizers."""
-        for watcher in (self._stepped, self._moments):
+        for watcher in (self._stepped, self._looking):
             if watcher is not None:
                 watcher.remove()
-        self._stepped = self._moments = None
+        self._stepped = self._looking = None
 
     def _begin(self, live: Live) -> None:
         self._infos = live.infos
@@ -186,25 +192,17 @@ class Auto:
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._moments = StepMoments(live.session.parameters, Clock(live.device, self.clock))
-            live.hold(True)
+            self._looking = Look(live, self.clock)
 
     def _look(self, live: Live, us: float) -> None:
-        assert self._moments is not None and self._infos is not None and self._pace.mark_s is not None
-        self._steps += 1
+        assert self._looking is not None
         self._took += 1
         self._spent_us += us
-        self._moments.ended(self._began_s, self._pace.mark_s)
-        if self._steps < LOOK_STEPS:
+        found = self._looking.ended(live, self._began_s, us, self._pace)
+        if found is None:
             return
-        self._moments.remove()
-        live.hold(False)
-        own = [us, 1e6 * self._pace.usual_s, *(moment for row in self._moments.rows for moment in row)]
-        rows = live.exchange(own)()
-        self._moments = None
-        between_us = max(row[1] for row in rows)
-        self._profile = profile_of(live, self._infos, [row[2:] for row in rows], between_us)
-        step_us = max(row[0] for row in rows)
+        self._looking = None
+        self._profile, step_us = found
         began = self.clock()
         self._watcher.cluster = cluster_of(live, seconds_for(step_us))
         self._spent_us += 1e6 * (self.clock() - began)
@@ -244,7 +242,7 @@ class Auto:
             schedules = [Backward(), *allowed, *others]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
-            self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), _CODECS_SECONDS)
+            self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed)
         local = None

@@ -5,7 +5,8 @@ from the start of forward to the first gradient counts as forward; each tensor g
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.auto.live import Live
+from gradwire.auto.watch import Pace
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
@@ -25,6 +27,9 @@ from gradwire.profiler.clock import Clock
 from gradwire.profiler.codec_cache import cached_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
+LOOK_STEPS = 2
+CODECS_SECONDS = 0.3
+"""The most time for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
 _UNKNOWN_GBPS = 100.0
@@ -53,6 +58,36 @@ class StepMoments:
 
     def remove(self) -> None:
         self._hooks.remove()
+
+
+class Look:
+    """Measures the profile of a live job in LOOK_STEPS steps, whose sends wait for the last gradient."""
+
+    def __init__(self, live: Live, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begins with the next step."""
+        self._moments = StepMoments(live.session.parameters, Clock(live.device, clock))
+        self._infos, self._left = live.infos, LOOK_STEPS
+        live.hold(True)
+
+    def ended(self, live: Live, began_s: float, us: float, pace: Pace) -> tuple[Profile, float] | None:
+        """A step that began at `began_s` ended, and took so long on this rank. Returns None until the last one; then the profile
+        and the time of the last step on the slowest rank. That is collective, and the same on all ranks."""
+        assert pace.mark_s is not None
+        self._moments.ended(began_s, pace.mark_s)
+        self._left -= 1
+        if self._left:
+            return None
+        self.remove()
+        live.hold(False)
+        own = [us, 1e6 * pace.usual_s, *(moment for row in self._moments.rows for moment in row)]
+        rows = live.exchange(own)()
+        between_us = max(row[1] for row in rows)
+        profile = profile_of(live, self._infos, [row[2:] for row in rows], between_us)
+        return profile, max(row[0] for row in rows)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._moments.remove()
 
 
 def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float) -> Profile:

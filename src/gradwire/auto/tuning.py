@@ -18,6 +18,7 @@ from gradwire.core.latest import Latest
 from gradwire.core.plan import Plan
 from gradwire.core.tensors import TensorInfo
 from gradwire.engine.session import Session
+from gradwire.exchange.states import Saved
 from gradwire.planner.adaptive import Tuned
 from gradwire.planner.policy import Policy
 from gradwire.record.run import Decision
@@ -113,9 +114,9 @@ class Tuning:
         """Why a saved plan cannot come from the policy with buckets of another size; '' if it can."""
         return unlike(plan, own)
 
-    def resumed(self, session: Session, same_ranks: bool, searching: bool) -> None:
+    def resumed(self, session: Session, saved: Saved) -> None:
         """Keep the saved size. Search anew if the search had not ended, or if other ranks saved the size."""
-        settled = same_ranks and not searching
+        settled = saved.own and not saved.searching
         self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
 
     def detached(self) -> None:

@@ -35,6 +35,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "auto-exact@all": {"plan": "auto", "accuracy": "exact", "schedules": _ALL_SCHEDULES},
     "auto-aggressive@all": {"plan": "auto", "accuracy": "aggressive", "schedules": _ALL_SCHEDULES},
     "adaptive": {"plan": AdaptiveBits()},
+    "adaptive-time": {"plan": AdaptiveBits(rule="time")},
 }
 """The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes at most 15 steps. Use as
 many warm-up steps to measure only the chosen plan."""
@@ -194,8 +195,8 @@ def parse_policy(text: str) -> Policy | str:
         return Uniform(spec_from_text(text))
     raise FormatError(
         f"{text[:300]!r} is no policy, and no file of that name exists. Write auto, auto-exact or auto-aggressive (each also "
-        "with @all, for all schedules), adaptive, identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with error feedback), a spec in "
-        'Python or JSON such as ErrorFeedback(TopK(0.01)), a policy such as {"default":{"id":"qsgd","bits":4},"scheme":'
+        "with @all, for all schedules), adaptive, adaptive-time, identity, fp16, qsgd2 to qsgd8, qsgd4-ef (with error feedback), "
+        'a spec in Python or JSON such as ErrorFeedback(TopK(0.01)), a policy such as {"default":{"id":"qsgd","bits":4},"scheme":'
         '"allgather"}, or the path of a policy or plan file. Append @pipelined or @delayed5 to a policy to set its schedule.'
     )
 

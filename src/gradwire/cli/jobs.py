@@ -223,7 +223,10 @@ _USED = {
 def _check_extra(*names: str) -> None:
     """Raises GradwireError if a module of the extra `bench` is missing."""
     if missing := [name for name in names if find_spec(name) is None]:
-        raise GradwireError(f"this command needs {' and '.join(missing)}. Run: pip install 'gradwire[bench]'")
+        raise GradwireError(
+            f"this command needs {' and '.join(missing)}, of the extra bench. Run: pip install '.[bench]' in a checkout of "
+            "gradwire, or: pip install 'gradwire-...whl[bench]'"
+        )
 
 
 def _refuse_others(context: typer.Context, kind: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from gradwire.core.checks import printable
 from gradwire.core.plan import Plan
 from gradwire.engine.schedules.base import KeepsState
-from gradwire.engine.session import Session
+from gradwire.engine.session import KeepsMeasurements, Session
 from gradwire.engine.step_state import StepState
 from gradwire.errors import StepStateError
 from gradwire.exchange.memory import added_up
@@ -56,6 +56,8 @@ def load_state(session: Session, state: Mapping[str, Any]) -> None:
     if saved.own:
         exchange.memory.check(memory)
         _check_schedule(session, saved, extra)
+        if isinstance(session.driver, KeepsMeasurements):
+            session.driver.check(session, saved)
     else:
         exchange.memory.check_carried(carried)
         warn_of_lost(saved.missing, exchange.memory.names())
@@ -69,7 +71,7 @@ def load_state(session: Session, state: Mapping[str, Any]) -> None:
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(saved, extra)
     if session.driver is not None:
-        session.driver.resumed(session, saved.own, saved.searching)
+        session.driver.resumed(session, saved)
 
 
 def _check_between_steps(session: Session, method: str) -> None:
@@ -106,6 +108,8 @@ def _decided(session: Session) -> dict[str, torch.Tensor]:
     if session.driver is None:
         return {}
     kept = {"decided": torch.frombuffer(bytearray(session.plan.to_json(None).encode()), dtype=torch.uint8)}
+    if isinstance(session.driver, KeepsMeasurements):
+        kept |= session.driver.state(session)
     return kept | {"searching": torch.tensor(1)} if session.driver.searching else kept
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,6 +33,7 @@ from gradwire.engine.shared import shared_tensors
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Lanes, StepReport
 from gradwire.exchange.agreement import agree, broadcast_bytes
+from gradwire.exchange.states import Saved
 from gradwire.planner.policy import Policy
 
 
@@ -61,9 +62,8 @@ class Driver(Protocol):
         """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
         ...
 
-    def resumed(self, session: "Session", same_ranks: bool, searching: bool) -> None:
-        """The session took up a saved state, and with it the plan that was saved. same_ranks: by the ranks that run now.
-        searching: it was only being tried."""
+    def resumed(self, session: "Session", saved: Saved) -> None:
+        """The session took up a saved state, and with it the plan that was saved."""
         ...
 
     def detached(self) -> None:
@@ -81,6 +81,19 @@ class FirstDriver(Driver, Protocol):
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """What runs on so many ranks until something is decided."""
+        ...
+
+
+@runtime_checkable
+class KeepsMeasurements(Protocol):
+    """A driver that measures something over several steps."""
+
+    def state(self, session: "Session") -> dict[str, torch.Tensor]:
+        """How far it is between two of these steps, as in `gradwire.exchange.states`."""
+        ...
+
+    def check(self, session: "Session", saved: Saved) -> None:
+        """Raises ValueError unless `resumed` can go on with the measurement that was saved."""
         ...
 
 

@@ -7,7 +7,8 @@ schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksu
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
 the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
-it was only being tried.
+it was only being tried. Where it is measuring something over several steps also `measuring`, JSON in bytes, and what it has added
+up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -28,11 +29,14 @@ from gradwire.errors import GradwireError
 
 CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 """How keys of schedules begin: what compressors of corrections remember, a rank's own weights, and the outer momentum."""
+MEASURED = "measured/"
+"""How keys of a measurement begin that takes several steps."""
 
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
-_FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed", "decided", "searching"}
+_FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed"}
+_FIELDS |= {"decided", "searching", "measuring"}
 _DIGEST_BYTES = 32
 _CURE = "Pass what handle.state_dict() returned."
 
@@ -60,6 +64,10 @@ class Saved(NamedTuple):
     """The plan itself, where gradwire chose it."""
     searching: bool
     """Whether it was only being tried."""
+    measuring: bytes
+    """How far a measurement is that takes several steps, if it is this rank's own; empty where there is none."""
+    measured: dict[str, torch.Tensor]
+    """`measured/{which}/{tensor}`: what it has added up."""
 
 
 def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -165,6 +173,7 @@ class _Fields:
         self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
         self.local_steps = self._number("local_steps") if "local_steps" in fields else None
         self.landed = "landed" in fields and bool(self._number("landed"))
+        self.measuring = bytes(self._numbers("measuring", torch.uint8)) if "measuring" in fields else b""
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
         if unknown := sorted(fields.keys() - _FIELDS - self.memory.keys()):
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
@@ -174,6 +183,7 @@ class _Fields:
                     f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
                 )
             self.memory[field] = value.detach()
+        self.measured = {field: self.memory.pop(field) for field in list(self.memory) if field.startswith(MEASURED)}
 
     def taken(self, own: bool, memory: list[dict[str, torch.Tensor]], missing: list[int], weights: list[int]) -> Saved:
         """What a rank takes, with the fields that are the same on all ranks from here."""
@@ -189,6 +199,8 @@ class _Fields:
             landed=self.landed,
             decided=self.decided,
             searching=self.searching,
+            measuring=self.measuring if own else b"",
+            measured=self.measured if own else {},
         )
 
     def _read_plan(self) -> Plan:

@@ -16,8 +16,9 @@ from gradwire.errors import PlanError
 from gradwire.planner.policy import Policy, RulesField, ScheduleField, Where, as_rule
 from gradwire.planner.schemes import check_scheme
 
-BIT_RULES = ("exact", "kmeans", "linear")
-"""exact: the fewest bytes that keep the budget. kmeans, linear: CGX's two rules (section 5), for comparison."""
+BIT_RULES = ("exact", "time", "kmeans", "linear")
+"""exact: the fewest bytes that keep the budget. time: the shortest predicted step that does. kmeans, linear: CGX's two rules
+(section 5), for comparison."""
 SEARCHES = ("bayes", "random", "grid")
 """bayes: Bayesian optimisation. random: sizes drawn at random. grid: sizes spaced evenly. All on a logarithmic scale."""
 _MB = 2**20
@@ -42,7 +43,10 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     period: int = 200
     """Steps from one choice to the next. Fewer: closer to the gradients, more time spent on measuring."""
     rule: str = "exact"
-    """One of BIT_RULES."""
+    """One of BIT_RULES. exact: the fewest bytes; the bits follow from the gradients alone, so every run has the same. time: the
+    shortest predicted step, where bytes count as far as the step waits for them. gradwire measures the times of the job, its
+    links and the compressors once, in two of the first steps; `state_dict()` holds them. Only in the schedules backward and
+    pipelined. kmeans, linear: CGX's own rules."""
     block: int = 128
     """Elements that share one scale."""
     blocks: Sequence[int] = ()
@@ -76,6 +80,12 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
             raise PlanError(
                 f"accumulate is {self.accumulate} and schedule is {self.schedule!r}, so measuring takes {self.measured_steps} "
                 f"steps, but period is {self.period}: there is no choice in each period. Make period longer, or accumulate fewer."
+            )
+        schedule = as_schedule(self.schedule)
+        if self.rule == "time" and (schedule.hides_exchange or schedule.sends_weights):
+            raise PlanError(
+                f"rule is 'time' and schedule is {schedule!r}: no exchange of this schedule hides behind the backward that it "
+                "sends, so every byte counts the same. Use rule='exact'."
             )
         if self.scheme is not None:
             check_scheme(self.scheme)

@@ -157,7 +157,7 @@ def _price_of_error(tensors: Sequence[Sensitivity], budget: float) -> float:
     steps: list[tuple[float, float]] = []
     error = 0.0
     for tensor in tensors:
-        corners = _hull(tensor)
+        corners = hull(tensor)
         error += tensor.errors[corners[0]]
         for low, high in pairwise(corners):
             less = tensor.errors[low] - tensor.errors[high]
@@ -172,17 +172,17 @@ def _price_of_error(tensors: Sequence[Sensitivity], budget: float) -> float:
     return steps[-1][0] if steps else 0.0
 
 
-def _hull(tensor: Sensitivity) -> list[int]:
+def hull(tensor: Sensitivity) -> list[int]:
     """The ways on the lower left hull of (size, error), from the smallest to the one of least error."""
     order = sorted(range(len(tensor.sizes)), key=lambda way: (tensor.sizes[way], tensor.errors[way]))
-    hull: list[int] = []
+    found: list[int] = []
     for way in order:
-        if hull and tensor.errors[way] >= tensor.errors[hull[-1]]:
+        if found and tensor.errors[way] >= tensor.errors[found[-1]]:
             continue
-        while len(hull) > 1 and _gain(tensor, hull[-2], hull[-1]) <= _gain(tensor, hull[-1], way):
-            hull.pop()
-        hull.append(way)
-    return hull
+        while len(found) > 1 and _gain(tensor, found[-2], found[-1]) <= _gain(tensor, found[-1], way):
+            found.pop()
+        found.append(way)
+    return found
 
 
 def _gain(tensor: Sensitivity, low: int, high: int) -> float:

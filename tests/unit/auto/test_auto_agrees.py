@@ -165,9 +165,9 @@ def made_up() -> Any:
 
     with (
         mock.patch("gradwire.auto.driver.Live", lambda session: session),
-        mock.patch("gradwire.auto.driver.StepMoments", NoMoments),
-        mock.patch("gradwire.auto.driver.Clock", mock.MagicMock()),
-        mock.patch("gradwire.auto.driver.profile_of", profile_of),
+        mock.patch("gradwire.auto.measuring.StepMoments", NoMoments),
+        mock.patch("gradwire.auto.measuring.Clock", mock.MagicMock()),
+        mock.patch("gradwire.auto.measuring.profile_of", profile_of),
         mock.patch("gradwire.auto.driver.compute_us_of", lambda profile: 0.0),
         mock.patch("gradwire.auto.driver.scaled", lambda profile, factor: profile),
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),

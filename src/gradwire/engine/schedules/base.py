@@ -141,6 +141,16 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class EndsLater(Protocol):
+    """A schedule whose observers hear of a step's end when the next one begins."""
+
+    @property
+    def untold(self) -> bool:
+        """Whether a step has landed, and its end was not told yet."""
+        ...
+
+
+@runtime_checkable
 class CopiesWeights(Protocol):
     """A schedule with weights beside the model's."""
 

@@ -331,6 +331,11 @@ class DelayedSchedule:
 
     # ---- saving
 
+    @property
+    def untold(self) -> bool:
+        """See `EndsLater`."""
+        return self._landed is not None
+
     def weight_bytes(self) -> int:
         """See `CopiesWeights`."""
         return self._weights.nbytes

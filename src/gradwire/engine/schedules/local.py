@@ -326,6 +326,11 @@ class LocalSchedule:
 
     # ---- saving
 
+    @property
+    def untold(self) -> bool:
+        """See `EndsLater`."""
+        return self._arrived is not None
+
     def weight_bytes(self) -> int:
         """See `CopiesWeights`."""
         assert self._outer is not None

@@ -1,0 +1,114 @@
+"""Times of a live job for `gw.AdaptiveBits(rule="time")`: its profile, its links, and its compressors.
+
+They are measured once, in the first steps of a run, and are the same on all ranks. A state holds them: a resumed run chooses the
+bits that the run which saved the state would have chosen.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gradwire.auto.live import Live
+from gradwire.auto.measuring import CODECS_SECONDS, Look, cluster_of, codecs_of
+from gradwire.auto.watch import Pace
+from gradwire.auto.watcher import seconds_for
+from gradwire.core.cluster import Cluster
+from gradwire.core.costs import Costs
+from gradwire.core.profile import Profile
+from gradwire.core.specs import Spec
+from gradwire.sim.rules import device_of, rules_of
+from gradwire.sim.simulator import Simulator
+
+
+class JobTimes(NamedTuple):
+    """What the simulator needs of a job."""
+
+    profile: Profile
+    cluster: Cluster
+    costs: Costs
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field: document.to_dict() for field, document in self._asdict().items()}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> "JobTimes":
+        """Raises FormatError where a part is missing or damaged."""
+        profile, cluster, costs = (data.get(field) for field in JobTimes._fields)
+        return JobTimes(Profile.from_dict(profile), Cluster.from_dict(cluster), Costs.from_dict(costs))
+
+    def simulator(self) -> Simulator:
+        """Predicts steps of this job under the rules of gradwire's engine."""
+        return Simulator(self.profile, self.cluster, self.costs, rules_of(device_of(self.profile)))
+
+
+class JobTiming:
+    """Measures the times of a job, once: `times` is None until then, and where it failed."""
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        """specs: those that the plan may come to have, beside its own."""
+        self.times: JobTimes | None = None
+        self._specs, self._failed = specs, False
+        self._look: Look | None = None
+        self._pace = Pace()
+        self._fit: object = None
+        """The model's tensors whose times are known."""
+
+    def finished(self, live: Live) -> None:
+        """A step ended, on every rank. The first one that counts is left out, since memory is new in it."""
+        if live.infos is self._fit or self.times_for(live) is not None:
+            self._fit = live.infos
+            return
+        if self._failed or live.group.world_size == 1:
+            return
+        if self._look is not None and live.plan.schedule.gathers_in_forward:
+            live.session.settle()  # the next forward is to wait for nothing
+        live.wait()
+        now = time.perf_counter()
+        began_s = live.began_s
+        if began_s is None:
+            began_s = now if self._pace.mark_s is None else self._pace.mark_s
+        began_s = self._pace.step(began_s, now)
+        if not live.everybody:
+            return
+        if self._look is None:
+            self._look = Look(live)
+            return
+        if (found := self._look.ended(live, began_s, 1e6 * (now - began_s), self._pace)) is None:
+            return
+        self._look = None
+        profile, step_us = found
+        cluster = cluster_of(live, seconds_for(step_us))
+        specs = {spec for bucket in live.plan.buckets for spec in bucket.specs if spec.encodes} | {*self._specs}
+        told = live.made_by_first(lambda: _costs_of(live, specs).to_json(None), "bits are chosen by bytes")
+        self._failed = not told
+        self.times = JobTimes(profile, cluster, Costs.from_json(told)) if told else None
+
+    def pause(self) -> None:
+        """A step ended that does not count."""
+        self._pace.pause()
+
+    def times_for(self, live: Live) -> JobTimes | None:
+        """The times, if they are of this model's tensors."""
+        if self.times is None or {info.name for info in live.infos} != {t.name for t in self.times.profile.tensors}:
+            return None
+        return self.times
+
+    def take(self, live: Live, times: JobTimes | None) -> None:
+        """Go on with times of a state; None: measure anew."""
+        self.stop()
+        live.hold(False)
+        self.times, self._failed, self._pace, self._fit = times, False, Pace(), None
+
+    def stop(self) -> None:
+        """Leave the model as it was."""
+        if self._look is not None:
+            self._look.remove()
+            self._look = None
+
+
+def _costs_of(live: Live, specs: set[Spec]) -> Costs:
+    """Times of these specs alone: the machine's file may know many more."""
+    known = codecs_of(live, sorted(specs, key=repr), CODECS_SECONDS)
+    return msgspec.structs.replace(known, codecs=tuple(codec for codec in known.codecs if codec.spec in specs))
