@@ -20,6 +20,7 @@ from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import Shaped, TensorInfo
+from gradwire.costs.collectives import Line
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
@@ -140,6 +141,8 @@ class Prices:
         self._known: dict[tuple[object, ...], PricedBucket] = {}
         # many options have the same step
         self._codec, self._exchange = cache(self._price_codec), cache(self._price_exchange)
+        self.lines = cache(self._lines)
+        """The lines of a step that is an exchange: it takes as long as the longest."""
 
     def of(self, bucket: Bucket) -> PricedBucket:
         """The bucket's tasks with their prices. Raises PlanError for an option or codec that cannot be priced."""
@@ -222,12 +225,20 @@ class Prices:
             us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
         return calls * us
 
+    def _lines(self, step: Step) -> tuple[Line, ...]:
+        assert step.traffic is not None
+        return step.traffic.lines(*self.cluster.links_for(step.task))
+
+    def exchange_us(self, step: Step, held_bytes: float) -> float:
+        """Microseconds of a step that is an exchange, in which a rank holds so many bytes."""
+        return max(line.time_us(held_bytes) for line in self.lines(step))
+
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
-        traffic, (intra, inter) = step.traffic, self.cluster.links_for(step.task)
+        traffic, (intra, _) = step.traffic, self.cluster.links_for(step.task)
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
-        return Price(step.task, traffic.time_us(held, intra, inter), step.gathers, traffic.sent * held, inside, between)
+        return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
         """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
