@@ -17,7 +17,7 @@ rate of one, at most the whole. Roots of buckets take turns over ranks, so a roo
 | reduce, broadcast, each rank and the root | n-1 | (n-1) x |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gradwire.core.cluster import Link
@@ -45,12 +45,12 @@ class Flows(NamedTuple):
 
     factor: float
     """Their bytes together, as a multiple of what a rank holds."""
-    count: int
+    at_once: int
     """How many there are at the same time."""
 
     def times(self, groups: int) -> "Flows":
         """Those of so many groups."""
-        return Flows(self.factor * groups, self.count * groups)
+        return Flows(self.factor * groups, self.at_once * groups)
 
 
 class Line(NamedTuple):
@@ -62,9 +62,10 @@ class Line(NamedTuple):
     us_per_byte: float
     """Of these bytes."""
 
-    def time_us(self, held_bytes: float) -> float:
-        """Microseconds of an exchange in which a rank holds so many bytes."""
-        return self.latency_us + self.factor * held_bytes * self.us_per_byte
+
+def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
+    """Microseconds of an exchange in which a rank holds so many bytes."""
+    return max([latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte in lines])
 
 
 class Traffic(NamedTuple):
@@ -87,19 +88,19 @@ class Traffic(NamedTuple):
         return self.inside if intra.shared and self.inside is not None else self.intra.factor
 
     def lines(self, intra: Link, nodes: Sequence[Link]) -> tuple[Line, ...]:
-        """What the exchange takes on the links; `nodes`: the inter links of nodes, each kind once."""
+        """What the exchange takes on the links that it uses, at least one; `nodes`: the inter links of nodes, each kind once."""
         lines = [Line(self.intra.messages * intra.alpha_us, self.intra_factor(intra), us_per_byte(intra))]
         alone = Flows(self.inter.factor, 1)
         for link in nodes:
             latency_us = self.inter.messages * link.alpha_us
             for flows, gbps in ((self.down or alone, link.gbps), (self.up or alone, link.up_gbps or link.gbps)):
-                limit = gbps if link.flow_gbps is None else min(gbps, max(1, flows.count) * link.flow_gbps)
+                limit = gbps if link.flow_gbps is None else min(gbps, max(1, flows.at_once) * link.flow_gbps)
                 lines.append(Line(latency_us, flows.factor, 8 / (limit * 1000)))
-        return tuple(dict.fromkeys(lines))
+        return tuple(dict.fromkeys(line for line in lines if line.latency_us or line.factor)) or tuple(lines[:1])
 
     def time_us(self, held_bytes: float, intra: Link, *nodes: Link) -> float:
         """Microseconds: those of the line that takes longest."""
-        return max(line.time_us(held_bytes) for line in self.lines(intra, nodes))
+        return longest_us(self.lines(intra, nodes), held_bytes)
 
 
 NOTHING = Load(0, 0.0)
@@ -172,7 +173,7 @@ def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:
 
     busy: of a root, or of any node where there is none. other: of a node that sends to a root, or receives from it.
     """
-    if word not in ROOTED or busy.count == 1:
+    if word not in ROOTED or busy.at_once == 1:
         return busy, busy
     return (busy, other) if word == "broadcast" else (other, busy)
 

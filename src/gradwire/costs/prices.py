@@ -4,8 +4,8 @@ The simulator and all searches take their times from here, launches included. Cu
 prices too (docs/papers/cupcake.md)."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import Shaped, TensorInfo
-from gradwire.costs.collectives import Line
+from gradwire.costs.collectives import Line, longest_us
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
@@ -140,7 +140,9 @@ class Prices:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
         # many options have the same step
-        self._codec, self._exchange = cache(self._price_codec), cache(self._price_exchange)
+        self._codec = cache(self._price_codec)
+        self._exchange = cache(lambda step: cache(partial(self._price_exchange, step)))
+        self._walk = cache(self._steps_and_exchanges)
         self.lines = cache(self._lines)
         """The lines of a step that is an exchange: it takes as long as the longest."""
 
@@ -174,14 +176,20 @@ class Prices:
         rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece.
         """
         tasks = []
-        for step in self.steps(option, rounds):
-            if step.traffic is None:
+        for step, exchange in self._walk(option, rounds):
+            if exchange is None:
                 tasks.append(self._codec(step, rounds, tuple(shares.items()), size.coded))
             else:
                 if us := self._launch_us(step, size):
                     tasks.append(Price("launch:cpu", us, step.gathers))
-                tasks.append(self._exchange(step, size[step.payload]))
+                tasks.append(exchange(size[step.payload]))
         return tuple(tasks)
+
+    def _steps_and_exchanges(
+        self, option: tuple[str, ...], rounds: int
+    ) -> list[tuple[Step, Callable[[float], Price] | None]]:
+        """The steps of an option, each exchange with what prices it by its bytes."""
+        return [(step, self._exchange(step) if step.traffic else None) for step in self.steps(option, rounds)]
 
     def steps(self, option: tuple[str, ...], rounds: int) -> tuple[Step, ...]:
         """The steps of an option on this cluster; rounds: of the spec."""
@@ -231,7 +239,7 @@ class Prices:
 
     def exchange_us(self, step: Step, held_bytes: float) -> float:
         """Microseconds of a step that is an exchange, in which a rank holds so many bytes."""
-        return max(line.time_us(held_bytes) for line in self.lines(step))
+        return longest_us(self.lines(step), held_bytes)
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None

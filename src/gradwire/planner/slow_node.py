@@ -28,7 +28,7 @@ class SlowCase(NamedTuple):
 
     cluster: Cluster
     chance: Fraction
-    """The part of the nodes of which this comes true if the slower one is among them."""
+    """The chance that it is this one, if each node is the slow one as often as any other."""
 
 
 class SlowRow(NamedTuple):

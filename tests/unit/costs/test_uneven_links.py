@@ -63,8 +63,10 @@ def test_groups_of_a_node_share_its_directions_and_flows(word: str):
     alone = group_traffic(word, 4, "inter", "direct")
     together = group_traffic(word, 4, "inter", "direct", flows=3)
     for one, three in ((alone.up, together.up), (alone.down, together.down)):
-        assert one is not None and three == (3 * one.factor, 3 * one.count)
-    limits = [max(3 * way.factor / gbps, way.factor / way.count) for way, gbps in ((alone.up, 6.0), (alone.down, 8.0))]
+        assert one is not None and three == (3 * one.factor, 3 * one.at_once)
+    limits = [
+        max(3 * way.factor / gbps, way.factor / way.at_once) for way, gbps in ((alone.up, 6.0), (alone.down, 8.0))
+    ]
     assert together.time_us(1000.0, FAST, link) == pytest.approx(8 * max(limits))
 
 
