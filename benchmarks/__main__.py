@@ -21,6 +21,7 @@ PARTS = {
     "experiments": "the papers' search times and more of their figures: writes docs/experiments.md",
     "offload": "codecs on a sleeping accelerator, on CPUs and on both: steps beside their predictions",
     "schemes": "one bucket by every scheme, flat and hierarchical, beside the prediction: docs/schemes.md",
+    "uneven": "exchanges with one slow node and with slow uplinks, beside what they are priced with",
     "planner": "milliseconds of planning by each method, and the steps of their plans",
     "cells": "step times of the jobs on slow links, DDP beside gradwire",
     "matrix": "docs/matrix.md and the README's table, from what `gradwire bench --matrix` measured",

@@ -1,4 +1,5 @@
-"""Random planning jobs, and what must hold of all: sizes, costs, lanes, launches, links, classes of tensors, specs."""
+"""Random planning jobs, and what must hold of all: sizes, costs, lanes, launches, links, slow nodes, classes of tensors,
+specs."""
 
 import random
 from contextlib import suppress
@@ -24,7 +25,7 @@ def random_job(seed: int) -> PlanningJob:
     """The job of a seed."""
     rng = random.Random(seed)
     tensors = _tensors(rng)
-    cluster = _cluster(rng)
+    cluster = _uneven(random.Random(f"uneven {seed}"), _cluster(rng))
     device = rng.choice(["gpu", "gpu", "cpu"])
     specs = rng.sample(SPECS, rng.choice([0, 1, 1, 1, 1, 2, 3]))
     measured = [device] if device == "cpu" or rng.random() < 0.4 else ["gpu", "cpu"]
@@ -64,6 +65,25 @@ def _cluster(rng: random.Random) -> Cluster:
     launch_us = rng.choice([None, 0.0, 10 ** rng.uniform(0, 4)])
     links["intra"] = msgspec.structs.replace(links["intra"], shared=rng.random() < 0.3)
     return Cluster(nodes=nodes, ranks_per_node=local, **links, allreduce=allreduce, launch_us=launch_us)
+
+
+def _uneven(rng: random.Random, cluster: Cluster) -> Cluster:
+    """Directions, limits of flows, and slow nodes, of some clusters of several nodes."""
+    if cluster.nodes == 1:
+        return cluster
+
+    def changed(link: Link) -> Link:
+        rates = {
+            name: link.gbps * 10 ** rng.uniform(-1.5, 0.5) for name in ("up_gbps", "flow_gbps") if rng.random() < 0.3
+        }
+        return msgspec.structs.replace(link, **rates)
+
+    slow = [
+        changed(Link(10 ** rng.uniform(-1, 3), cluster.inter.gbps * 10 ** rng.uniform(-1.5, 0.3)))
+        for _ in range(min(cluster.nodes, rng.choice([0, 0, 0, 1, 1, 2])))
+    ]
+    allreduce = cluster.allreduce and changed(cluster.allreduce)
+    return msgspec.structs.replace(cluster, inter=changed(cluster.inter), allreduce=allreduce, slow_nodes=slow)
 
 
 def _codec(rng: random.Random, spec: QSGD | TopK | Cast, device: str) -> CodecCosts:

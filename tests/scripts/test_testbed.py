@@ -256,6 +256,23 @@ def test_a_link_is_no_faster_than_its_rate(clean: None, script: Script) -> None:
 
 
 @pytest.mark.network
+def test_one_node_can_have_another_rate_in_each_direction(clean: None, script: Script) -> None:
+    """Rank 1 sends to rank 0."""
+    argv, megabits = script(SEND), 2.5 * 8
+    with EmulatedCluster(2, inter="400mbit") as cluster:
+        for node, rate, up in ((1, "400mbit", "50mbit"), (0, "50mbit", "400mbit"), (1, "50mbit", None)):
+            cluster.set_inter("400mbit")
+            cluster.set_node(node, rate, up)
+            code, lines = gather(cluster, argv)
+            assert code == 0, lines
+            assert float(lines[0][2]) > megabits / 50 * 0.97
+        with pytest.raises(TestbedError, match="node is 2"):
+            cluster.set_node(2, "50mbit")
+        with pytest.raises(TestbedError, match="fastish"):
+            cluster.set_node(1, "50mbit", "fastish")
+
+
+@pytest.mark.network
 def test_the_rate_can_change_while_ranks_run(clean: None, script: Script) -> None:
     argv = script(SEND)
     with EmulatedCluster(2, inter="100kbit") as cluster:  # 200 s, but for the change

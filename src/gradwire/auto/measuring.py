@@ -145,12 +145,13 @@ def cluster_of(live: Live, seconds: float) -> Cluster:
 
 
 def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
-    """Time that a step's messages take on the slowest link. nbytes: sent to other nodes, by bucket."""
+    """Time that a step's messages take on the slowest node's link. nbytes: sent to other nodes, by bucket."""
     total_us = 0.0
     for bucket, size in zip(plan.buckets, nbytes, strict=True):
         task = "alltoall:inter" if any(spec.encodes for spec in bucket.specs) else "allreduce:inter"
-        link = cluster.links_for(task)[cluster.nodes > 1]
-        total_us += link.alpha_us + size * us_per_byte(link)
+        intra, nodes = cluster.links_for(task)
+        links = nodes if cluster.nodes > 1 else (intra,)
+        total_us += max(link.alpha_us + size * us_per_byte(link) for link in links)
     return total_us
 
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Inter = Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")]
 Nodes = Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")]
+SlowNode = Annotated[
+    str | None,
+    typer.Option(help="Worst case and mean where one node's link is so many times slower, such as 1,2,5."),
+]
 Picture = Annotated[Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")]
 
 
@@ -112,15 +116,21 @@ def simulate(
     lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default: 2 on CPUs, 0 on GPUs.")] = None,
     inter: Inter = None,
     nodes: Nodes = None,
+    slow_node: SlowNode = None,
     picture: Picture = None,
     json: Json = False,
 ) -> None:
     """Predict the step of a plan on a cluster: the timeline and the exposed time. Needs no GPU, no network and no training.
 
-    With --inter or --nodes: the scaling factors of the plan and of plain DDP on many clusters.
+    With --inter or --nodes: the scaling factors of the plan and of plain DDP on many clusters. With --slow-node: their steps
+    where one node's link is slower.
     """
     from gradwire.core import Cluster, Costs, Plan, Profile
     from gradwire.core.files import write_whole
+    from gradwire.planner.drafts import PlanningJob
+    from gradwire.planner.methods import make
+    from gradwire.planner.ranges import read_slower
+    from gradwire.planner.slow_node import against
     from gradwire.planner.sweep import sweep_plan
     from gradwire.sim.rules import changed_rules
     from gradwire.sim.timeline import simulate as simulate_plan
@@ -133,10 +143,19 @@ def simulate(
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
     links = Cluster.load(cluster)
     if points := points_of(links, inter, nodes, picture):
-        refuse_with_sweep(trace=trace)
+        refuse_with_sweep(trace=trace, slow_node=slow_node)
         with bar("Simulating", 2 * len(points)) as seen:
             rows = sweep_plan(Plan.load(plan), times, points, codecs, rules, seen)
         show_sweep(rows, times, picture, json)
+        return
+    if slow_node is not None:
+        if trace is not None:
+            raise FormatError(f"--trace {trace} needs one cluster, and --slow-node has several. Leave out one of them.")
+        plain = make(PlanningJob(times, links, Costs(codecs=()), rules=rules), "ddp").plan
+        plans, factors = {"plain DDP": plain, "the plan": Plan.load(plan)}, read_slower(slow_node)
+        with bar("Simulating", len(factors)) as seen:
+            answer = against(plans, times, links, codecs, factors, rules, seen)
+        typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
         return
     timeline = simulate_plan(Plan.load(plan), times, links, codecs, rules)
     if trace is not None:
@@ -168,8 +187,9 @@ def refuse_with_sweep(**options: object) -> None:
     """Raises FormatError if an option is given that needs a single cluster."""
     for name, value in options.items():
         if value is not None:
+            option = f"--{name.replace('_', '-')}"
             raise FormatError(
-                f"--{name} {value} needs one cluster, not a sweep. Leave out --{name}, or --inter and --nodes."
+                f"{option} {value} needs one cluster, not a sweep. Leave out {option}, or --inter and --nodes."
             )
 
 
@@ -245,6 +265,7 @@ def plan(
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated methods of a sweep; also bound, which no plan exceeds.")
     ] = None,
+    slow_node: SlowNode = None,
     picture: Picture = None,
     json: Json = False,
 ) -> None:
@@ -252,7 +273,8 @@ def plan(
 
     --model measures a model here, on the processor, instead of reading a profile; without --costs the codecs too.
     --spec names the compressors that the plan may use. With --inter or --nodes: the scaling factors of several methods on
-    many clusters.
+    many clusters. With --slow-node: a plan for each factor, and what each takes with all of them; -o writes the one with the
+    least mean.
     """
     import json as codec
 
@@ -260,6 +282,8 @@ def plan(
     from gradwire.core import Cluster, Costs, Profile
     from gradwire.planner.drafts import Limits, PlanningJob
     from gradwire.planner.methods import explanation, make
+    from gradwire.planner.ranges import read_slower
+    from gradwire.planner.slow_node import against, plans_against
     from gradwire.planner.sweep import SWEPT, check_some_may, sweep_methods
     from gradwire.sim.rules import changed_rules
 
@@ -291,7 +315,7 @@ def plan(
         times = Profile.load(profile)
     rules = changed_rules(times, decode_calls=decode_calls)
     if points := points_of(links, inter, nodes, picture):
-        refuse_with_sweep(out=out, method=None if method == "joint" else method)
+        refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=slow_node)
         chosen = list(SWEPT) if methods is None else split_names(methods)
         with bar("Planning", len(points) * len(chosen)) as seen:
             rows = sweep_methods(times, points, codecs, specs, limits, rules, chosen, seen)
@@ -303,6 +327,15 @@ def plan(
         )
     if method != "ddp":
         check_some_may(times, specs, limits)
+    if slow_node is not None:
+        factors = read_slower(slow_node)
+        with bar("Planning", len(factors)) as seen:
+            plans = plans_against(times, links, codecs, factors, specs, limits, rules, method, seen)
+        answer = against(plans, times, links, codecs, factors, rules)
+        if out is not None:
+            plans[answer.best.name].save(out)
+        typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
+        return
     job = PlanningJob(times, links, codecs, specs, limits, rules)
     made = make(job, method)
     if out is not None:

@@ -1,10 +1,10 @@
-"""The cluster: nodes, ranks and the two links."""
+"""The cluster: nodes, ranks and their links."""
 
 from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import number, only_version, show, whole
+from gradwire.core.checks import each, freeze, number, only_version, show, whole
 from gradwire.core.made import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
@@ -13,12 +13,12 @@ from gradwire.errors import FormatError
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte", "shared")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte", "shared", "up_gbps", "flow_gbps")
 
     alpha_us: float
     """Microseconds before the first byte arrives."""
     gbps: float
-    """Gigabits per second of one node's share; above 0."""
+    """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
     """Processor time of a rank for one all-reduce, beside that for its bytes. Counts for `Cluster.allreduce` alone."""
     cpu_us_per_byte: float = 0.0
@@ -26,18 +26,41 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: bool = False
     """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. Counts for `Cluster.intra` alone; ranks
     always share their node's `inter` link."""
+    up_gbps: float | None = None
+    """Gigabits per second of what a node sends, if that differs from what it receives: `gbps` then is that of what it receives.
+    None: the same rate. For links between nodes."""
+    flow_gbps: float | None = None
+    """Gigabits per second of one flow from a rank to another one, if the node's rate is that of several flows: with several NICs,
+    or in a network that limits each connection. None: one flow may have the whole rate. For links between nodes."""
 
     def __post_init__(self) -> None:
         number("alpha_us", self.alpha_us, "a latency in microseconds")
         number("cpu_us", self.cpu_us, "a time in microseconds")
         number("cpu_us_per_byte", self.cpu_us_per_byte, "a time in microseconds")
         number("gbps", self.gbps, "a rate in gigabits per second", positive=True)
+        for field in _BETWEEN_NODES:
+            if (rate := getattr(self, field)) is not None:
+                number(field, rate, "a rate in gigabits per second", positive=True)
         if not isinstance(self.shared, bool):
             raise FormatError(f"shared is {show(self.shared)}: it must be true or false.")
 
+    @property
+    def least_gbps(self) -> float:
+        """The rate of a single flow in the slower direction."""
+        return min(rate for rate in (self.gbps, self.up_gbps, self.flow_gbps) if rate is not None)
+
+    def scaled(self, part: float, whole: float = 1.0) -> "Link":
+        """The link of a node with `part` / `whole` of the rate in both directions. What one flow may have stays."""
+        up_gbps = None if self.up_gbps is None else self.up_gbps * part / whole
+        return msgspec.structs.replace(self, gbps=self.gbps * part / whole, up_gbps=up_gbps)
+
+
+_BETWEEN_NODES = ("up_gbps", "flow_gbps")
+"""Fields of links between nodes."""
+
 
 class Cluster(Document, frozen=True, kw_only=True):
-    """Nodes of equal size with an `intra` link inside each and an `inter` link between them.
+    """Nodes of equal size with an `intra` link inside each, and an `inter` link of each to the others.
 
     >>> cluster = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
     >>> cluster.world_size
@@ -46,7 +69,7 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "cluster"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "made")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "slow_nodes", "made")
 
     version: int = 1
     nodes: int
@@ -55,10 +78,13 @@ class Cluster(Document, frozen=True, kw_only=True):
     inter: Link
     allreduce: Link | None = None
     """The link as all-reduce sees it, between nodes or inside a single node. The backend's own all-reduce may be faster or
-    slower than other exchanges on the link. None: as fast."""
+    slower than other exchanges on the link. None: as fast. It is that of all nodes together, slow ones included."""
     launch_us: float | None = None
     """Processor time in microseconds that a rank with lanes spends on each exchange beside its codecs: wake-ups of threads,
     calls of the backend, copies. None counts as 0. All-reduces of gradients have `allreduce.cpu_us` instead, if measured."""
+    slow_nodes: tuple[Link, ...] = ()
+    """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
+    are, because every exchange waits for the slowest."""
     made: Made | None = None
 
     def __post_init__(self) -> None:
@@ -72,12 +98,37 @@ class Cluster(Document, frozen=True, kw_only=True):
             raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
         if self.launch_us is not None:
             number("launch_us", self.launch_us, "a time in microseconds")
+        freeze(self, "slow_nodes")
+        each("slow_nodes", self.slow_nodes, Link)
+        if len(self.slow_nodes) > self.nodes:
+            raise FormatError(
+                f"slow_nodes has {len(self.slow_nodes)} links, but nodes is {self.nodes}: each link is that of one node. Leave "
+                "out links, or correct nodes."
+            )
+        self._check_inside()
 
-    def links_for(self, task: str) -> tuple[Link, Link]:
-        """The intra and the inter link as a collective, such as `allreduce:inter`, sees them."""
+    def _check_inside(self) -> None:
+        """Refuse what only links between nodes can have."""
+        inside = {"intra": self.intra, "allreduce": self.allreduce if self.nodes == 1 else None}
+        for name, link in inside.items():
+            for field in _BETWEEN_NODES:
+                if (rate := getattr(link, field, None)) is not None:
+                    raise FormatError(
+                        f"{name}.{field} of {self.nodes} nodes is {show(rate)}, but this link is inside a node, where one rate "
+                        f"counts in both directions and for all flows. Leave out {field}, and write the rate as {name}.gbps."
+                    )
+
+    @property
+    def node_links(self) -> tuple[Link, ...]:
+        """The inter links of the nodes, each kind once."""
+        alike = (self.inter,) if len(self.slow_nodes) < self.nodes else ()
+        return tuple(dict.fromkeys((*alike, *self.slow_nodes)))
+
+    def links_for(self, task: str) -> tuple[Link, tuple[Link, ...]]:
+        """The intra link and the nodes' inter links as a collective, such as `allreduce:inter`, sees them."""
         if self.allreduce is None or task != "allreduce:inter":
-            return self.intra, self.inter
-        return (self.allreduce, self.inter) if self.nodes == 1 else (self.intra, self.allreduce)
+            return self.intra, self.node_links
+        return (self.allreduce, self.node_links) if self.nodes == 1 else (self.intra, (self.allreduce,))
 
     @property
     def world_size(self) -> int:

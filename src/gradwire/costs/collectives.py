@@ -4,6 +4,10 @@ A link works full duplex. Inside a node each rank has its own intra link, or all
 of a node share its inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model:
 messages * alpha + bytes * beta.
 
+An exchange takes as long as the slowest of its lines: the link inside a node, and of each node's inter link what it sends and
+what it receives. A flow goes from one rank to another. Where one flow cannot have a node's whole rate, k flows have k times the
+rate of one, at most the whole. Roots of buckets take turns over ranks, so a root counts as being on the slowest node.
+
 | of n ranks that hold x bytes each | messages | bytes, busiest rank |
 |---|---|---|
 | allreduce | 2(n-1) | 2(n-1)/n x |
@@ -13,6 +17,7 @@ messages * alpha + bytes * beta.
 | reduce, broadcast, each rank and the root | n-1 | (n-1) x |
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gradwire.core.cluster import Link
@@ -31,7 +36,36 @@ class Load(NamedTuple):
     messages: float
     """One after another: each costs the link's alpha."""
     factor: float
-    """Bytes over the busiest of these links, as a multiple of the bytes that a rank holds before the exchange."""
+    """Bytes over the busiest of these links in its busier direction, as a multiple of the bytes that a rank holds before the
+    exchange."""
+
+
+class Flows(NamedTuple):
+    """Messages between ranks that cross a node's inter link in one direction, all of one size."""
+
+    factor: float
+    """Their bytes together, as a multiple of what a rank holds."""
+    at_once: int
+    """How many there are at the same time."""
+
+    def times(self, groups: int) -> "Flows":
+        """Those of so many groups."""
+        return Flows(self.factor * groups, self.at_once * groups)
+
+
+class Line(NamedTuple):
+    """The time of an exchange on one link in one direction: a latency, and a time for each byte that a rank holds."""
+
+    latency_us: float
+    factor: float
+    """Bytes on the link, as a multiple of what a rank holds."""
+    us_per_byte: float
+    """Of these bytes."""
+
+
+def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
+    """Microseconds of an exchange in which a rank holds so many bytes."""
+    return max([latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte in lines])
 
 
 class Traffic(NamedTuple):
@@ -44,17 +78,29 @@ class Traffic(NamedTuple):
     inside: float | None = None
     """Bytes that all ranks of a node send inside it, as a multiple of what a rank holds; None: not known, as of a collective from
     outside, so that sharing makes no difference."""
+    up: Flows | None = None
+    """From the node that sends most, to other nodes. None: one flow of all bytes."""
+    down: Flows | None = None
+    """To the node that receives most, from other nodes. None: one flow of all bytes."""
 
     def intra_factor(self, intra: Link) -> float:
         """Bytes over an intra link, as a multiple of what a rank holds."""
         return self.inside if intra.shared and self.inside is not None else self.intra.factor
 
-    def time_us(self, held_bytes: float, intra: Link, inter: Link) -> float:
-        """Microseconds: that of the link that takes longer."""
-        return max(
-            self.intra.messages * intra.alpha_us + self.intra_factor(intra) * held_bytes * us_per_byte(intra),
-            self.inter.messages * inter.alpha_us + self.inter.factor * held_bytes * us_per_byte(inter),
-        )
+    def lines(self, intra: Link, nodes: Sequence[Link]) -> tuple[Line, ...]:
+        """What the exchange takes on the links that it uses, at least one; `nodes`: the inter links of nodes, each kind once."""
+        lines = [Line(self.intra.messages * intra.alpha_us, self.intra_factor(intra), us_per_byte(intra))]
+        alone = Flows(self.inter.factor, 1)
+        for link in nodes:
+            latency_us = self.inter.messages * link.alpha_us
+            for flows, gbps in ((self.down or alone, link.gbps), (self.up or alone, link.up_gbps or link.gbps)):
+                limit = gbps if link.flow_gbps is None else min(gbps, max(1, flows.at_once) * link.flow_gbps)
+                lines.append(Line(latency_us, flows.factor, 8 / (limit * 1000)))
+        return tuple(dict.fromkeys(line for line in lines if line.latency_us or line.factor)) or tuple(lines[:1])
+
+    def time_us(self, held_bytes: float, intra: Link, *nodes: Link) -> float:
+        """Microseconds: those of the line that takes longest."""
+        return longest_us(self.lines(intra, nodes), held_bytes)
 
 
 NOTHING = Load(0, 0.0)
@@ -63,12 +109,12 @@ ROOTED = ("gather", "reduce", "broadcast")
 
 
 def us_per_byte(link: Link) -> float:
-    """The link's beta: microseconds for each byte.
+    """The link's beta: microseconds for each byte of a single flow in the slower direction.
 
-    >>> us_per_byte(Link(alpha_us=30.0, gbps=25.0))
-    0.00032
+    >>> us_per_byte(Link(alpha_us=30.0, gbps=25.0)), us_per_byte(Link(alpha_us=30.0, gbps=25.0, up_gbps=5.0))
+    (0.00032, 0.0016)
     """
-    return 8 / (link.gbps * 1000)
+    return 8 / (link.least_gbps * 1000)
 
 
 def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows: int = 1) -> Traffic:
@@ -83,7 +129,9 @@ def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows
     messages, factor, sent = _on_one_link(word, ranks, routing)
     load = Load(messages, factor * flows)
     if link == "inter":
-        return Traffic(NOTHING, load, sent)
+        busy = Flows(factor, ranks - 1 if _in_pairs(word, routing) else 1)
+        up, down = _directions(word, busy, Flows(min(1.0, factor), 1))
+        return Traffic(NOTHING, load, sent, None, up.times(flows), down.times(flows))
     # rooted ones send to the root or from it alone, whether along a chain or not
     return Traffic(load, NOTHING, sent, ranks - 1.0 if word in ROOTED else ranks * sent)
 
@@ -104,14 +152,30 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
         return group_traffic(word, world, "inter", routing)
     messages, factor, sent = _on_one_link(word, world, routing)
     abroad = world - local
-    if word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce"):
+    if _in_pairs(word, routing):
         each = factor / (world - 1)  # to or from every other rank
         senders = 1 if word in ROOTED else local
-        inside = (local - 1) * each
-        return Traffic(Load(local - 1, inside), Load(abroad, senders * abroad * each), sent, senders * inside)
+        inside, between = (local - 1) * each, senders * abroad * each
+        ways = _directions(word, Flows(between, senders * abroad), Flows(local * each, local))
+        return Traffic(Load(local - 1, inside), Load(abroad, between), sent, senders * inside, *ways)
     load = Load(messages, factor)
     # the last rank of a node sends to another node
     return Traffic(load, load, sent, (local - 1) * factor)
+
+
+def _in_pairs(word: str, routing: str) -> bool:
+    """Whether every rank sends to each other one, or the root from or to each, by itself."""
+    return word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce")
+
+
+def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:
+    """The flows from the node that sends most, and to the one that receives most.
+
+    busy: of a root, or of any node where there is none. other: of a node that sends to a root, or receives from it.
+    """
+    if word not in ROOTED or busy.at_once == 1:
+        return busy, busy
+    return (busy, other) if word == "broadcast" else (other, busy)
 
 
 def _on_one_link(word: str, ranks: int, routing: str) -> tuple[float, float, float]:

@@ -4,8 +4,8 @@ The simulator and all searches take their times from here, launches included. Cu
 prices too (docs/papers/cupcake.md)."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from gradwire.core.plan import Bucket
 from gradwire.core.specs import Identity, Spec
 from gradwire.core.specs.base import ElementRun
 from gradwire.core.tensors import Shaped, TensorInfo
+from gradwire.costs.collectives import Line, longest_us
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
@@ -139,7 +140,11 @@ class Prices:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._known: dict[tuple[object, ...], PricedBucket] = {}
         # many options have the same step
-        self._codec, self._exchange = cache(self._price_codec), cache(self._price_exchange)
+        self._codec = cache(self._price_codec)
+        self._exchange = cache(lambda step: cache(partial(self._price_exchange, step)))
+        self._walk = cache(self._steps_and_exchanges)
+        self.lines = cache(self._lines)
+        """The lines of a step that is an exchange: it takes as long as the longest."""
 
     def of(self, bucket: Bucket) -> PricedBucket:
         """The bucket's tasks with their prices. Raises PlanError for an option or codec that cannot be priced."""
@@ -171,14 +176,20 @@ class Prices:
         rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece.
         """
         tasks = []
-        for step in self.steps(option, rounds):
-            if step.traffic is None:
+        for step, exchange in self._walk(option, rounds):
+            if exchange is None:
                 tasks.append(self._codec(step, rounds, tuple(shares.items()), size.coded))
             else:
                 if us := self._launch_us(step, size):
                     tasks.append(Price("launch:cpu", us, step.gathers))
-                tasks.append(self._exchange(step, size[step.payload]))
+                tasks.append(exchange(size[step.payload]))
         return tuple(tasks)
+
+    def _steps_and_exchanges(
+        self, option: tuple[str, ...], rounds: int
+    ) -> list[tuple[Step, Callable[[float], Price] | None]]:
+        """The steps of an option, each exchange with what prices it by its bytes."""
+        return [(step, self._exchange(step) if step.traffic else None) for step in self.steps(option, rounds)]
 
     def steps(self, option: tuple[str, ...], rounds: int) -> tuple[Step, ...]:
         """The steps of an option on this cluster; rounds: of the spec."""
@@ -222,12 +233,20 @@ class Prices:
             us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
         return calls * us
 
+    def _lines(self, step: Step) -> tuple[Line, ...]:
+        assert step.traffic is not None
+        return step.traffic.lines(*self.cluster.links_for(step.task))
+
+    def exchange_us(self, step: Step, held_bytes: float) -> float:
+        """Microseconds of a step that is an exchange, in which a rank holds so many bytes."""
+        return longest_us(self.lines(step), held_bytes)
+
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
-        traffic, (intra, inter) = step.traffic, self.cluster.links_for(step.task)
+        traffic, (intra, _) = step.traffic, self.cluster.links_for(step.task)
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
-        return Price(step.task, traffic.time_us(held, intra, inter), step.gathers, traffic.sent * held, inside, between)
+        return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
         """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""

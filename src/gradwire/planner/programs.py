@@ -10,7 +10,6 @@ from gradwire.core.collectives import CODEC_TASKS, LINKS
 from gradwire.core.costs import Points
 from gradwire.core.profile import TensorProfile
 from gradwire.core.specs import Identity, Spec
-from gradwire.costs.collectives import us_per_byte
 from gradwire.costs.prices import Bytes, bytes_of, time_at
 from gradwire.sim.events import INTER, INTRA
 from gradwire.sim.native import ReplayProgram
@@ -81,12 +80,8 @@ class Pricer:
         latency, factors = 0.0, [0.0, 0.0, 0.0]
         for step in self.prices.steps(option, rounds):
             if step.traffic is not None and self.simulator.resource(step.task) == link:
-                traffic, (intra, inter) = step.traffic, self.prices.cluster.links_for(step.task)
-                alpha, beta = max(
-                    (traffic.intra.messages * intra.alpha_us, traffic.intra_factor(intra) * us_per_byte(intra)),
-                    (traffic.inter.messages * inter.alpha_us, traffic.inter.factor * us_per_byte(inter)),
-                    key=itemgetter(1),
-                )
+                lines = [(line.latency_us, line.factor * line.us_per_byte) for line in self.prices.lines(step)]
+                alpha, beta = max(lines, key=itemgetter(1))
                 latency += alpha
                 factors[step.payload] += beta * step.share * step.parts
         return LinkLoad(latency, *factors)
@@ -97,8 +92,7 @@ class Pricer:
         for step in self.prices.steps(option, spec.rounds):
             what, _, device = step.task.partition(":")
             if step.traffic is not None:
-                held = size[step.payload] * step.share * step.parts
-                us += step.traffic.time_us(held, *self.prices.cluster.links_for(step.task))
+                us += self.prices.exchange_us(step, size[step.payload] * step.share * step.parts)
             elif step.share and step.parts and not (what == "decomp" and self.rules.decode == "none"):
                 calls = 1 if self.rules.decode_calls == "one" else step.parts
                 points = self._floor.get((spec, what, device), ((0, 0.0),))

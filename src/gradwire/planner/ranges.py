@@ -28,6 +28,21 @@ def read_nodes(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", int, 2**31))
 
 
+def read_slower(text: str) -> tuple[float, ...]:
+    """How many times slower a node's link is, from a list such as 1,2,5. Raises FormatError that names what is wrong.
+
+    >>> read_slower("1,2,...,8")
+    (1.0, 2.0, 4.0, 8.0)
+    """
+    values = _read("--slow-node", text, "how many times slower a link is", float, math.inf)
+    if values[0] < 1:
+        raise FormatError(
+            f"--slow-node has {values[0]:g}: a link less than 1 time slower is faster, and no step waits for a faster one. Write "
+            "factors from 1 on, such as 1,2,5; 1 is the link as it is."
+        )
+    return values
+
+
 def _read(option: str, text: str, what: str, convert: Callable[[str], float], limit: float) -> tuple[float, ...]:
     words = [word.strip() for word in text.split(",")]
     cure = f"Write {option} as a rising list, such as 1,2,8, or with a doubling to fill in, such as 1,2,4,...,64."

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from gradwire.core.checks import show, word
-from gradwire.core.cluster import Cluster, Link
+from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
@@ -66,8 +66,9 @@ Seen = Callable[[int], None]
 def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[int] | None) -> list[Cluster]:
     """The cluster at each rate between nodes with each number of nodes; None: the cluster's own.
 
-    The measured rate of all-reduce scales with the rate between nodes. It is left out if it was measured on the other link:
-    inside one node for several nodes, or the other way round.
+    The rates of uplinks, of slow nodes and of the measured all-reduce scale with the rate between nodes. That of all-reduce is
+    left out if it was measured on the other link: inside one node for several nodes, or the other way round. With fewer nodes
+    the first slow ones stay.
     """
     rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
     return [_at(cluster, gbps, count) for gbps, count in product(rates, counts)]
@@ -78,9 +79,10 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
     if allreduce is not None and (nodes == 1) != (cluster.nodes == 1):
         allreduce = None
     elif allreduce is not None and nodes > 1:
-        allreduce = Link(allreduce.alpha_us, allreduce.gbps * gbps / cluster.inter.gbps)
-    inter = Link(cluster.inter.alpha_us, gbps)
-    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce)
+        allreduce = allreduce.scaled(gbps, cluster.inter.gbps)
+    inter = msgspec.structs.replace(cluster.inter.scaled(gbps, cluster.inter.gbps), gbps=gbps)
+    slow = tuple(link.scaled(gbps, cluster.inter.gbps) for link in cluster.slow_nodes[:nodes])
+    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow)
 
 
 def alone_us(profile: Profile) -> float:

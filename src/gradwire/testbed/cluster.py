@@ -108,12 +108,23 @@ class EmulatedCluster:
         self._require_alive()
         self._limit_inter(None if rate is None else parse_rate(rate))
 
+    def set_node(self, node: int, rate: str, up: str | None = None) -> None:
+        """Change the rate of one node's link; `up`: of what it sends, where that differs. `set_inter` makes all nodes alike
+        again. Ranks may run meanwhile."""
+        self._check(node)
+        down = parse_rate(rate)
+        network.limit_node(self._hub, {node: self._nodes[node]}, down, down if up is None else parse_rate(up))
+        self._limited = True
+
     def set_link(self, node: int, up: bool) -> None:
         """Cut or restore a node's link. Packets sent over a cut link are lost. Ranks may run meanwhile."""
+        self._check(node)
+        network.set_link(self._hub, node, up)
+
+    def _check(self, node: int) -> None:
         self._require_alive()
         if not 0 <= node < self.nodes:
             raise TestbedError(f"node is {node}; this cluster has nodes 0 to {self.nodes - 1}.")
-        network.set_link(self._hub, node, up)
 
     def namespace(self, node: int) -> Path:
         """The file of a node's network namespace, which a process enters by setns."""

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Mapping
 
 from gradwire.errors import TestbedError
 from gradwire.testbed.namespaces import run_tool
@@ -103,14 +104,17 @@ def build(hub: str, nodes: list[str]) -> None:
 def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> None:
     """Limit every node's link in both directions; None removes the limit. Keeps packets in flight."""
     rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
-    packet = min(max(int(rate / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
-    bucket = _bucket(rate, max(packet + _HEADER_BYTES, int(rate / 8 * _BURST_SECONDS)))
-    lines = [f"qdisc replace dev port{index} {bucket}" for index in range(len(nodes))]
+    limit_node(hub, dict(enumerate(nodes)), rate, rate)
+
+
+def limit_node(hub: str, nodes: Mapping[int, str], down: float, up: float) -> None:
+    """Limit what these nodes, by number, receive and send, in bits per second. Keeps packets in flight."""
+    lines = [f"qdisc replace dev port{index} {_link_bucket(down)}" for index in nodes]
     run_tool(["tc", "-n", hub, "-batch", "-"], lines)
-    for node in nodes:
-        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *bucket.split()])
+    for node in nodes.values():
+        run_tool(["tc", "-n", node, "qdisc", "replace", "dev", INTERFACE, *_link_bucket(up).split()])
         # open connections use the new size after a new route lookup
-        lines = [f"link set {INTERFACE} gso_max_size {packet}", "route flush cache"]
+        lines = [f"link set {INTERFACE} gso_max_size {_packet(up)}", "route flush cache"]
         run_tool(["ip", "-n", node, "-batch", "-"], lines)
 
 
@@ -135,6 +139,16 @@ def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
     except KeyError as error:
         raise TestbedError(f"the link {error} of {hub} is gone. Did another program remove it?") from error
     return [(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+
+
+def _packet(bits_per_second: float) -> int:
+    """Bytes of a packet."""
+    return min(max(int(bits_per_second / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
+
+
+def _link_bucket(bits_per_second: float) -> str:
+    burst = max(_packet(bits_per_second) + _HEADER_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))
+    return _bucket(bits_per_second, burst)
 
 
 def _bucket(bits_per_second: float, burst_bytes: int) -> str:

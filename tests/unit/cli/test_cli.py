@@ -97,6 +97,7 @@ gradwire plan
   --inter
   --nodes
   --methods
+  --slow-node
   --picture
   --json
 gradwire profile
@@ -123,6 +124,7 @@ gradwire simulate
   --lanes
   --inter
   --nodes
+  --slow-node
   --picture
   --json
 """

@@ -78,7 +78,9 @@ times = st.floats(0, 1e9)
 names = st.text(min_size=1, max_size=8)
 dtypes = st.sampled_from(["float32", "float64", "float16", "bfloat16"])
 made = st.none() | st.builds(Made, host=names, date=names, command=names)
-links = st.builds(Link, alpha_us=times, gbps=st.floats(1e-3, 1e4))
+rates = st.floats(1e-3, 1e4)
+links = st.builds(Link, alpha_us=times, gbps=rates)
+uneven = st.builds(Link, alpha_us=times, gbps=rates, up_gbps=st.none() | rates, flow_gbps=st.none() | rates)
 points = st.dictionaries(st.integers(0, 2**40), times, min_size=1, max_size=4).map(lambda d: tuple(sorted(d.items())))
 profiles = st.builds(
     Profile,
@@ -110,9 +112,10 @@ clusters = st.builds(
     nodes=st.integers(1, 99),
     ranks_per_node=st.integers(1, 9),
     intra=links,
-    inter=links,
+    inter=uneven,
     allreduce=st.none() | links,
     launch_us=st.none() | times,
+    slow_nodes=st.lists(uneven, max_size=1),
     made=made,
 )
 codecs = st.builds(CodecCosts, spec=specs, device=st.sampled_from(["gpu", "cpu"]), encode=points, decode=points)
@@ -423,6 +426,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     [
         (lambda: Link(True, 1.0), "alpha_us is True, a bool"),
         (lambda: Link(1.0, math.nan), "gbps is nan"),
+        (lambda: Link(1.0, 1.0, up_gbps=0), "up_gbps is 0"),
+        (lambda: Link(1.0, 1.0, flow_gbps="fast"), "flow_gbps is 'fast'"),
         (lambda: Cluster(nodes=2, ranks_per_node=1, intra=Link(1, 1), inter=25), "inter is 25"),
         (lambda: Cluster(version=2, nodes=2, ranks_per_node=1, intra=Link(1, 1), inter=Link(1, 1)), "version is 2"),
         (lambda: Plan(fingerprint="f", buckets=({},), launch=()), r"buckets\[0\] is \{\}, a dict"),

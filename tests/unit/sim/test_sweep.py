@@ -205,6 +205,37 @@ def test_a_plan_of_tensors_that_may_not_be_compressed_is_refused(files):
     assert ask(files, "plan", "--all-tensors").exit_code == ask(files, "plan", "--method", "ddp").exit_code == 0
 
 
+def test_a_plan_for_a_slow_node(files):
+    """From files to the table and the plan with the least mean, which simulate then finds to take as long."""
+    planned = ask(files, "plan", "--slow-node", "1,4,50", "-o", str(files / "plan.json"))
+    assert planned.exit_code == 0, planned.output
+    table = planned.stdout.splitlines()
+    assert table[1].split() == ["1", "4", "50", "mean", "worst"]
+    rows = {line[:15].strip(): [float(ms) for ms in line[15:].split()] for line in table[2 : table.index("")]}
+    assert rows["plain DDP"][0] < rows["plain DDP"][1] < rows["plain DDP"][2] == rows["plain DDP"][4]
+    for steps in rows.values():
+        assert steps[3] == pytest.approx(sum(steps[:3]) / 3, abs=0.001)
+    best = table[-1].removeprefix("Least mean: ").removesuffix(".")
+    assert rows[best][3] == min(steps[3] for steps in rows.values()) < rows["plain DDP"][3]
+    found = json.loads(ask(files, "simulate", "--slow-node", "1,4,50", "--json").stdout)
+    assert (found["model"], found["slower"], found["best"]) == ("five tensors", [1.0, 4.0, 50.0], "the plan")
+    ddp, own = found["rows"]
+    assert [round(us / 1e3, 3) for us in own["steps_us"]] == pytest.approx(rows[best][:3], abs=0.0011)
+    assert [round(us / 1e3, 3) for us in ddp["steps_us"]] == pytest.approx(rows["plain DDP"][:3], abs=0.0011)
+    first, second = (ask(files, "plan", "--slow-node", "1,4,50", "--json").stdout for _ in range(2))
+    assert first == second and json.loads(first)["best"] == best
+    one = json.loads(ask(files, "simulate", "--json").stdout)["step_us"]
+    assert own["steps_us"][0] == pytest.approx(one)
+    only_ddp = ask(files, "plan", "--slow-node", "3", "--method", "ddp").stdout.splitlines()
+    assert only_ddp[1].split() == ["3", "mean", "worst"] and only_ddp[3] == ""
+
+
+def test_a_single_node_cannot_be_slow(files):
+    msgspec.structs.replace(CLUSTER, nodes=1).save(files / "cluster.json")
+    refused = ask(files, "plan", "--slow-node", "1,2").exception
+    assert isinstance(refused, PlanError) and "nodes is 1" in str(refused)
+
+
 def test_methods_can_be_chosen(files):
     table = ask(files, "plan", "--inter", "1,10", "--methods", "ddp,even").stdout
     assert table.splitlines()[0].split()[4:] == ["ddp", "even"]
@@ -220,6 +251,11 @@ def test_methods_can_be_chosen(files):
         ("plan", ["--inter", "1,2", "-o", "plan.json"], "--out plan.json needs one cluster"),
         ("plan", ["--inter", "1,2", "--method", "ddp"], "--method ddp needs one cluster"),
         ("plan", ["--methods", "ddp"], "--methods ddp"),
+        ("plan", ["--inter", "1,2", "--slow-node", "1,2"], "--slow-node 1,2 needs one cluster"),
+        ("plan", ["--slow-node", "0.5,2"], "--slow-node has 0.5: a link less than 1 time slower is faster"),
+        ("plan", ["--slow-node", "2,1"], "'1' after 2"),
+        ("plan", ["--slow-node", "2x"], "'2x', which is not how many times slower"),
+        ("simulate", ["--slow-node", "1,2", "--trace", "t.json"], "--slow-node has several"),
         ("simulate", ["--nodes", "2,x", "--trace", "t.json"], "'x'"),
         ("simulate", ["--nodes", "2,4", "--trace", "t.json"], "--trace t.json needs one cluster"),
     ],

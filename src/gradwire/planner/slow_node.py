@@ -1,0 +1,172 @@
+"""Plans where one node's link is slower than the cluster file says: the worst case and the mean. Pure: no torch.
+
+Every exchange waits for the slowest node. So of nodes that are alike any may be the slow one; where nodes are not, all are tried.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.core.cluster import Cluster, Link
+from gradwire.core.costs import Costs
+from gradwire.core.plan import Plan
+from gradwire.core.profile import Profile
+from gradwire.core.specs import Spec
+from gradwire.errors import PlanError
+from gradwire.planner.drafts import Limits, PlanningJob
+from gradwire.planner.methods import make
+from gradwire.planner.starts import ddp
+from gradwire.sim.rules import Rules
+from gradwire.sim.timeline import simulate
+
+
+class SlowCase(NamedTuple):
+    """A cluster in which one node's link is slower than before."""
+
+    cluster: Cluster
+    chance: Fraction
+    """The chance that it is this one, if each node is the slow one as often as any other."""
+
+
+class SlowRow(NamedTuple):
+    """One plan, with each factor by which one node's link may be slower."""
+
+    name: str
+    steps_us: tuple[float, ...]
+    """By factor, the mean over which node it is."""
+    mean_us: float
+    """Of all factors, each counted alike."""
+    worst_us: float
+    """Of all factors and nodes."""
+
+
+class SlowAnswer(NamedTuple):
+    """What plans take where one node is slow."""
+
+    model: str
+    slower: tuple[float, ...]
+    """How many times slower one node's link is."""
+    rows: tuple[SlowRow, ...]
+
+    @property
+    def best(self) -> SlowRow:
+        """The row with the least mean; of equal ones that with the least worst case, then the first."""
+        return min(self.rows, key=lambda row: (row.mean_us, row.worst_us))
+
+    def as_table(self) -> str:
+        """One line for each plan, one column for each factor, then mean and worst."""
+        width = max(len(row.name) for row in self.rows)
+        heads = [*(f"{factor:g}" for factor in self.slower), "mean", "worst"]
+        lines = ["Step in ms where one node's link is so many times slower:"]
+        lines.append(" " * width + "".join(f" {head:>10}" for head in heads))
+        for row in self.rows:
+            values = "".join(f" {us / 1e3:>10.3f}" for us in (*row.steps_us, row.mean_us, row.worst_us))
+            lines.append(f"{row.name:<{width}}{values}")
+        lines.append("")
+        lines.append(
+            "Columns of factors: the mean over which node it is. mean: of these. worst: of all factors and nodes."
+        )
+        lines.append(f"Least mean: {self.best.name}.")
+        return "\n".join(lines) + "\n"
+
+    def as_json(self) -> str:
+        """The same numbers on one line; the same input gives the same bytes."""
+        rows = [row._asdict() for row in self.rows]
+        return json.dumps({"model": self.model, "slower": self.slower, "rows": rows, "best": self.best.name}) + "\n"
+
+
+Seen = Callable[[int], None]
+"""Called after each simulated cluster with their number so far."""
+
+
+def slow_cases(cluster: Cluster, slower: float) -> list[SlowCase]:
+    """The clusters that can come about where one node's link is so many times slower. Raises PlanError for a single node.
+
+    The measured rate of all-reduce falls as that of the slowest node does.
+
+    >>> link = Link(alpha_us=30.0, gbps=10.0)
+    >>> cluster = Cluster(nodes=4, ranks_per_node=1, intra=link, inter=link, slow_nodes=[Link(30.0, 2.0)])
+    >>> for case in slow_cases(cluster, 2.0):
+    ...     print([link.gbps for link in case.cluster.slow_nodes], case.chance)
+    [2.0, 5.0] 3/4
+    [1.0] 1/4
+    """
+    if cluster.nodes == 1:
+        raise PlanError(
+            "nodes is 1: one node has no link to others that could be slow. Describe a cluster of several nodes, or leave out "
+            "--slow-node."
+        )
+    slow = cluster.slow_nodes
+    found: dict[Cluster, int] = {}
+    if alike := cluster.nodes - len(slow):
+        found[_with(cluster, (*slow, cluster.inter.scaled(1.0, slower)))] = alike
+    for place, link in enumerate(slow):
+        case = _with(cluster, (*slow[:place], link.scaled(1.0, slower), *slow[place + 1 :]))
+        found[case] = found.get(case, 0) + 1
+    return [SlowCase(case, Fraction(count, cluster.nodes)) for case, count in found.items()]
+
+
+def _with(cluster: Cluster, slow_nodes: tuple[Link, ...]) -> Cluster:
+    changed = msgspec.structs.replace(cluster, slow_nodes=slow_nodes)
+    before, now = _slowest(cluster), _slowest(changed)
+    if cluster.allreduce is None or before == now:
+        return changed
+    return msgspec.structs.replace(changed, allreduce=cluster.allreduce.scaled(now, before))
+
+
+def _slowest(cluster: Cluster) -> float:
+    return min(link.least_gbps for link in cluster.node_links)
+
+
+def against(
+    plans: Mapping[str, Plan],
+    profile: Profile,
+    cluster: Cluster,
+    costs: Costs,
+    slower: Sequence[float],
+    rules: Rules | None = None,
+    seen: Seen = lambda count: None,
+) -> SlowAnswer:
+    """What each plan takes where one node's link is slower by each of these factors. Raises PlanError as simulating does."""
+    steps: dict[str, list[float]] = {name: [] for name in plans}
+    worst = dict.fromkeys(plans, 0.0)
+    for done, factor in enumerate(slower, 1):
+        cases = slow_cases(cluster, factor)
+        for name, plan in plans.items():
+            found = [simulate(plan, profile, case.cluster, costs, rules).step_us for case in cases]
+            steps[name].append(sum(float(case.chance) * us for case, us in zip(cases, found, strict=True)))
+            worst[name] = max(worst[name], *found)
+        seen(done)
+    rows = [SlowRow(name, tuple(us), sum(us) / len(us), worst[name]) for name, us in steps.items()]
+    return SlowAnswer(profile.model, tuple(slower), tuple(rows))
+
+
+def plans_against(
+    profile: Profile,
+    cluster: Cluster,
+    costs: Costs,
+    slower: Sequence[float],
+    specs: Sequence[Spec] = (),
+    limits: Limits | None = None,
+    rules: Rules | None = None,
+    method: str = "joint",
+    seen: Seen = lambda count: None,
+) -> dict[str, Plan]:
+    """By name, plain DDP and a plan for each factor, made for the node that makes the cluster slowest; equal ones once.
+
+    Their predictions are of the cluster as it is. Raises PlanError as planning does.
+    """
+    given = PlanningJob(profile, cluster, costs, specs, limits, rules)
+    baseline = ddp(given)
+    plans = {"plain DDP": given.plan(baseline, baseline)}
+    for done, factor in enumerate(slower, 1):
+        case = min(slow_cases(cluster, factor), key=lambda case: _slowest(case.cluster)).cluster
+        draft = make(PlanningJob(profile, case, costs, specs, limits, rules), method).draft
+        plan = given.plan(draft, baseline)
+        if plan not in plans.values():
+            plans[f"planned for {factor:g}"] = plan
+        seen(done)
+    return plans
