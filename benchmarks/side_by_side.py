@@ -46,7 +46,8 @@ Measured by `gradwire bench --papers`, written by `python -m benchmarks side_by_
 system as a plan of the same job, in turns, over links with a limited rate:
 [how it is measured](../bench.md#the-papers-systems). Dates: {dates}. The machine had {cores} processors for {ranks} ranks.
 So ranks share processors: what a plan computes beside backward takes longer than on processors of their own, and predictions do
-not know that.
+not know that. Nor do they know that AdamW takes longer where most elements got no gradient yet, as with Top-k:
+[the cure](../how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
 
 ## What the papers claim
 

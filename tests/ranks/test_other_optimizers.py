@@ -111,6 +111,19 @@ def test_counts_in_groups_go_on(worlds: Worlds, name: str, tensor: bool) -> None
     assert expected[0][1] == 6.0
 
 
+def fused(name: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where a part of a step may round otherwise, all is stepped at once
+        model, _, handle = train(SCHEDULES[name], lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True))
+    handle.detach()
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "backward"])
+def test_fused_optimizers_step_as_in_backward(worlds: Worlds, name: str) -> None:
+    assert worlds.run(2, fused, name) == worlds.run(2, fused, "backward")
+
+
 def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(20, 20)), torch.nn.Parameter(torch.ones(20))]
 
