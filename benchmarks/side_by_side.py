@@ -1,4 +1,4 @@
-"""docs/papers/side_by_side.md, from what `gradwire bench --papers` measured.
+"""docs/side_by_side.md, from what `gradwire bench --papers` measured.
 
     python -m benchmarks side_by_side [--results DIR]
 
@@ -20,7 +20,7 @@ from gradwire.core.files import write_whole
 
 __all__ = ["run", "side_by_side_page"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "papers" / "side_by_side.md"
+PAGE = Path(__file__).parents[1] / "docs" / "side_by_side.md"
 
 
 class Claim(NamedTuple):
@@ -44,10 +44,10 @@ HEAD = """# The papers' systems side by side
 
 Measured by `gradwire bench --papers`, written by `python -m benchmarks side_by_side`; do not edit. gradwire's engine runs each
 system as a plan of the same job, in turns, over links with a limited rate:
-[how it is measured](../bench.md#the-papers-systems). Dates: {dates}. The machine had {cores} processors for {ranks} ranks.
+[how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had {cores} processors for {ranks} ranks.
 So ranks share processors: what a plan computes beside backward takes longer than on processors of their own, and predictions do
 not know that. Nor do they know that AdamW takes longer where most elements got no gradient yet, as with Top-k:
-[the cure](../how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
+[the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
 
 ## What the papers claim
 

@@ -4,11 +4,11 @@ import sys
 
 import typer
 
-from gradwire.cli import jobs, planning
+from gradwire.cli import jobs, listing, planning
 from gradwire.cli.app import app
 from gradwire.errors import GradwireError
 
-__all__ = ["app", "jobs", "main", "planning"]
+__all__ = ["app", "jobs", "listing", "main", "planning"]
 
 
 def main() -> None:

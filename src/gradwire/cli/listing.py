@@ -1,0 +1,83 @@
+"""Commands that list what plans are made of: options, compressors, schedules."""
+
+from typing import Annotated, Any
+
+import typer
+
+from gradwire.cli.app import Json, app
+
+
+@app.command()
+def options(
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. One node has only flat options.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node. One rank has only flat options.")] = None,
+    devices: Annotated[str, typer.Option(help="Comma-separated devices of encodes and decodes.")] = "gpu,cpu",
+    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of an option, 0 to 4.")] = None,
+    schemes: Annotated[str | None, typer.Option(help="Comma-separated: allreduce, alltoall+allgather, ...")] = None,
+    flat: Annotated[bool | None, typer.Option("--flat/--hierarchical", help="One group, or nodes apart.")] = None,
+    compressed: Annotated[bool | None, typer.Option("--compressed/--uncompressed", help="With encodes or not.")] = None,
+    restrict: Annotated[
+        str | None,
+        typer.Option(
+            help="A restricted search of ByteComp: all-compressed, gpu, cpu, inter-allgather, inter-alltoall, "
+            "alltoall+alltoall."
+        ),
+    ] = None,
+    named: Annotated[bool, typer.Option("--named", help="Only options of known systems, with their names.")] = False,
+    collectives: Annotated[bool, typer.Option("--collectives", help="List a policy's schemes instead.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of options.")] = False,
+    json: Json = False,
+) -> None:
+    """List the options, the ways to synchronise a bucket: ByteComp's tree of compression options, 4341 in all.
+
+    A star marks a compressed transfer. The tasks are the `option` of a bucket in a plan.
+    """
+    from gradwire.bench.names import split_names
+    from gradwire.planner.listing import as_json, as_table, choose, shape_note
+
+    if collectives:
+        from gradwire.planner.listing import collective_rows
+
+        _print_rows(collective_rows(), json)
+        return
+    chosen = choose(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        devices=split_names(devices),
+        max_encodes=max_encodes,
+        schemes=None if schemes is None else split_names(schemes),
+        flat=flat,
+        compressed=compressed,
+        restrict=restrict,
+        named=named,
+    )
+    if count:
+        typer.echo(len(chosen))
+    elif json:
+        typer.echo(as_json(chosen), nl=False)
+    else:
+        typer.echo(as_table(chosen), nl=False)
+        typer.echo(shape_note(nodes, ranks_per_node), err=True)
+        typer.echo(f"Listed: {len(chosen)}.", err=True)
+
+
+@app.command()
+def compressors(json: Json = False) -> None:
+    """List the compressors of gradwire and of other packages: a usual spec, the law, and the schemes of each."""
+    from gradwire.planner.listing import compressor_rows
+
+    _print_rows(compressor_rows(), json)
+
+
+@app.command()
+def schedules(json: Json = False) -> None:
+    """List the schedules of gradwire and of other packages: when each exchanges gradients, and its costs."""
+    from gradwire.planner.listing import schedule_rows
+
+    _print_rows(schedule_rows(), json)
+
+
+def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:
+    from gradwire.planner.listing import rows_as_json, rows_as_text
+
+    typer.echo(rows_as_json(rows) if json else rows_as_text(rows), nl=False)
