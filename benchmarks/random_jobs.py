@@ -15,6 +15,7 @@ from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS
 from gradwire.planner.schemes import RESTRICTED
 from gradwire.sim.rules import Rules
+from gradwire.sim.simulator import FS_PER_US
 
 _MOVES = 30
 """Few, since what is promised of the joint planner does not depend on its moves."""
@@ -115,16 +116,21 @@ def _rules(rng: random.Random, device: str) -> Rules:
 
 
 def counterexamples(job: PlanningJob) -> list[str]:
-    """What the planner promises and does not keep here, in words."""
+    """What the planner promises and does not keep here, in words. Steps are compared as the planner does: in whole femtoseconds."""
     steps = {method: _step_us(job, method) for method in METHODS if method != "joint"}
     steps["joint"] = job.simulator.step_us(job.light(joint(job, moves=_MOVES)))
     joint_us, whole_us, bound_us = steps["joint"], steps["bytecomp"], job.lower_bound_us()
-    said = [f"joint {joint_us} is above {name} {us}" for name, us in steps.items() if joint_us > us]
+    said = [f"joint {joint_us} is above {name} {us}" for name, us in steps.items() if _above(joint_us, us)]
     for restrict in dict.fromkeys((*RESTRICTED, *BYTECOMP_ONLY)) if job.specs else ():
         with suppress(PlanError):  # no such option here, or tensors that must not be compressed
             part_us = _step_us(job.restricted(restrict), "bytecomp")
-            said += [f"bytecomp {whole_us} is above its restriction {restrict} {part_us}"] * (whole_us > part_us)
-    return said + [f"the bound {bound_us} is above {name} {us}" for name, us in steps.items() if bound_us > us]
+            if _above(whole_us, part_us):
+                said.append(f"bytecomp {whole_us} is above its restriction {restrict} {part_us}")
+    return said + [f"the bound {bound_us} is above {name} {us}" for name, us in steps.items() if _above(bound_us, us)]
+
+
+def _above(one_us: float, other_us: float) -> bool:
+    return round(one_us * FS_PER_US) > round(other_us * FS_PER_US)
 
 
 def _step_us(job: PlanningJob, method: str) -> float:

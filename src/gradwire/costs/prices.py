@@ -91,10 +91,11 @@ def bytes_of(
 
     bits: of an element by tensor, where they differ from the spec's. sum_dtype: of the sum over ranks.
     """
-    raw = sum(tensor.nbytes for tensor in (*tensors, *beside))
-    coded = DTYPE_BYTES["float32"] * sum(tensor.numel for tensor in tensors)
-    runs = [ElementRun(t.numel, spec.element_bits if bits is None else bits[t.name], t.shape) for t in tensors]
+    usual = spec.element_bits
+    runs = [ElementRun(t.numel, usual if bits is None else bits[t.name], t.shape) for t in tensors]
+    coded = DTYPE_BYTES["float32"] * sum(run.numel for run in runs)
     runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
+    raw = sum(run.numel * DTYPE_BYTES[t.dtype] for run, t in zip(runs, (*tensors, *beside), strict=True))
     first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
     if spec.rounds:  # each round about as much; together exactly
         return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)

@@ -77,21 +77,20 @@ def _selected(job: PlanningJob, looks: int | None) -> Draft:
     """Algorithm 1."""
     restrict = job.limits.restrict
     choices = [*job.plain, *(Choice(spec, option) for spec in job.specs for option in job.coded[spec])]
-    exempt = [place for place in range(len(job.profile.tensors)) if job.is_exempt(place)]
     if restrict == "all-compressed":
-        if exempt:
+        if job.exempt:
             cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
             raise PlanError(
-                f"restrict is 'all-compressed', but {len(exempt)} tensors must stay uncompressed. {numbered(cures)}"
+                f"restrict is 'all-compressed', but {len(job.exempt)} tensors must stay uncompressed. {numbered(cures)}"
             )
         choices = choices[len(job.plain) :] or choices
     tensors = job.profile.tensors
     by_size: dict[tuple[object, ...], list[ReplayProgram]] = {}
     tables = []
     for place, tensor in enumerate(tensors):
-        key = (tensor.shape, tensor.dtype, job.is_exempt(place))
+        key = (tensor.shape, tensor.dtype, place in job.exempt)
         if key not in by_size:
-            by_size[key] = job.programs((place,), choices[: len(job.plain)] if job.is_exempt(place) else choices)
+            by_size[key] = job.programs((place,), choices[: len(job.plain)] if place in job.exempt else choices)
         tables.append(by_size[key])
     if restrict == "myopic":
         chosen = by_own_times(tables)

@@ -124,6 +124,10 @@ class PlanningJob:
             [fs_of(t.backward_us) for t in tensors],
             self.rules.cpu_workers,
         )
+        vectors = frozenset(place for place, tensor in enumerate(tensors) if len(tensor.shape) < 2)
+        self.exempt = vectors if self.limits.exempt_vectors else frozenset()
+        """The tensors that must stay uncompressed."""
+        self._mixed = len({tensor.dtype for tensor in tensors}) > 1
         self.specs = tuple(spec for spec in specs if spec.encodes)
         self.size = cache(self._size)
         """The sizes of a bucket of these tensors."""
@@ -182,23 +186,19 @@ class PlanningJob:
             )
         return found
 
-    def is_exempt(self, tensor: int) -> bool:
-        """Whether the tensor must stay uncompressed."""
-        return self.limits.exempt_vectors and len(self.profile.tensors[tensor].shape) < 2
-
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
         """Whether these tensors may share a bucket: all of one dtype; if the choice compresses, one of them is not exempt, and
         exempt ones only where they can travel uncompressed in the same payload."""
-        if len({self.profile.tensors[place].dtype for place in tensors}) > 1:
+        if self._mixed and len({self.profile.tensors[place].dtype for place in tensors}) > 1:
             return False
-        exempt = [self.is_exempt(place) for place in tensors]
-        return not (choice.encodes and any(exempt)) or (choice.spec.carries_uncompressed and not all(exempt))
+        raw = self.exempt.intersection(tensors)
+        return not (choice.encodes and raw) or (choice.spec.carries_uncompressed and len(raw) < len(tensors))
 
     def _classes_of(self, encodes: bool) -> list[TensorClass]:
         tensors = self.profile.tensors
         found: dict[tuple[str, bool], list[int]] = {}
         for place, tensor in enumerate(tensors):
-            found.setdefault((tensor.dtype, encodes and self.is_exempt(place)), []).append(place)
+            found.setdefault((tensor.dtype, encodes and place in self.exempt), []).append(place)
         classes = []
         for places in found.values():
             ready = [0, *(place + 1 for place in places)]
@@ -207,9 +207,9 @@ class PlanningJob:
         return classes
 
     def _size(self, tensors: tuple[int, ...], spec: Spec) -> Bytes:
-        raw = {place for place in tensors if spec.encodes and self.is_exempt(place)}
+        raw = self.exempt.intersection(tensors) if spec.encodes else frozenset()
         if len(raw) == len(tensors):
-            raw = set()
+            raw = frozenset()
         members = [self.profile.tensors[place] for place in tensors if place not in raw]
         return bytes_of(members, spec, [self.profile.tensors[place] for place in raw])
 
@@ -294,9 +294,9 @@ class PlanningJob:
 
     def _specs(self, part: Part) -> Spec | dict[str, Spec]:
         own = part.choice.spec
-        if not own.encodes or not any(self.is_exempt(place) for place in part.tensors):
+        if not own.encodes or self.exempt.isdisjoint(part.tensors):
             return own
-        return {self.profile.tensors[p].name: Identity() if self.is_exempt(p) else own for p in part.tensors}
+        return {self.profile.tensors[p].name: Identity() if p in self.exempt else own for p in part.tensors}
 
     def plan(self, draft: Draft, baseline: Draft) -> Plan:
         """The plan, with the predicted steps of the plan and of the baseline."""
@@ -325,7 +325,7 @@ class PlanningJob:
         return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self.coded) * FS_PER_US)
 
     def _exemptions(self) -> list[tuple[TensorProfile, bool]]:
-        return [(tensor, self.is_exempt(place)) for place, tensor in enumerate(self.profile.tensors)]
+        return [(tensor, place in self.exempt) for place, tensor in enumerate(self.profile.tensors)]
 
 
 def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:

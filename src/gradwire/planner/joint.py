@@ -172,7 +172,7 @@ def _carry(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterato
     """Move exempt tensors of uncompressed buckets into the next compressed buckets that become ready, or the last ones."""
     parts, moved = list(draft.parts), False
     for part in draft.parts:
-        if part.choice.encodes or not all(job.is_exempt(place) for place in part.tensors):
+        if part.choice.encodes or not job.exempt.issuperset(part.tensors):
             continue
         carriers = [i for i, each in enumerate(parts) if job.may((*each.tensors, *part.tensors), each.choice)]
         carriers = [index for index in carriers if parts[index].choice.encodes]
