@@ -28,6 +28,7 @@ PARTS = {
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",
     "convergence": "held-out loss and accuracy of the delayed schedule beside synchronous SGD, paired by seed",
+    "cd_sgd": "what CD-SGD's corrections bring: losses and seconds of 2-bit thresholds, with and without them",
     "bits": "bytes of the exact choice of bits by tensor beside CGX's rules at equal error, and what is learned with it",
     "adaptive": "adaptive bits, for bytes and for time, beside uniform 4 bits and auto: steps and losses on slow links",
     "delayed": "mean steps of the delayed schedule beside equation 7 of CD-SGD, whose parts are measured apart",

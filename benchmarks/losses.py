@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     options = paired.parser_of("losses", seeds=3).parse_args(arguments)
     methods = [*PLAIN, *(f"gradwire:{entry.spec!r}" for entry in ENTRIES if entry.trains or "DGC" in repr(entry.spec))]
     chosen = [method for method in methods if any(part in method for part in options.only)]
-    return report(paired.measure(PATH, options, chosen, train, {"window": WINDOW}, together=TOGETHER))
+    return report(paired.measure(PATH, options, chosen, train, {"ranks": 2, "window": WINDOW}, together=TOGETHER))
 
 
 def report(finals: dict[str, Any]) -> int:

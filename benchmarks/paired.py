@@ -38,7 +38,7 @@ BOUNDS = {"loss": 0.01, "accuracy": 0.01}
 """Within which an interval should lie: 1 % of the loss, one point of accuracy."""
 NUDGE = 1e-6
 
-DESIGN = {"held_out": HELD_OUT, "looks": LOOKS, "falling": FALLING}
+DESIGN = {"ranks": 2, "held_out": HELD_OUT, "looks": LOOKS, "falling": FALLING}
 """What must be alike for trainings to be compared."""
 
 Found = dict[str, float]
@@ -119,16 +119,16 @@ def measure(
                 for name, found in train(job, seed, options.steps, missing).items():
                     done.setdefault(name, {})[str(seed)] = found
                     print(f"{job}, seed {seed}, {name}: {found}", flush=True)
-                write(path, {"steps": options.steps, "ranks": 2} | about | known)
+                write(path, {"steps": options.steps} | about | known)
     return finals
 
 
-def on_two_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str]) -> dict[str, Any]:
+def on_two_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str], world: int = 2) -> dict[str, Any]:
     """What rank 0 of `python -m MODULE JOB SEED STEPS NAMES` prints as JSON: something for each name.
 
     Raises SystemExit if the ranks did not come to their end.
     """
-    with Loopback(2) as ranks:
+    with Loopback(world) as ranks:
         return collected(ranks, module, (job, seed, steps, json.dumps(list(names))), f"{job}, seed {seed}")
 
 
@@ -203,11 +203,14 @@ class Training:
         self.optimizer = job.make_optimizer(self.model)
         self.rates = LambdaLR(self.optimizer, lambda step: min(1.0, (steps - step) / (FALLING * steps)))
         self.handle = gw.parallelize(self.model, self.optimizer, plan=arm.plan)
+        self.trained: list[float] = []
         self.losses: list[float] = []
         self.hits: list[float] = []
 
     def step(self, number: int, batch: Any) -> None:
-        self.job.loss(self.model, batch).backward()
+        loss = self.job.loss(self.model, batch)
+        loss.backward()
+        self.trained.append(loss.item())
         if self.arm.skipped and number % self.arm.skipped == 0:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -236,9 +239,15 @@ class Training:
 
 
 def train_on_rank(
-    arms: Mapping[str, Arm], job_name: str, seed: int, steps: int, names: Sequence[str], looks: int = LOOKS
+    arms: Mapping[str, Arm],
+    job_name: str,
+    seed: int,
+    steps: int,
+    names: Sequence[str],
+    looks: int = LOOKS,
+    also: Callable[[Training], Mapping[str, Any]] | None = None,
 ) -> None:
-    """One of two processes: train these arms in turns, and print what rank 0 finds."""
+    """One of the processes: train these arms in turns, and print what rank 0 finds, and what `also` makes of its trainings."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -254,7 +263,9 @@ def train_on_rank(
             training.step(step, batch)
             if rank == 0 and step in looked_at:
                 training.look(held_out)
-    found = {name: training.found() for name, training in running.items()} if rank == 0 else {}
+    found = {}
+    if rank == 0:
+        found = {name: {**training.found(), **(also(training) if also else {})} for name, training in running.items()}
     dist.barrier()
     for training in running.values():
         training.handle.detach()
