@@ -2,7 +2,7 @@
 
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
-1. Build every method, in the same order on all ranks, each with its own process group.
+1. Load the data and warm up the process. Build every method, in the same order on all ranks, each with its own process group.
 2. Let each deciding method take steps until its decision, at most `deciding_steps`. Then warm up every method.
 3. Measure in rounds of turns. The order rotates from round to round, so a drift of the machine affects all methods
    alike. The ranks synchronise between turns, outside of the measured time.
@@ -78,6 +78,7 @@ class Contest:
 
     def run(self) -> None:
         """Execute the steps 1 to 6 of the module's description, without the link."""
+        self._warm_up()
         for contestant in self.contestants:
             self._guarded(contestant, self._build)
         if self.order.race_s > 0:
@@ -86,6 +87,18 @@ class Contest:
             self._measure_in_turns()
         for contestant in self.contestants:
             self._guarded(contestant, self._finish)
+
+    def _warm_up(self) -> None:
+        """Train a model of its own for two steps. What a process does once is no method's time: loading the data, which takes
+        some ranks longer than others, and torch's first operations."""
+        with contextlib.suppress(Exception):  # every method will say it
+            model = self.job.make_model(self.order.seed)
+            optimizer = self.job.make_optimizer(model)
+            for step in range(2):
+                self.job.loss(model, self.job.batch(self.ranks.rank, self.ranks.world_size, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        self.ranks.meet()
 
     def _measure_in_turns(self) -> None:
         for contestant in self.contestants:
