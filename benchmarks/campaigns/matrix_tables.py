@@ -46,8 +46,8 @@ turns. *Held-out* is the loss, at as many steps, on batches that nobody trains o
 
 *Behind* is the time of auto's first n steps, with all that auto measured and tried, over the time of n median steps of the better
 DDP, at n = {first} and at the worst n from {first} to {judged}. *Over the best* is the median step of auto's choice over that of
-the fastest of DDP and all that auto chooses from. Before any turn each process trains another model for two steps, so loading
-the data counts for no method.
+the fastest of DDP and all that auto chooses from. In the cells of 4 nodes each process had trained
+another model for two steps before any turn, so that loading the data counts for no method.
 
 """
 
