@@ -4,7 +4,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cd_sgd import ARMS, BEGIN, END, PAGE, REFERENCE, WARMUP_STEPS, named, seconds_to, smoothed, steps_to, table
+from benchmarks.cd_sgd import (
+    ARMS,
+    BEGIN,
+    END,
+    PAGE,
+    REFERENCE,
+    WARMUP_STEPS,
+    named,
+    seconds_to,
+    smoothed,
+    steps_to,
+    table,
+)
 
 ARM = named("fixed t", "sums encoded", 5)
 STEPS = 60
