@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(job: str, seed: int, steps: int, names: Sequence[str]) -> dict[str, Any]:
-    return paired.on_two_ranks("benchmarks.cd_sgd", JOB, seed, steps, names, world=int(job.split()[0]))
+    return paired.on_ranks("benchmarks.cd_sgd", JOB, seed, steps, names, world=int(job.split()[0]))
 
 
 def _time(ranks: int, chosen: Sequence[str], again: bool) -> None:
@@ -130,7 +130,7 @@ def smoothed(trained: Sequence[float]) -> list[float]:
     [2.0, 1.5, 1.0]
     """
     means = [statistics.fmean(trained[end - WINDOW : end]) for end in range(WINDOW, len(trained) + 1)]
-    return [min(means[: at + 1]) for at in range(len(means))]
+    return list(accumulate(means, min))
 
 
 def steps_to(loss: float, curve: Sequence[float]) -> int | None:
@@ -148,7 +148,7 @@ def seconds_to(found: Mapping[str, Any], times: Mapping[str, float], name: str, 
         count = steps_to(goal, found[name][seed]["curve"])
         if count is None or name not in times:
             return None
-        warmup = min(count, WARMUP_STEPS) if name in ARMS and _warms_up(name) else 0
+        warmup = min(count, WARMUP_STEPS) if _warms_up(name) else 0
         seconds.append((warmup * times[REFERENCE] + (count - warmup) * times[name]) / 1000)
     return statistics.fmean(seconds) if seconds else None
 

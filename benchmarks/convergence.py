@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
     """Measure what is missing, write the table; 1 if an arm that should be near S-SGD is not, or the broken one is."""
     options = paired.parser_of("convergence", seeds=5).parse_args(arguments)
     chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
-    train = partial(paired.on_two_ranks, "benchmarks.convergence")
+    train = partial(paired.on_ranks, "benchmarks.convergence")
     finals = paired.measure(PATH, options, chosen, train, DESIGN | {"spec": repr(SPEC)})
     lines = table(finals)
     print("\n".join(lines))

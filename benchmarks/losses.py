@@ -74,7 +74,7 @@ def steps_for_one(found: dict[str, dict[str, float]], method: str) -> float | No
 
 def train(job: str, seed: int, steps: int, methods: list[str]) -> dict[str, float]:
     """Mean loss over ranks and the last steps, by method."""
-    curves = paired.on_two_ranks("benchmarks.losses", job, seed, steps, methods)
+    curves = paired.on_ranks("benchmarks.losses", job, seed, steps, methods)
     ends = {method: steps // 2 if method == HALFWAY else steps for method in curves}
     return {method: statistics.mean(curve[ends[method] - WINDOW : ends[method]]) for method, curve in curves.items()}
 

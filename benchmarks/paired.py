@@ -123,7 +123,7 @@ def measure(
     return finals
 
 
-def on_two_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str], world: int = 2) -> dict[str, Any]:
+def on_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str], world: int = 2) -> dict[str, Any]:
     """What rank 0 of `python -m MODULE JOB SEED STEPS NAMES` prints as JSON: something for each name.
 
     Raises SystemExit if the ranks did not come to their end.
