@@ -49,6 +49,9 @@ DDP, at n = {first} and at the worst n from {first} to {judged}. *Over the best*
 the fastest of DDP and all that auto chooses from. In the cells of 4 nodes each process had trained
 another model for two steps before any turn, so that loading the data counts for no method.
 
+The cells of 4 nodes at 1000 Mb/s, and of the resnet on 4 nodes without a limit, are of an AMD EPYC; the others of an Intel
+Xeon. Compare inside a cell.
+
 """
 
 

@@ -43,7 +43,7 @@ from gradwire.auto.measuring import (
     compute_us_of,
     scaled,
 )
-from gradwire.auto.planning import Offer, foreseen, offers
+from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.auto.watch import Pace
 from gradwire.auto.watcher import Watcher, seconds_for
@@ -206,18 +206,20 @@ class Auto:
         began = self.clock()
         self._watcher.cluster = cluster_of(live, seconds_for(step_us))
         self._spent_us += 1e6 * (self.clock() - began)
-        self._offer(live, step_us)
+        # its sends were held back, so it takes no longer than that
+        self._offer(live, step_us, Seen(live.plan, step_us))
 
-    def _offer(self, live: Live, step_us: float) -> None:
+    def _offer(self, live: Live, step_us: float, seen: Seen | None = None) -> None:
         """Let rank 0 make offers, and begin the trial. `step_us` is the same on all ranks."""
         began = self.clock()
         self._pace.forget()
         self._refused = self._find_refused(live)
         instead = "plain all-reduce runs on all ranks" if self._current is None else "the plan chosen before goes on"
-        make = lambda: msgspec.json.encode(self._made(live, seconds_for(step_us))).decode()  # noqa: E731
+        make = lambda: msgspec.json.encode(self._made(live, seconds_for(step_us), seen)).decode()  # noqa: E731
         self._offers, self._elsewhere, self._local = _read(live.made_by_first(make, instead))
         self._spent_us += 1e6 * (self.clock() - began)
-        (spent_us,) = live.exchange([self._spent_us])()[0]
+        rows = live.exchange([self._spent_us, live.exposed_us])()
+        spent_us, self._seen_exposed_us = rows[0][0], min(row[1] for row in rows)
         if not self._offers:
             if self._current is None:
                 live.change_to(live.plan_of(Uniform(Identity(), scheme=FLAT)))
@@ -230,7 +232,7 @@ class Auto:
         self._phase, self._runs, self._changing_us = self._try, -1, 0.0
         self._run_turn(live)
 
-    def _made(self, live: Live, seconds: float) -> _Told:
+    def _made(self, live: Live, seconds: float, seen: Seen | None) -> _Told:
         """The offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
         cluster = self._watcher.cluster
         assert self._profile is not None and cluster is not None
@@ -244,7 +246,7 @@ class Auto:
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
-        made = offers(*job, seconds, self._kept(), allowed)
+        made = offers(*job, seconds, self._kept(), allowed, seen)
         local = None
         waits = made[0].candidate.predicted_us * (1 - EXPOSED) > compute_us_of(self._profile)
         if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
@@ -312,7 +314,7 @@ class Auto:
         ]
         plain = next(place for place, candidate in enumerate(trial.candidates) if candidate.plain)
         exposed_us, plan, elsewhere = (
-            median(self._exposed_us[index] or [0.0]),
+            median(self._exposed_us[index] or [self._seen_exposed_us]),
             self._offers[index].plan,
             self._elsewhere,
         )

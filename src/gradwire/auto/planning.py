@@ -44,6 +44,13 @@ class Offer(NamedTuple):
     plan: Plan
 
 
+class Seen(NamedTuple):
+    """A plan that ran before the trial, and the most that its steps take."""
+
+    plan: Plan
+    us: float
+
+
 def offers(
     profile: Profile,
     cluster: Cluster,
@@ -52,13 +59,15 @@ def offers(
     seconds: float,
     current: Plan | None = None,
     schedules: Sequence[Schedule] = (),
+    seen: Seen | None = None,
 ) -> list[Offer]:
     """The best plans by prediction, the current plan and plain all-reduce, without duplicates, in the order in which they are
     to be tried: those close to the best by accuracy, then the others by their times.
 
     specs: the allowed specs, the most accurate first. schedules: those allowed beside `backward`, in the same order; the best
     plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's search, which takes about
-    `seconds`, and one policy for each spec; where ranks share nodes, one hierarchical and one flat.
+    `seconds`, and one policy for each spec; where ranks share nodes, one hierarchical and one flat. A plan that was seen comes
+    last if it is none of these.
     """
     found = _Plans(profile, cluster, costs, specs, schedules)
     began = time.perf_counter()
@@ -90,7 +99,20 @@ def offers(
     most = MOST_TRIED - 1 + len({schedule.word for schedule in (Backward(), *schedules)})
     tried = [*of_each, *rest[: max(0, most - len(of_each))], plain, *([current] if current is not None else [])]
     offered = {plan.digest(): plan for plan in found.best_first(tried)}
-    return [Offer(found.candidate(plan, digest == plain.digest()), plan) for digest, plan in offered.items()]
+    made = [Offer(found.candidate(plan, digest == plain.digest()), plan) for digest, plan in offered.items()]
+    return made if seen is None else _with_seen(found, made, seen)
+
+
+def _with_seen(found: "_Plans", made: list[Offer], seen: Seen) -> list[Offer]:
+    """The offers, with the time of the plan that was seen; without a turn if it is not among them."""
+    digest = seen.plan.digest()
+    if all(offer.plan.digest() != digest for offer in made):
+        found.add(seen.plan)
+        made = [*made, Offer(found.candidate(seen.plan, False)._replace(runs=False), seen.plan)]
+    return [
+        Offer(offer.candidate._replace(seen_us=seen.us), offer.plan) if offer.plan.digest() == digest else offer
+        for offer in made
+    ]
 
 
 def foreseen(

@@ -4,6 +4,7 @@ The best plan by prediction runs first. How far its time is from its prediction 
 that are predicted to be slower by more than that do not run, nor those that cost accuracy and are not predicted to be faster.
 Where others run, turns are interleaved, A B C A B C, so that a slower machine affects all plans alike, and there is a second
 round if the best two are alike and the budget lasts. A first turn ends at once if its steps are clearly slower than the best.
+A candidate whose time is known from before the trial is chosen where nothing that ran is as fast.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -56,6 +57,10 @@ class Candidate(NamedTuple):
     """Times vary inside groups of so many steps; the mean of each group counts."""
     steps_for_one: float = 1.0
     """Steps needed for the progress of one step of plain all-reduce; times are multiplied by this before they are compared."""
+    seen_us: float = 0.0
+    """The most that a step takes, known from before the trial; 0 if it is not known."""
+    runs: bool = True
+    """Whether it may have a turn. One that may not is chosen by `seen_us` alone."""
 
     @property
     def to_loss_us(self) -> float:
@@ -88,7 +93,7 @@ class Trial:
         self._rounds = 0
         self.chosen: int | None = None
         self._queue = [self._turn(0)]
-        self._waiting = list(range(1, len(self.candidates)))
+        self._waiting = [index for index in range(1, len(self.candidates)) if self.candidates[index].runs]
         """Candidates that may still have a first turn."""
 
     @property
@@ -125,8 +130,8 @@ class Trial:
         self._go_on()
 
     def median_us(self, index: int) -> float | None:
-        """The median of a candidate's counted steps; None if there are none."""
-        return median(self.times[index]) if self.times[index] else None
+        """The median of a candidate's counted steps, or else its time from before the trial; None if there is neither."""
+        return median(self.times[index]) if self.times[index] else self.candidates[index].seen_us or None
 
     @property
     def cost_us(self) -> float:
@@ -218,7 +223,11 @@ class Trial:
         return candidate.to_loss_us <= (1 + self.error) * first.to_loss_us
 
     def _choose(self) -> None:
-        medians = {index: self._to_loss_us(index) for index, times in enumerate(self.times) if times}
+        medians = {
+            index: us * candidate.steps_for_one
+            for index, candidate in enumerate(self.candidates)
+            if (us := self.median_us(index)) is not None
+        }
         if not medians:
             self.chosen = self._plain if self._plain is not None else 0
             return

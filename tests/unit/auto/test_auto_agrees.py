@@ -14,7 +14,7 @@ import torch
 import gradwire as gw
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
-from gradwire.auto.planning import Offer, words_of
+from gradwire.auto.planning import Offer, Seen, words_of
 from gradwire.auto.trial import MOST_STEPS, Candidate
 from gradwire.core import Cluster, Identity, Link, TensorInfo
 from gradwire.core.specs import QSGD, ErrorFeedback
@@ -157,8 +157,11 @@ def made_up() -> Any:
         link = Link(slowest, 1.0 / live.slow)
         return Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
 
-    def made(driver: Auto, live: MadeUpLive, seconds: float) -> Any:
-        return [(offer.candidate, offer.plan.to_dict()) for offer in live.job.offers()], [], None
+    def made(driver: Auto, live: MadeUpLive, seconds: float, seen: Seen | None) -> Any:
+        first, *others = live.job.offers()
+        if seen is not None:
+            first = first._replace(candidate=first.candidate._replace(seen_us=seen.us))
+        return [(offer.candidate, offer.plan.to_dict()) for offer in (first, *others)], [], None
 
     def profile_of(live: MadeUpLive, *_: object) -> Any:
         return SimpleNamespace()

@@ -194,6 +194,23 @@ def test_a_candidate_that_cannot_run_is_left_out() -> None:
     assert chosen(trial) == "plain"
 
 
+@pytest.mark.parametrize(("seen_us", "expected"), [(60.0, "seen"), (79.0, "A"), (90.0, "A")])
+def test_what_ran_before_the_trial_is_chosen_where_nothing_else_is_as_fast(seen_us: float, expected: str) -> None:
+    seen = Candidate("seen", 50.0, loss=2, seen_us=seen_us, runs=False)
+    trial = Trial([Candidate("A", 50.0, loss=1), Candidate("plain", 55.0, plain=True), seen])
+    while (turn := trial.turn) is not None:
+        trial.took((80.0, 100.0)[turn.candidate])
+    assert chosen(trial) == expected and ran(trial) == ["A", "plain"]
+    assert trial.median_us(2) == seen_us
+
+
+def test_a_turn_counts_more_than_the_time_from_before_the_trial() -> None:
+    trial = Trial([Candidate("A", 50.0, seen_us=200.0), Candidate("plain", 90.0, plain=True)])
+    while (turn := trial.turn) is not None:
+        trial.took((50.0, 90.0)[turn.candidate])
+    assert chosen(trial) == "A" and trial.median_us(0) == 50.0
+
+
 def test_what_deciding_takes_beside_steps_is_in_its_cost() -> None:
     trial = Trial([Candidate("A", 100.0), Candidate("plain", 110.0, plain=True)])
     while trial.turn is not None:

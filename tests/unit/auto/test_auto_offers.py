@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
 from gradwire.auto.bits import with_bits
-from gradwire.auto.planning import MOST_TRIED, foreseen, offers, words_of
+from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed
@@ -88,6 +88,19 @@ def test_a_running_plan_is_offered_once() -> None:
     plain = next(offer for offer in again if offer.candidate.plain)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=plain.plan)
     assert [offer.candidate.plain for offer in again].count(True) == 1
+
+
+@pytest.mark.parametrize("gbps", [0.1, 100.0])
+def test_a_plan_that_was_seen_keeps_its_time_and_takes_no_turn_of_its_own(gbps: float) -> None:
+    specs = specs_of("safe", TENSORS)
+    plan = first_policy("safe", TENSORS).plan(TENSORS, 2)
+    without = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.0)
+    made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.0, seen=Seen(plan, 70_000.0))
+    (own,) = [offer for offer in made if offer.plan.digest() == plan.digest()]
+    known = plan.digest() in [offer.plan.digest() for offer in without]
+    assert own.candidate.seen_us == 70_000.0 and own.candidate.runs == known
+    assert len(made) == len(without) + (not known)
+    assert [offer.candidate for offer in made if offer is not own and offer.candidate.seen_us] == []
 
 
 def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
