@@ -1,8 +1,8 @@
 """`plan="auto"` on a live job, in four phases.
 
 1. settle: the first step runs the first policy, until memory is allocated and the order of gradients is known.
-2. look: two steps record when gradients become ready, with all sends after the last one. Then links are measured, codecs' times
-   come from the machine's cache, and rank 0 plans and makes offers.
+2. look: two steps, or one if steps are long, record when gradients become ready, with all sends after the last one. Then links
+   are measured, codecs' times come from the machine's cache, and rank 0 plans and makes offers.
 3. try: the best offer runs, and others if predictions do not tell them apart: the turns of a `Trial`.
 4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer a step later, without
    waiting. If exchanges take longer or shorter, links are measured; if these have changed, or the batch, there are new offers.
@@ -36,6 +36,7 @@ from gradwire.auto.live import Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import (
     CODECS_SECONDS,
+    LONG_STEP_US,
     LOOK_STEPS,
     Look,
     cluster_of,
@@ -192,7 +193,8 @@ class Auto:
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
-            self._looking = Look(live, self.clock)
+            long = max(row[0] for row in live.exchange([us])()) >= LONG_STEP_US
+            self._looking = Look(live, 1 if long else LOOK_STEPS, self.clock)
 
     def _look(self, live: Live, us: float) -> None:
         assert self._looking is not None

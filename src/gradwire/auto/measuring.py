@@ -28,6 +28,8 @@ from gradwire.profiler.codec_cache import cached_codecs
 from gradwire.profiler.links import measure_links, measured_links
 
 LOOK_STEPS = 2
+LONG_STEP_US = 4e5
+"""If steps take so long, the profile is that of one step: the second would spend a fifth of the time that a decision may take."""
 CODECS_SECONDS = 0.3
 """The most time for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
@@ -61,12 +63,12 @@ class StepMoments:
 
 
 class Look:
-    """Measures the profile of a live job in LOOK_STEPS steps, whose sends wait for the last gradient."""
+    """Measures the profile of a live job in a few steps, whose sends wait for the last gradient."""
 
-    def __init__(self, live: Live, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Begins with the next step."""
+    def __init__(self, live: Live, steps: int = LOOK_STEPS, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begins with the next step. steps: the same on all ranks."""
         self._moments = StepMoments(live.session.parameters, Clock(live.device, clock))
-        self._infos, self._left = live.infos, LOOK_STEPS
+        self._infos, self._left = live.infos, steps
         live.hold(True)
 
     def ended(self, live: Live, began_s: float, us: float, pace: Pace) -> tuple[Profile, float] | None:

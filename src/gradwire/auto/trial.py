@@ -31,7 +31,7 @@ PLAIN_FACTOR = 1.05
 """Plain all-reduce does not run if it is predicted to take more than so many times as long as the best plan was predicted to,
 and longer than that plan takes."""
 _TURN_STEPS = 3
-"""Steps of a turn. The first one does not count: memory is new."""
+"""Steps of a turn, where the budget lasts. The first one does not count: memory is new."""
 _LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
 """Bounds of the part by which predictions are taken to be wrong."""
 _SLOW_FIRST, _SLOW = 1.25, 1.15
@@ -93,6 +93,7 @@ class Trial:
         self._rounds = 0
         self.chosen: int | None = None
         self._queue = [self._turn(0)]
+        self._shorten()
         self._waiting = [index for index in range(1, len(self.candidates)) if self.candidates[index].runs]
         """Candidates that may still have a first turn."""
 
@@ -181,6 +182,12 @@ class Trial:
         cycle = self.candidates[index].cycle
         return TrialTurn(index, 1 + cycle * -(-(_TURN_STEPS - 1) // cycle))
 
+    def _shorten(self) -> None:
+        """If the next turn, a candidate's first, does not fit, only one cycle of it counts."""
+        index = self._queue[0].candidate
+        if not self.times[index] and not self._fits(self._queue[0]):
+            self._queue[0] = TrialTurn(index, 1 + self.candidates[index].cycle)
+
     def _fits(self, turn: TrialTurn) -> bool:
         """Whether the turn is over before the budget is spent."""
         us = (
@@ -193,6 +200,7 @@ class Trial:
     def _go_on(self) -> None:
         """Begin the next turn or the next round, or decide."""
         while self._queue:
+            self._shorten()
             if self._fits(self._queue[0]) or not any(self.times):
                 return
             self._queue.pop(0)

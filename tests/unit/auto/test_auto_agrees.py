@@ -14,6 +14,7 @@ import torch
 import gradwire as gw
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
+from gradwire.auto.measuring import LONG_STEP_US
 from gradwire.auto.planning import Offer, Seen, words_of
 from gradwire.auto.trial import MOST_STEPS, Candidate
 from gradwire.core import Cluster, Identity, Link, TensorInfo
@@ -49,7 +50,8 @@ class MadeUpJob:
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)
         self.seed, self.meeting = seed, Meeting()
-        self.real_us = {plan.digest(): chance.uniform(5e4, 2e5) for plan in PLANS}
+        self.long = 5 if seed % 4 == 0 else 1
+        self.real_us = {plan.digest(): self.long * chance.uniform(5e4, 2e5) for plan in PLANS}
         self.foretold = {digest: us * chance.uniform(0.85, 1.15) for digest, us in self.real_us.items()}
         self.noise, self.drop = chance.choice((0.0, 0.02, 0.1)), chance.choice((1.0, 10.0))
         self.skew = [chance.uniform(0.9, 1.1) for _ in range(2)]
@@ -71,7 +73,7 @@ class MadeUpLive:
         self.infos, self.everybody, self.device = TENSORS, True, torch.device("cpu")
         self.group = SimpleNamespace(rank=rank, world_size=2)
         self.session = SimpleNamespace(optimizers=[], parameters={})
-        self.inputs, self.bytes_between_nodes = 64, [10**6] * 4
+        self.inputs, self.bytes_between_nodes = 64, [10**6 * job.long] * 4
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
 
@@ -194,6 +196,16 @@ def check(seeds: range) -> None:
         assert len(decisions[0]) == (2 if job.drop > 1 else 1), f"seed {seed}: {[each.why for each in decisions[0]]}"
     worse.sort()
     assert worse[len(worse) // 2] <= 1.02 and worse[int(0.9 * len(worse))] <= 1.10, worse[int(0.9 * len(worse))]
+
+
+def test_where_steps_are_long_fewer_of_them_decide(made_up: None) -> None:
+    taken = {True: set(), False: set()}
+    for seed in range(40):
+        job = MadeUpJob(seed)
+        first_us = job.real_us[PLANS[-1].digest()]  # the plan that runs before the first decision
+        if abs(first_us / LONG_STEP_US - 1) > 0.5:
+            taken[first_us > LONG_STEP_US].add(run(seed)[1][0][0].took_steps)
+    assert min(taken[False]) >= 5 and min(taken[True]) == 4
 
 
 def test_ranks_with_different_clocks_decide_alike(made_up: None) -> None:

@@ -132,6 +132,12 @@ def test_a_turn_ends_with_the_first_step_that_is_clearly_slow(steps_us: tuple[fl
     assert trial.steps == 3 + ran and (trial.turn is None or trial.turn.candidate == 0)
 
 
+@pytest.mark.parametrize(("spent_us", "steps"), [(0.0, 3), (1.1e6, 3), (1.3e6, 2), (9e6, 2)])
+def test_a_first_turn_is_shorter_where_the_budget_ends(spent_us: float, steps: int) -> None:
+    trial = tried({"A": 300_000.0, "plain": 390_000.0}, spent_us=spent_us)
+    assert ran(trial) == ["A"] and trial.steps == 3 + steps and len(trial.times[0]) == steps - 1
+
+
 def test_turns_are_interleaved_while_the_best_two_are_alike() -> None:
     trial = Trial([Candidate("A", 1.0), Candidate("B", 1.0), Candidate("C", 1.04)])
     order: list[int] = []
