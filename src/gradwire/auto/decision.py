@@ -21,7 +21,8 @@ class Tried:
     predicted_us: float
     """Predicted time of a step."""
     measured_us: float | None
-    """Median time of the counted steps on the slowest rank; None if the plan did not run."""
+    """Median time of the counted steps on the slowest rank; of a plan that only ran before the trial, the most that a step took;
+    None if the plan did not run."""
     steps: int
     """The number of counted steps."""
     steps_for_one: float = 1.0
