@@ -2,7 +2,7 @@
 
     python -m benchmarks delayed [--job transformer] [--links 100mbit,500mbit,1000mbit] [--turns 2]
 
-Takes ten minutes. Needs network namespaces. All parts are measured in the same run, in turns with the schedules: compute (a step
+Takes 20 minutes. Needs network namespaces. All parts are measured in the same run, in turns with the schedules: compute (a step
 that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the CPU time of both. All are
 means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22 steps the first, which waits
 for nothing, and the last, which waits twice, are left out.
