@@ -2,10 +2,10 @@
 
     python -m benchmarks delayed [--job transformer] [--links 100mbit,500mbit,1000mbit] [--turns 2]
 
-Takes 20 minutes. Needs network namespaces. All parts are measured in the same run, in turns with the schedules: compute (a step
-that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the CPU time of both. All are
-means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22 steps the first, which waits
-for nothing, and the last, which waits twice, are left out.
+Takes a quarter of an hour or more. Needs network namespaces. All parts are measured in the same run, in turns with the
+schedules: compute (a step that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the
+CPU time of both. All are means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22
+steps the first, which waits for nothing, and the last, which waits twice, are left out.
 Where corrections are staggered, the exchange of each step is the mean of a period's. Writes benchmarks/results/delayed.json and a
 table into docs/schedules_measured.md. 1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than
 10 % above what is attainable, or k=5 with 8-bit corrections there not faster than the backward schedule, or staggered

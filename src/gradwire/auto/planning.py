@@ -103,16 +103,16 @@ def offers(
     return made if seen is None else _with_seen(found, made, seen)
 
 
-def _with_seen(found: "_Plans", made: list[Offer], seen: Seen) -> list[Offer]:
+def _with_seen(found: "_Plans", made: Sequence[Offer], seen: Seen) -> list[Offer]:
     """The offers, with the time of the plan that was seen; without a turn if it is not among them."""
+    offers = {offer.plan.digest(): offer for offer in made}
     digest = seen.plan.digest()
-    if all(offer.plan.digest() != digest for offer in made):
+    if digest not in offers:
         found.add(seen.plan)
-        made = [*made, Offer(found.candidate(seen.plan, False)._replace(runs=False), seen.plan)]
-    return [
-        Offer(offer.candidate._replace(seen_us=seen.us), offer.plan) if offer.plan.digest() == digest else offer
-        for offer in made
-    ]
+        offers[digest] = Offer(found.candidate(seen.plan, False)._replace(runs=False), seen.plan)
+    own = offers[digest]
+    offers[digest] = own._replace(candidate=own.candidate._replace(seen_us=seen.us))
+    return list(offers.values())
 
 
 def foreseen(

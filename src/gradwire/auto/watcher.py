@@ -12,7 +12,7 @@ from gradwire.core.cluster import Cluster
 from gradwire.core.plan import Plan
 
 _MOST_SECONDS = 0.3
-"""The most time for measuring a kind of link, and for the planner's search."""
+"""The most time for measuring a kind of link, but for `PATIENCE` of the profiler, and for the planner's search."""
 _STEPS_WORTH = 0.1
 """The same in steps: the shorter of the two counts."""
 LINK_CHANGED, _LINK_PART = 1.3, 0.1
