@@ -2,12 +2,13 @@
 
     python -m benchmarks local [--links 10mbit 20mbit 100mbit] [--nodes 2] [--seconds 300] [--only WORD ...] [--again]
     python -m benchmarks local --equal ...    losses at equal samples (`benchmarks.local_equal`)
+    python -m benchmarks local --step ...     how long a step takes, and its prediction (`benchmarks.local_step`)
 
 All methods of a link train the bench's transformer for equal seconds, in turns, in one run (`race_s` of the bench). The goal is
 the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES.json after each turn. A link
-whose run came to its end, with no method failing, is not measured again, unless --again. A method that fails is named and takes
-no further part; the exit status is 1 then. Needs network namespaces, and torchft for its DiLoCo, which is left out otherwise
-(`benchmarks/campaigns/rivals.py` says how to get it).
+whose run came to its end, with no method failing, is not measured again, unless --again. The tables of all links go into
+docs/local_steps.md. A method that fails is named and takes no further part; the exit status is 1 then. Needs network namespaces,
+and torchft for its DiLoCo, which is left out otherwise (`benchmarks/campaigns/rivals.py` says how to get it).
 """
 
 import argparse
@@ -22,18 +23,20 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import local_equal
+from benchmarks import local_equal, local_step
 from benchmarks.campaigns.rivals import TORCHFT, absent
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import RIVAL_PREFIX
 from gradwire.bench.progress import RaceView, View
 from gradwire.bench.results import Cell, StepEvent
-from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
+from gradwire.bench.runner import BenchRequest, emulation_problem, gbps_of, run_bench
 
 JOB = "transformer"
 FOLDER = RESULTS / "local"
+PAGE = Path(__file__).parent.parent / "docs" / "local_steps.md"
+BEGIN, END = "<!-- local: made by `python -m benchmarks local` -->", "<!-- end of local -->"
 AUTO = "auto, accuracy safe"
 TWO_BITS: dict[str, Any] = {"id": "qsgd", "bits": 2}
 PLAIN = {"lr": 1.0, "momentum": 0.0}
@@ -55,6 +58,8 @@ METHODS = {
         {"id": "error_feedback", "decay": 0.95, "inner": {"id": "topk", "ratio": 0.02, "values": TWO_BITS}}, outer=PLAIN
     ),
 }
+STEPPED = {name: METHODS[name] for name in ("local, 4 bits, mean of weights", "streaming, 4 bits")}
+"""Those whose steps are predicted and timed."""
 COLUMNS = ("", "steps", "samples", "ms a step", "last loss", "seconds to auto's last loss", "times sooner")
 
 
@@ -62,6 +67,8 @@ def run(arguments: list[str]) -> int:
     """Measure what is missing, print and write the tables; 1 where no link can be emulated, and where a method failed."""
     if "--equal" in arguments:
         return local_equal.run([each for each in arguments if each != "--equal"])
+    if "--step" in arguments:
+        return local_step.run([each for each in arguments if each != "--step"], STEPPED)
     parser = argparse.ArgumentParser(prog="python -m benchmarks local")
     parser.add_argument("--links", nargs="+", default=["10mbit", "20mbit", "100mbit"])
     parser.add_argument("--nodes", type=int, default=2)
@@ -87,8 +94,11 @@ def run(arguments: list[str]) -> int:
             )
             race.run(lambda result, path=path: write(path, result, quiet=True))
             failed += [f"{link}: {name} failed: {why}" for name, why in race.failed.items()]
-    lines = [line for path in sorted(FOLDER.glob("*.json")) for line in table_of(json.loads(path.read_text()))]
+    results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
+    results.sort(key=lambda each: (each["nodes"], gbps_of(each["link"]) or math.inf))
+    lines = [line for result in results for line in table_of(result)]
     print("\n".join(lines))
+    write_between(PAGE, BEGIN, END, lines)
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
 

@@ -32,7 +32,7 @@ from gradwire.planner.methods import make
 from gradwire.sim.rules import rules_of
 from gradwire.sim.timeline import Timeline, simulate
 
-__all__ = ["PLANNED", "PredictRequest", "Profiled", "predictable", "profiled", "run_predict"]
+__all__ = ["PLANNED", "PredictRequest", "Profiled", "plan_of", "predictable", "profiled", "run_predict"]
 
 PLANNED = "planned"
 """The plan that the joint planner makes from what was profiled."""
@@ -129,7 +129,7 @@ def _group(
 ) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
     found = profiled(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
-    plans = {method: _plan_of(method, found) for method in request.measured.methods}
+    plans = {method: plan_of(method, found) for method in request.measured.methods}
     joint = make(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
     plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
@@ -152,7 +152,7 @@ def _group(
     return found.fit(job, link), cells
 
 
-def _plan_of(method: str, found: Profiled) -> Plan:
+def plan_of(method: str, found: Profiled) -> Plan:
     """The plan that the method executes on the profiled model."""
     if method == "ddp":
         return ddp_plan(found.profile)

@@ -39,7 +39,8 @@ from gradwire.profiler.links import measure_links, measured_links
 
 LINK_SECONDS = 0.25
 GO_ON_TURN_STEPS = 25
-RACE_TURN_S = 3.0
+RACE_TURN_S, RACE_TURNS = 3.0, 30
+"""The shortest turn in a race, and the number of turns of a long one: what is under way at the end of a turn is waited for."""
 HELD_OUT = 8
 HELD_OUT_FROM = 900_000
 """The number of held-out batches, and the step of the first one. No run trains for so many steps."""
@@ -118,6 +119,7 @@ class Contest:
     def _race(self) -> None:
         """The floor takes its steps. Of the others always the one that has trained for the shortest time takes the next turn."""
         trained_s = {}
+        longest_turn_s = max(RACE_TURN_S, self.order.race_s / RACE_TURNS)
         for contestant in self.contestants:
             if contestant.name == "floor":
                 self._take_turn(contestant, self.order.warmup_steps + self.order.steps)
@@ -131,7 +133,7 @@ class Contest:
             if each.failure is None and trained_s.get(each.name, math.inf) < self.order.race_s
         ]:
             contestant = min(going, key=lambda each: trained_s[each.name])
-            seconds = min(RACE_TURN_S, self.order.race_s - trained_s[contestant.name])
+            seconds = min(longest_turn_s, self.order.race_s - trained_s[contestant.name])
             steps = max(1, math.ceil(seconds / step_s[contestant.name]))
             self._take_turn(contestant, steps)
             self._guarded(contestant, self._evaluate)

@@ -117,15 +117,20 @@ def useless(which: str | Where, spec: Spec, matched: Sequence[str], tensors: Seq
     return f"{rule} matches none of the {len(names)} tensors. Nearest names: {', '.join(close)}. Correct or remove it."
 
 
-class Policy(Document, frozen=True, kw_only=True):
+class _Default(Document, frozen=True):
+    """The field of a policy that may be given without its name."""
+
+    default: SpecField
+    """Spec of the tensors that no rule matches."""
+
+
+class Policy(_Default, frozen=True, kw_only=True):
     """Which spec each tensor gets, by the first rule whose pattern matches its name, and how buckets are made."""
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
     omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
 
-    default: SpecField
-    """Spec of the tensors that no rule matches."""
     rules: RulesField = ()
     """(which, spec) pairs; the first match wins. `which` is a fnmatch pattern of whole tensor names; case counts, and | stands
     between alternatives ("*.bias|*norm*"). Or `which` is a `Where`, which also compares sizes, dimensions and dtypes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import local, local_equal
+from benchmarks import local, local_equal, local_step
 from benchmarks.campaigns import rivals
 from benchmarks.paired import REFERENCE
 from gradwire.bench.names import check_method
@@ -96,16 +96,29 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(local, "run_bench", run_bench)
     monkeypatch.setattr(local, "emulation_problem", lambda: None)
     monkeypatch.setattr(local, "absent", lambda: "torchft is not here")
-    monkeypatch.setattr(local, "FOLDER", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{local.BEGIN}\nold\n{local.END}\nafter\n")
+    monkeypatch.setattr(local, "PAGE", page)
+    monkeypatch.setattr(local, "FOLDER", tmp_path / "local")
     arguments = ["--links", "10mbit", "20mbit", "--only", "4 bits", "torchft"]
     assert local.run(arguments) == 1
     said = capsys.readouterr()
     assert f"10mbit: {OURS} failed: it broke" in said.err and "torchft is not here" in said.err
-    assert links == ["10mbit", "20mbit"] and sorted(path.name for path in tmp_path.iterdir()) == [
+    assert links == ["10mbit", "20mbit"] and sorted(path.name for path in local.FOLDER.iterdir()) == [
         "10mbit-2.json",
         "20mbit-2.json",
     ]
     assert local.run(arguments) == 0 and links[2:] == ["10mbit"], "only what failed is measured again"
+    made = page.read_text()
+    assert made.index("before") < made.index("10mbit, 2 nodes") < made.index("20mbit, 2 nodes") < made.index("after")
+    assert "old" not in made
+
+
+def test_steps_beside_their_prediction() -> None:
+    steps = {"floor": {"measured_ms": 100.0}, "streaming": {"measured_ms": 110.0, "predicted_ms": 99.0}}
+    made = "\n".join(local_step.step_table({"links": {"10mbit, 2 nodes": steps}}))
+    assert "| 10mbit, 2 nodes | streaming | 110 | 1.10 | 99 | 0.90 |" in made
+    assert local.STEPPED.keys() < local.METHODS.keys()
 
 
 def test_rivals_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

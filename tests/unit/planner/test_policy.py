@@ -33,6 +33,10 @@ def tensor(name: str, numel: int, dtype: str = "float32", device: str = "cpu") -
     return TensorInfo(name, (numel, 1), dtype, device)
 
 
+def test_the_default_may_be_given_without_its_name() -> None:
+    assert Policy(QSGD(), scheme="flat") == Policy(default=QSGD(), scheme="flat")
+
+
 def test_uniform_is_the_policy_without_rules() -> None:
     assert Uniform(QSGD()) == Policy(default=QSGD(), exempt_vectors=False)
     assert Uniform(QSGD(), schedule="pipelined", bucket_bytes=7) == Policy(
