@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.common import RESULTS, write
 from benchmarks.levels import kernels_of, set_level
+from gradwire.core.made import processor_name
 from gradwire.core.payload import index_bytes, kept_of, qsgd_bytes
 from gradwire.kernels import LocalUpdate, Segment, Segments, cpu
 
@@ -141,7 +142,7 @@ def run(arguments: list[str]) -> int:
     libraries = [ctypes.CDLL(path) for path in (options.old, options.new)]
     old, new = (kernels_of(library) for library in libraries)
     rows = []
-    table = Table(title=f"{cpu_name()}: old time / new time, below 0.97 in bold", title_justify="left")
+    table = Table(title=f"{processor_name()}: old time / new time, below 0.97 in bold", title_justify="left")
     for column in ("kernel", "level", "old, us", "new, us", "ratio"):
         table.add_column(column, justify="right" if column not in ("kernel", "level") else "left")
     for level in options.levels:

@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.common import RESULTS, write
 from gradwire.core import native
+from gradwire.core.made import processor_name
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import Segment, Segments, cpu
 from gradwire.kernels.checksum import crc32c
@@ -53,7 +54,7 @@ def run(arguments: list[str]) -> int:
                 f"{bits} bits, {way}: {100 * added.get(way, 0):.1f} % more;",
                 {k: round(v, 1) for k, v in us[way].items()},
             )
-    result = {"processor": cpu_name(), "numel": options.numel, "pairs": options.pairs, "by_bits": by_bits}
+    result = {"processor": processor_name(), "numel": options.numel, "pairs": options.pairs, "by_bits": by_bits}
     write(RESULTS / "checksums.json", result)
     return 0
 

@@ -1,7 +1,6 @@
 """What the benchmarks share: where results go and what is written with them."""
 
 import json
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from typing import Any
 
 from gradwire.bench.runner import Network
 from gradwire.core.files import write_whole
+from gradwire.core.made import processor_name
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,22 +44,11 @@ def collected(
     return found
 
 
-def cpu_name() -> str:
-    """The processor, as the kernel names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
 def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
     """Write a result with date, machine and the command that made it. `quiet`: without a word."""
     made = {
         "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
+        "cpu": processor_name(),
         "command": " ".join(
             ["python -m benchmarks", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])]
         ),

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.catalogue import ENTRIES, Entry
-from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.common import RESULTS, write
 from benchmarks.kernels import seconds
 from gradwire.collectives import Program
 from gradwire.compressors import Context, compressor_for
 from gradwire.core import Spec
+from gradwire.core.made import processor_name
 from gradwire.core.specs import ElementRun
 from gradwire.kernels import Segment, Segments, cpu
 
@@ -118,7 +119,7 @@ def run(arguments: list[str]) -> int:
     slow = [row for row in rows if not row.ok]
     for row in slow:
         print(f"slower than promised: {row.spec} at {row.megabytes} MB")
-    console.print(f"{cpu_name()}, torch {torch.__version__}. Ratio 1.00: as fast as the copy.", style="dim")
+    console.print(f"{processor_name()}, torch {torch.__version__}. Ratio 1.00: as fast as the copy.", style="dim")
     if not options.only:
         write(RESULTS / "compressors.json", {"torch": torch.__version__, "rows": [row._asdict() for row in rows]})
     return 1 if slow else 0

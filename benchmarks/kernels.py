@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS, cpu_name, write
+from benchmarks.common import RESULTS, write
 from benchmarks.levels import use_level
+from gradwire.core.made import processor_name
 from gradwire.core.payload import qsgd_bytes
 from gradwire.kernels import LocalUpdate, Segment, Segments, cpu, reference
 
@@ -138,7 +139,7 @@ def run(arguments: list[str]) -> int:
             pairs = options.slow_pairs if implementation == "reference" else options.pairs
             rows += measure(megabytes, implementation, pairs)
         console.print(table_of(rows, megabytes, implementations, levels[-1] if levels else None))
-    console.print(f"{cpu_name()}, torch {torch.__version__}. Ratio 1.00: as fast as the copy.", style="dim")
+    console.print(f"{processor_name()}, torch {torch.__version__}. Ratio 1.00: as fast as the copy.", style="dim")
     facts = {"torch": torch.__version__, "levels": list(levels), "block": BLOCK, "scale": "max", "wanted_ratio": WANTED}
     write(RESULTS / "kernels.json", facts | {"rows": [row._asdict() for row in rows]})
     return 0

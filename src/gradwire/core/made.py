@@ -1,6 +1,7 @@
 """Where the numbers of a file came from."""
 
 import datetime
+import platform
 import shlex
 import socket
 import sys
@@ -10,11 +11,13 @@ import msgspec
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Host, date and command of a measurement, so that the measurement can be repeated."""
+    """Host, processor, date and command of a measurement, so that the measurement can be repeated."""
 
     host: str
     date: str
     command: str
+    processor: str = ""
+    """Empty: not recorded."""
 
     @staticmethod
     def now() -> "Made":
@@ -22,4 +25,14 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
         words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return Made(host=socket.gethostname(), date=date, command=shlex.join(words))
+        return Made(host=socket.gethostname(), date=date, command=shlex.join(words), processor=processor_name())
+
+
+def processor_name() -> str:
+    """The processor, as the kernel names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
