@@ -1,6 +1,6 @@
 """gradwire in a script of Hugging Face Accelerate: `prepare` in place of `accelerator.prepare`.
 
-pip install 'gradwire[accelerate]'
+pip install '.[accelerate]'    (in a checkout)
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 

@@ -1,6 +1,6 @@
 """gradwire in Lightning's Trainer: a strategy in place of "ddp".
 
-pip install 'gradwire[lightning]'
+pip install '.[lightning]'    (in a checkout)
 torchrun --nproc-per-node 2 examples/lightning_fit.py
 """
 

@@ -1,6 +1,6 @@
 """gradwire in Ray Train: `gw.parallelize` in place of DDP, with the residuals of all ranks in Ray's checkpoints.
 
-pip install 'gradwire[ray]'
+pip install '.[ray]'    (in a checkout)
 python examples/ray_train.py
 """
 

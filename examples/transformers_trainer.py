@@ -1,6 +1,6 @@
 """gradwire in the Trainer of Hugging Face Transformers: one line more than with DistributedDataParallel.
 
-pip install 'gradwire[transformers]'
+pip install '.[transformers]'    (in a checkout)
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
 

@@ -130,8 +130,8 @@ def timeout(facts: Facts) -> Finding:
     return note(
         "timeout",
         found,
-        "The other ranks notice a dead process at once. They notice a hanging rank or a cut network only near the end of "
-        "this timeout; then gradwire names the bucket and the rank." + watchdog,
+        "The other ranks notice a dead process at once, and a silent machine or a cut network within 10 s. They notice a "
+        "hanging rank only near the end of this timeout; then gradwire names the bucket and the rank." + watchdog,
         "init_process_group(..., timeout=timedelta(minutes=5)): a little longer than the longest pause of one rank, such as "
         "saving or evaluating.",
     )
