@@ -49,7 +49,10 @@ def page(result: Mapping[str, Any]) -> str:
     faster = "\n".join(f"- {words}." for words in result["faster"])
     text += "\n## Does anything grow faster than what is sent?\n\n"
     return text + (
-        f"Yes:\n\n{faster}\n" if faster else "No: CPU time grows at most as the bytes or the messages of a rank.\n"
+        f"Yes:\n\n{faster}\n"
+        if faster
+        else "CPU time does not: it grows at most as the bytes or the messages of a rank. With ranks the time of the step can\n"
+        "grow faster, since here all ranks share the same cores.\n"
     )
 
 
