@@ -24,8 +24,8 @@ minutes.
 - **Forward** takes half of backward (DeAR's equation 9): the profiles have backward only. For Cupcake's figures
   ResNet-50's times are shortened to the 48 ms that the paper tells for a step of one GPU. The other models' steps are
   not told, so they are the profiles'.
-- **Codecs** run on the GPU; a decode of several payloads is one call ([decision 11](decisions/011-simulator.md)). What the published time of CPUs
-  means is not told, so nothing is offloaded, and BytePS-Compress is missing.
+- **Codecs** run on the GPU; a decode of several payloads is one call ([decision 11](decisions/011-simulator.md)). What the
+  published time of CPUs means is not told, so nothing is offloaded, and BytePS-Compress is missing.
 - **FP32** is all-reduce in buckets of 25 MB, by the best uncompressed option. The papers had Horovod (64 MB) and
   BytePS.
 - **Latencies** are 10 us inside a machine and 30 us between machines. No paper tells them.

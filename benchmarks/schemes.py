@@ -39,12 +39,12 @@ ELEMENTS, SEEDS = 50_003, 5
 
 HEAD = """# Schemes: which way is fastest
 
-Made by `python -m benchmarks schemes`; do not edit. One bucket of float32 on an emulated cluster of 2 nodes of 2 ranks,
-{made}. A cell is the median time from the bucket being ready to its mean being on all ranks, in milliseconds, and in
-brackets what the alpha-beta model predicts. The model's links and its codec times come from the profiler before, as in
-`gradwire profile`: exchanges inside nodes and between them, all-reduces, encodes and decodes, each by itself; and with buckets
-of 16 KB what every bucket takes beside them. The fastest
-of a column is bold. Flat: all ranks are one group. Hierarchical: gradients are added inside each node first.
+Made by `python -m benchmarks schemes`; do not edit. One bucket of float32 on an emulated cluster of 2 nodes of 2 ranks, {made}.
+A cell is the median time from the bucket being ready to its mean being on all ranks, in milliseconds, and in brackets what the
+alpha-beta model predicts. Before the schemes run, the profiler measures the links and the codecs for the prediction, as
+`gradwire profile` does. It measures exchanges inside nodes, exchanges between nodes, all-reduces, encodes and decodes one by
+one. Buckets of 16 KB give the fixed time of a bucket, which is added to each prediction. The fastest of a column is bold. Flat:
+all ranks are one group. Hierarchical: gradients are added inside each node first.
 
 """
 

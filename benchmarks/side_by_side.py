@@ -42,13 +42,13 @@ CLAIMS = (
 )
 HEAD = """# The papers' systems side by side
 
-Measured by `gradwire bench --papers --jobs transformer` and, for the MLP, `gradwire bench --papers --jobs mlp --links 500mbit --nodes 2
---ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`; do not edit. The other cells of `--papers`, the
-resnet's among them, are not measured. gradwire's engine runs each system as a plan of the same job, in turns, over links with a limited rate:
-[how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had {cores} processors for {ranks} ranks.
-So ranks share processors: what a plan computes beside backward takes longer than on processors of their own, and predictions do
-not know that. Nor do they know that AdamW takes longer where most elements got no gradient yet, as with Top-k:
-[the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
+Measured by `gradwire bench --papers --jobs transformer` and, for the MLP, `gradwire bench --papers --jobs mlp --links 500mbit
+--nodes 2 --ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`; do not edit. The other cells of
+`--papers`, the resnet's among them, are not measured. gradwire's engine runs each system as a plan of the same job, in turns,
+over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had {cores}
+processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward takes longer than on processors of
+their own, and predictions do not know that. Nor do they know that AdamW takes longer where most elements got no gradient yet,
+as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
 
 ## What the papers claim
 

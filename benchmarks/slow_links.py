@@ -45,12 +45,13 @@ they learn something else than plain data-parallel training does. So take them w
 
 How to read the picture: take the panel whose seconds are nearest to those of your step without communication. Find your model's
 parameters, go up to the line of a way to train, and read the rate. On that link and on faster ones a step takes at most
-{within:g} times as long as its computation. A line ends where codecs alone take longer, or at 100,000 Mb/s.
+{within:g} times as long as its computation. A line ends, and a table has "-", where even 100,000 Mb/s is too slow.
 
 {tables}
 
 - **Simulated**, not measured, by `python -m benchmarks slow_links`: {nodes} nodes, {latency:g} us of latency, at least {fewest}
-  tensors of equal size. Codecs run on one CPU core, at measured speeds; those of a GPU are faster.
+  tensors of equal size. Codecs run on one CPU core, at the speeds in [compressors](compressors.md). Codecs on a GPU were not
+  measured.
 - For your own model use `gradwire profile` and `gradwire simulate`, which know its tensors.
 - **Streaming** is `gw.LocalSteps(every=30, fragments=4, delay=5, mixing=0.5)` with 4 bits.
 """

@@ -53,8 +53,8 @@ autodoc_mock_imports = [
 linkcheck_timeout = 20
 linkcheck_retries = 2
 
-COMMANDS = "<!-- commands -->"
-"""Where reference/cli.md gets the options of every command."""
+COMMANDS, UNTIL = "<!-- commands -->", "<!-- until here -->"
+"""Where reference/cli.md gets the options of every command, in place of what it says there."""
 
 
 def plain(text: str) -> str:
@@ -130,7 +130,8 @@ def command_line() -> str:
 def fill_in(app: "Sphinx", docname: str, source: list[str]) -> None:
     """Writes the commands into the page of the command line."""
     if COMMANDS in source[0]:
-        source[0] = source[0].replace(COMMANDS, command_line())
+        before, _, rest = source[0].partition(COMMANDS)
+        source[0] = before + command_line() + rest.partition(UNTIL)[2]
 
 
 def setup(app: "Sphinx") -> None:

@@ -41,18 +41,18 @@ not compared. *Attainable* is max(compute + codec, wire). Only steps after auto 
 
 *Seconds to DDP's loss* count every step from the first, with all that auto measured and tried: until the mean loss of {window}
 steps is that of DDP's last {window} of {steps} steps. ~ : some steps were not made over this link but count with the mean step,
-where the losses are DDP's own. > : not reached in what was run; over links faster than 500 Mb/s nothing is run for it beyond the
-turns. *Held-out* is the loss, at as many steps, on batches that nobody trains on: of the digits, other draws of the same images.
-It is one evaluation of one run, and of the resnet it is noisy: DDP's own value goes from
-0.322 at step 112 to 0.404 at step 120 (2 nodes, 1000 Mb/s). [Accuracy](measured.md#accuracy) compares several seeds.
+where the losses are DDP's own. > : not reached in what was run; over links faster than 500 Mb/s nothing is run for it beyond
+the turns. *Held-out* is the loss, at as many steps, on batches that nobody trains on: of the digits, other draws of the same
+images. It is one evaluation of one run, and of the resnet it is noisy: DDP's own value goes from 0.322 at step 112 to 0.404 at
+step 120 (2 nodes, 1000 Mb/s). [Accuracy](measured.md#accuracy) compares several seeds.
 
-*Behind* is the time of auto's first n steps, with all that auto measured and tried, over the time of n median steps of the better
-DDP, at n = {first} and at the worst n from {first} to {judged}. *Over the best* is the median step of auto's choice over that of
-the fastest of DDP and all that auto chooses from. *Safe, of attainable* is the step over the attainable one: 1 is best.
+*Behind* is the time of auto's first n steps, with all that auto measured and tried, over the time of n median steps of the
+better DDP, at n = {first} and at the worst n from {first} to {judged}. *Over the best* is the median step of auto's choice over
+that of the fastest of DDP and all that auto chooses from. *Safe, of attainable* is the step over the attainable one: 1 is best.
 *Decided in* and *seconds* are steps and time until the first decision, and the most that they may be (15 steps; 2 s or five
-steps of DDP, whichever is longer). *Steps over DDP's* is the better DDP's median step over auto's after its decision. *Runs* is the
-plan that was chosen. In the cells of 4 nodes each process had trained
-another model for two steps before any turn, so that loading the data counts for no method.
+steps of DDP, whichever is longer). *Steps over DDP's* is the better DDP's median step over auto's after its decision. *Runs* is
+the plan that was chosen. In the cells of 4 nodes each process had trained another model for two steps before any turn, so that
+loading the data counts for no method.
 
 The cells of 4 nodes at 1000 Mb/s, and of the resnet on 4 nodes without a limit, are of an AMD EPYC; the others of an Intel
 Xeon. Compare inside a cell.

@@ -39,7 +39,8 @@ def parallelize(
     """Keep the gradients of `model` equal on all ranks of `process_group` (default: all ranks).
 
     The model is changed in place: nothing is wrapped, and no key of its `state_dict` changes. All ranks get the parameters and
-    buffers of rank 0. From then on `grad` holds the mean gradient when `backward()` returns. Any optimizer can use it.
+    buffers of rank 0. From then on `grad` holds the mean gradient when `backward()` returns, and any optimizer can use it. In the
+    `delayed` and `local` schedules `grad` stays this rank's own gradient.
     Collective: every rank of the group calls it at the same point.
 
     model: the model to train, on the device where it stays.
@@ -52,8 +53,9 @@ def parallelize(
     process_group: the ranks that train together.
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
-    accuracy: what "auto" may choose from. "exact": no compression. "safe": also specs that end within 3 % of DDP's loss in
-    docs/compressors.md. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
+    accuracy: what "auto" may choose from. "exact": no compression. "safe": also QSGD with 4 bits, and with 2 bits and error
+    feedback, whose measured losses are within 3 % of DDP's (docs/measured.md). "aggressive": also PowerSGD, EF-SignSGD and Top-k
+    1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
