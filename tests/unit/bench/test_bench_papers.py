@@ -123,9 +123,8 @@ def test_the_page_has_every_cell_and_what_papers_claim_beside_it():
     )
     assert "| ByteComp over HiPress | 1.77 | section 5.2.3: LSTM, PCIe | - | - | - |" in page
     assert "| Cupcake | 90 | 75 | 75 to 75 | +20 % | 4.00 | - | - |" in page
-    assert (
-        f"| {JOINT} | 9 | failed | - | - | - | - | - |" in page and "The machine had 2 processors for 4 ranks." in page
-    )
+    assert f"| {JOINT} | 9 | failed | - | - | - | - | - |" in page
+    assert "The machine had 2 processors for 4 ranks." in " ".join(page.split())
 
 
 def test_a_rate_inside_nodes_is_part_of_a_cell(tmp_path):
