@@ -2,10 +2,10 @@
 
     python -m benchmarks cd_sgd [--ranks 2 4] [--seeds 0 1 2] [--steps 300] [--only k=5] [--losses | --times]
 
-Trains the transformer as `benchmarks.paired` says: held-out losses at the end, at rates that fall to 0. Two kinds of threshold
-(a fixed t, and one that each block sends with its codes), corrections every k steps or never, and sums that come back
-uncompressed (the paper's pull) or encoded again. Beside them: the same without a schedule, the paper's own form, and 2 bits with
-feedback. Corrections are staggered, but for the paper's form.
+Trains the transformer as `benchmarks.paired` says, with a fused AdamW: held-out losses at the end, at rates that fall to 0. Two
+kinds of threshold (a fixed t, and one that each block sends with its codes), corrections every k steps or never, and sums that
+come back uncompressed (the paper's pull) or encoded again. Beside them: the same without a schedule, the paper's own form, and
+2 bits with feedback. Corrections are staggered, but for the paper's form.
 
 *Seconds to loss*: the steps until the mean training loss of 20 steps is that of synchronous SGD before its rates fall (steps 131
 to 150 of 300), times the measured step over 100 Mb/s. The warm-up counts with steps of synchronous SGD. Times are measured arm by
@@ -35,6 +35,7 @@ PATH = RESULTS / "cd_sgd.json"
 PAGE = Path(__file__).parent.parent / "docs" / "schedules_measured.md"
 BEGIN, END = "<!-- cd_sgd: made by `python -m benchmarks cd_sgd` -->", "<!-- end of cd_sgd -->"
 JOB, LINK = "transformer", "100mbit"
+LOOKS = 1
 WARMUP_STEPS = 15
 WINDOW = 20
 PERIOD = 20
@@ -92,7 +93,8 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     options.jobs = [f"{ranks} ranks" for ranks in options.ranks]
     chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
-    about = {name: value for name, value in DESIGN.items() if name != "ranks"} | {"t": T, "warmup_steps": WARMUP_STEPS}
+    about = {name: value for name, value in DESIGN.items() if name != "ranks"}
+    about |= {"t": T, "warmup_steps": WARMUP_STEPS, "looks": LOOKS, "fused": True}
     if not options.times:
         paired.measure(PATH, options, chosen, _train, about)
     if not options.losses:
@@ -189,7 +191,7 @@ def time_on_rank(name: str) -> None:
     job, warmup_steps = make_job(JOB, 0), 2
     arm = arms(warmup_steps)[name]
     counted = PERIOD if _warms_up(name) else PERIOD // 2
-    training = Training(arm, job, 0, 10 * PERIOD)
+    training = Training(arm, job, 0, 10 * PERIOD, fused=True)
     ends = []
     for step in range(warmup_steps + 2 + counted):
         training.step(step, job.batch(rank, world, step))
@@ -212,5 +214,7 @@ if __name__ == "__main__":
             int(sys.argv[2]),
             int(sys.argv[3]),
             json.loads(sys.argv[4]),
+            looks=LOOKS,
+            fused=True,
             also=lambda training: {"curve": [round(loss, 4) for loss in smoothed(training.trained)]},
         )

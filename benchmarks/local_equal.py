@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--steps {options.steps} must be a multiple of {uneven[0]}: all ways are to end with an exchange")
     chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
     train = partial(paired.on_ranks, "benchmarks.local_equal")
-    finals = paired.measure(PATH, options, chosen, train, DESIGN | {"looks": LOOKS}, together=2)
+    finals = paired.measure(PATH, options, chosen, train, DESIGN | {"looks": LOOKS, "fused": True}, together=2)
     print(equal_table({"finals": finals, "steps": options.steps}))
     return 0
 
@@ -94,4 +94,6 @@ def _cell(found: dict[str, dict[str, paired.Found]], arm: str) -> str:
 
 
 if __name__ == "__main__":
-    paired.train_on_rank(ARMS, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), looks=LOOKS)
+    paired.train_on_rank(
+        ARMS, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), looks=LOOKS, fused=True
+    )

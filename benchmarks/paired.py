@@ -195,12 +195,14 @@ def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:
 class Training:
     """One arm on one rank."""
 
-    def __init__(self, arm: Arm, job: Job, seed: int, steps: int) -> None:
+    def __init__(self, arm: Arm, job: Job, seed: int, steps: int, fused: bool = False) -> None:
         self.arm, self.job, self.model = arm, job, job.make_model(seed)
         if arm.nudged:
             with torch.no_grad():
                 next(self.model.parameters()).mul_(1 + NUDGE)
         self.optimizer = job.make_optimizer(self.model)
+        for group in self.optimizer.param_groups if fused else ():
+            group["fused"] = True
         self.rates = LambdaLR(self.optimizer, lambda step: min(1.0, (steps - step) / (FALLING * steps)))
         self.handle = gw.parallelize(self.model, self.optimizer, plan=arm.plan)
         self.trained: list[float] = []
@@ -245,16 +247,20 @@ def train_on_rank(
     steps: int,
     names: Sequence[str],
     looks: int = LOOKS,
+    fused: bool = False,
     also: Callable[[Training], Mapping[str, Any]] | None = None,
 ) -> None:
-    """One of the processes: train these arms in turns, and print what rank 0 finds, and what `also` makes of its trainings."""
+    """One of the processes: train these arms in turns, and print what rank 0 finds, and what `also` makes of its trainings.
+
+    fused: in torch's fused optimizers, which are 2 to 6 times as fast on a CPU and round differently.
+    """
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     job = make_job(job_name, seed)
-    running = {name: Training(arms[name], job, seed, steps) for name in names}
+    running = {name: Training(arms[name], job, seed, steps, fused) for name in names}
     held_out = [job.batch(each % world, world, steps + each) for each in range(HELD_OUT)]
     looked_at = {steps - 1 - LOOK_EVERY * each for each in range(looks)}
     for step in range(steps):
