@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import local_equal, local_step
-from benchmarks.campaigns.rivals import TORCHFT, absent
+from benchmarks.campaigns.rivals import TORCHFT, TORCHFT_MEAN, absent
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from gradwire.bench.jobs import make_job
@@ -49,6 +49,7 @@ def _local(spec: Mapping[str, Any], **schedule: Any) -> str:
 METHODS = {
     AUTO: "gradwire:auto",
     "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@30",
+    "torchft's DiLoCo, mean of weights": f"{RIVAL_PREFIX}{TORCHFT_MEAN}@30",
     "local, float32": _local({"id": "identity"}),
     "local, 4 bits": _local({"id": "qsgd", "bits": 4}),
     "local, 2 bits with feedback": _local({"id": "error_feedback", "inner": TWO_BITS}),

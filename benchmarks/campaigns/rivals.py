@@ -8,24 +8,28 @@ from importlib.util import find_spec
 from gradwire.bench.names import RIVAL_PREFIX
 from gradwire.errors import FormatError
 
-__all__ = ["TORCHFT", "absent", "check_rival", "every_of"]
+__all__ = ["OUTER", "TORCHFT", "TORCHFT_MEAN", "absent", "check_rival", "outer_of"]
 
-TORCHFT = "torchft-diloco"
-"""torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps."""
+TORCHFT, TORCHFT_MEAN = "torchft-diloco", "torchft-diloco-mean"
+"""torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps. The second one has an outer optimizer that
+makes the global weights the mean of the local ones."""
+OUTER = {TORCHFT: (0.7, 0.9), TORCHFT_MEAN: (1.0, 0.0)}
+"""Rate and momentum of the outer optimizer; the first are those of `gw.LocalSteps` by default."""
 
 
-def every_of(name: str) -> int:
-    """The steps from one exchange to the next. Raises FormatError for the name of no rival.
+def outer_of(name: str) -> tuple[int, float, float]:
+    """The steps from one exchange to the next, and rate and momentum of the outer optimizer. Raises FormatError for the name of
+    no rival.
 
-    >>> every_of("rival:torchft-diloco@30")
-    30
+    >>> outer_of("rival:torchft-diloco@30")
+    (30, 0.7, 0.9)
     """
     library, _, every = name.removeprefix(RIVAL_PREFIX).partition("@")
-    if library != TORCHFT or not (every.isascii() and every.isdigit() and int(every) > 0):
+    if library not in OUTER or not (every.isascii() and every.isdigit() and int(every) > 0):
         raise FormatError(
             f"there is no method {name[:300]!r}. Write {RIVAL_PREFIX}{TORCHFT}@30 to exchange every 30 steps."
         )
-    return int(every)
+    return int(every), *OUTER[library]
 
 
 def absent() -> str:
@@ -41,6 +45,6 @@ def absent() -> str:
 
 def check_rival(name: str) -> None:
     """Raise FormatError for the name of a rival that is unknown, or whose library is absent."""
-    every_of(name)
+    outer_of(name)
     if why := absent():
         raise FormatError(f"{name} cannot run: {why}")

@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from benchmarks.campaigns.rivals import every_of
+from benchmarks.campaigns.rivals import outer_of
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.loopback import LOOPBACK
 from gradwire.bench.methods import Method, allreduce_bytes, gradient_bytes
 from gradwire.errors import StepStateError
 
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-"""Those of `gw.LocalSteps` by default."""
 _PATIENCE = timedelta(hours=1)
 """Other methods take their turns between two exchanges."""
 
@@ -38,7 +36,8 @@ class TorchftDiLoCo(Method):
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
-        self.every, self._steps = every_of(name), 0
+        self.every, rate, momentum = outer_of(name)
+        self._steps = 0
         rank, address = dist.get_rank(process_group), _own_address()
         self._lighthouse: Any = None
         url: list[Any] = [None]
@@ -68,7 +67,7 @@ class TorchftDiLoCo(Method):
             heartbeat_interval=timedelta(seconds=1),
             init_sync=False,  # all ranks have the same weights
         )
-        outer = torch.optim.SGD(self.bare_model.parameters(), OUTER_LR, OUTER_MOMENTUM, nesterov=True)
+        outer = torch.optim.SGD(self.bare_model.parameters(), rate, momentum, nesterov=momentum > 0)
         self._diloco = DiLoCo(self._manager, [self.bare_model], self.optimizer, outer, sync_every=self.every)
         self._diloco.__enter__()
 
