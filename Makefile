@@ -11,7 +11,9 @@ demo: .venv/.demo
 	$(PY) -m gradwire demo
 
 # files in the order of tests/conftest.py: the longest first
-PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# three on two cores: tests wait more than they compute
+WORKERS ?= 3
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # a minute: nothing but functions of one process
 unit: .venv/.dev
