@@ -6,12 +6,15 @@ import shlex
 import socket
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Host, processor, date and command of a measurement, so that the measurement can be repeated."""
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("processor",)
 
     host: str
     date: str
