@@ -38,6 +38,7 @@ FOLDER = RESULTS / "local"
 PAGE = Path(__file__).parent.parent / "docs" / "local_steps.md"
 BEGIN, END = "<!-- local: made by `python -m benchmarks local` -->", "<!-- end of local -->"
 AUTO = "auto, accuracy safe"
+FOUR_BITS: dict[str, Any] = {"id": "qsgd", "bits": 4}
 TWO_BITS: dict[str, Any] = {"id": "qsgd", "bits": 2}
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 
@@ -51,15 +52,17 @@ METHODS = {
     "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@30",
     "torchft's DiLoCo, mean of weights": f"{RIVAL_PREFIX}{TORCHFT_MEAN}@30",
     "local, float32": _local({"id": "identity"}),
-    "local, 4 bits": _local({"id": "qsgd", "bits": 4}),
+    "local, 4 bits": _local(FOUR_BITS),
     "local, 2 bits with feedback": _local({"id": "error_feedback", "inner": TWO_BITS}),
-    "local, 4 bits, mean of weights": _local({"id": "qsgd", "bits": 4}, outer=PLAIN),
-    "streaming, 4 bits": _local({"id": "qsgd", "bits": 4}, fragments=4, delay=5, mixing=0.5, outer={"lr": 0.4}),
+    "local, 4 bits, mean of weights": _local(FOUR_BITS, outer=PLAIN),
+    "streaming, 4 bits": _local(FOUR_BITS, fragments=4, delay=5, mixing=0.5, outer={"lr": 0.4}),
     "SparseLoCo": _local(
         {"id": "error_feedback", "decay": 0.95, "inner": {"id": "topk", "ratio": 0.02, "values": TWO_BITS}}, outer=PLAIN
     ),
 }
-STEPPED = {name: METHODS[name] for name in ("local, 4 bits, mean of weights", "streaming, 4 bits")}
+STEPPED = {name: METHODS[name] for name in ("local, 4 bits, mean of weights", "streaming, 4 bits")} | {
+    "streaming, 4 bits, delay=7": _local(FOUR_BITS, fragments=4, delay=7, mixing=0.5, outer={"lr": 0.4})
+}
 """Those whose steps are predicted and timed."""
 COLUMNS = ("", "steps", "samples", "ms a step", "last loss", "seconds to auto's last loss", "times sooner")
 
