@@ -11,6 +11,7 @@ import torch
 from gradwire.collectives import Group
 
 _PIECE = 2**20
+_END = b"\0"
 _OWN_STEPS = 10
 """After so many steps of a script's own gradients weights are compared for the first time."""
 
@@ -72,7 +73,8 @@ class OwnSteps:
     computed itself, as by `torch.autograd.grad`.
 
     Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
-    store, and looks there for those of the others, when it makes such a step.
+    store, and looks there for those of the others, when it makes such a step. A rank has one key, which is overwritten and never
+    deleted: `get` would wait for a key that went after `check`.
     """
 
     def __init__(self, every: int, group: Group, name: str) -> None:
@@ -105,17 +107,17 @@ class OwnSteps:
         if self._store is None:
             self._store = self._group.store(f"{self._name}/own-steps")
         self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
-        if self._written:
-            self._store.delete_key(f"{self._written}/{self._group.rank}")
-        self._store.set(f"{at}/{self._group.rank}", struct.pack(f"<{len(self._sums)}Q", *self._sums))
+        self._store.set(str(self._group.rank), at.encode() + _END + struct.pack(f"<{len(self._sums)}Q", *self._sums))
         self._written = at
 
     def _differs(self, names: Sequence[str]) -> str | None:
         for rank, global_rank in enumerate(self._group.global_ranks):
-            key = f"{self._written}/{rank}"
-            if rank == self._group.rank or not self._store.check([key]):
+            if rank == self._group.rank or not self._store.check([str(rank)]):
                 continue
-            sums = struct.unpack(f"<{len(self._sums)}Q", self._store.get(key))
+            at, _, packed = self._store.get(str(rank)).partition(_END)
+            if at.decode() != self._written:
+                continue
+            sums = struct.unpack(f"<{len(self._sums)}Q", packed)
             index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
             if index is not None:
                 self._told = True
