@@ -1,6 +1,7 @@
 """What the benchmarks share: where results go and what is written with them."""
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -42,6 +43,18 @@ def collected(
     if code or not found:
         raise SystemExit(f"{about}: the ranks ended with exit code {code}{'' if found else ' and found nothing'}.")
     return found
+
+
+def mean_inside_turns(step_us: Sequence[float], period: int) -> float:
+    """The mean step of turns of `period + 2` steps, without the first and the last step of each.
+
+    >>> mean_inside_turns([0.0, 2.0, 2.0, 90.0, 0.0, 4.0, 4.0, 90.0], 2)
+    3.0
+    """
+    turn = period + 2
+    return statistics.fmean(
+        us for begin in range(0, len(step_us), turn) for us in step_us[begin + 1 : begin + 1 + period]
+    )
 
 
 def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:

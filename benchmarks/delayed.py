@@ -14,7 +14,6 @@ corrections anywhere slower than unstaggered ones by more than 2 %.
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.common import RESULTS, write, write_between
+from benchmarks.common import RESULTS, mean_inside_turns, write, write_between
 from benchmarks.papers.closed_forms import cd_sgd_mean_us, cd_sgd_staggered_us
 from gradwire.bench.names import WRONG_PREFIX
 
@@ -111,9 +110,7 @@ def of_link(bench: dict[str, Any], link: str) -> dict[str, Any]:
 
 def mean_us(cell: dict[str, Any], warmup_steps: int) -> float:
     """The mean of the steps inside each turn, whole periods of each k."""
-    counted = cell["step_us"][warmup_steps:]
-    inside = [us for turn in range(0, len(counted), TURN) for us in counted[turn + 1 : turn + 1 + PERIOD]]
-    return statistics.fmean(inside)
+    return mean_inside_turns(cell["step_us"][warmup_steps:], PERIOD)
 
 
 def equation_us(parts: dict[str, float], k: int | None, corrections: str, staggered: bool) -> float:

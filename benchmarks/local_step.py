@@ -11,7 +11,6 @@ takes two minutes a link.
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 
 import gradwire as gw
 from benchmarks.campaigns.predict import plan_of, profiled
-from benchmarks.common import RESULTS, write, write_between
+from benchmarks.common import RESULTS, mean_inside_turns, write, write_between
 from benchmarks.markdown import table
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
@@ -87,20 +86,10 @@ def _measured(link: str, nodes: int, turns: int, methods: Mapping[str, str]) -> 
         cell = bench.cell(JOB, link, method)
         if cell is None or cell.failure is not None:
             raise SystemExit(f"{link}, {name} failed: {cell.failure if cell else 'it was not measured'}")
-        steps[name] = {"measured_ms": mean_us(cell.step_us[WARMUP_STEPS:]) / 1e3}
+        steps[name] = {"measured_ms": mean_inside_turns(cell.step_us[WARMUP_STEPS:], PERIOD) / 1e3}
         if method in predicted:
             steps[name]["predicted_ms"] = predicted[method] / 1e3
     return steps
-
-
-def mean_us(step_us: list[float]) -> float:
-    """The mean of the steps inside each turn.
-
-    >>> mean_us([0.0, *[2.0] * 60, 90.0, 0.0, *[4.0] * 60, 90.0])
-    3.0
-    """
-    inside = [us for turn in range(0, len(step_us), TURN) for us in step_us[turn + 1 : turn + 1 + PERIOD]]
-    return statistics.fmean(inside)
 
 
 def step_table(result: Mapping[str, Any]) -> list[str]:
