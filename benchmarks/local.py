@@ -1,12 +1,12 @@
 """Local steps beside per-step compression: held-out loss against seconds of training, on slow links.
 
-    python -m benchmarks local [--links 10mbit 20mbit 100mbit] [--nodes 2] [--seconds 300] [--only WORD ...] [--again]
+    python -m benchmarks local [--links 10mbit 20mbit 100mbit] [--nodes 2] [--every 30] [--seconds 300] [--only WORD ...]
     python -m benchmarks local --equal ...    losses at equal samples (`benchmarks.local_equal`)
     python -m benchmarks local --step ...     how long a step takes, and its prediction (`benchmarks.local_step`)
 
 All methods of a link train the bench's transformer for equal seconds, in turns, in one run (`race_s` of the bench). The goal is
-the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES.json after each turn. A link
-whose run came to its end, with no method failing, is not measured again, unless --again. The tables of all links go into
+the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES-EVERY.json after each turn.
+A link whose run came to its end, with no method failing, is not measured again, unless --again. The tables of all links go into
 docs/local_steps.md. A method that fails is named and takes no further part; the exit status is 1 then. Needs network namespaces,
 and torchft for its DiLoCo, which is left out otherwise (`benchmarks/campaigns/rivals.py` says how to get it).
 """
@@ -43,25 +43,37 @@ TWO_BITS: dict[str, Any] = {"id": "qsgd", "bits": 2}
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 
 
-def _local(spec: Mapping[str, Any], **schedule: Any) -> str:
-    return "gradwire:" + json.dumps({"default": spec, "schedule": {"kind": "local", "every": 30} | schedule})
+EVERY, DELAY = 30, 5
+"""Steps from one exchange to the next, unless --every says otherwise; steps beside which a fragment is exchanged, at most."""
 
 
-METHODS = {
-    AUTO: "gradwire:auto",
-    "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@30",
-    "torchft's DiLoCo, mean of weights": f"{RIVAL_PREFIX}{TORCHFT_MEAN}@30",
-    "local, float32": _local({"id": "identity"}),
-    "local, 4 bits": _local(FOUR_BITS),
-    "local, 2 bits with feedback": _local({"id": "error_feedback", "inner": TWO_BITS}),
-    "local, 4 bits, mean of weights": _local(FOUR_BITS, outer=PLAIN),
-    "streaming, 4 bits": _local(FOUR_BITS, fragments=4, delay=5, mixing=0.5, outer={"lr": 0.4}),
-    "SparseLoCo": _local(
-        {"id": "error_feedback", "decay": 0.95, "inner": {"id": "topk", "ratio": 0.02, "values": TWO_BITS}}, outer=PLAIN
-    ),
-}
+def methods_of(every: int, delay: int = DELAY) -> dict[str, str]:
+    """The bench's methods by their names in the tables: those with local steps exchange every so many steps."""
+
+    def local(spec: Mapping[str, Any], **schedule: Any) -> str:
+        return "gradwire:" + json.dumps({"default": spec, "schedule": {"kind": "local", "every": every} | schedule})
+
+    streamed = {"fragments": 4, "delay": min(delay, every // 4), "mixing": 0.5}
+    feedback = {"id": "error_feedback", "inner": TWO_BITS}
+    sparse = {"id": "error_feedback", "decay": 0.95, "inner": {"id": "topk", "ratio": 0.02, "values": TWO_BITS}}
+    return {
+        AUTO: "gradwire:auto",
+        "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@{every}",
+        "torchft's DiLoCo, mean of weights": f"{RIVAL_PREFIX}{TORCHFT_MEAN}@{every}",
+        "local, float32": local({"id": "identity"}),
+        "local, 4 bits": local(FOUR_BITS),
+        "local, 2 bits with feedback": local(feedback),
+        "local, 4 bits, mean of weights": local(FOUR_BITS, outer=PLAIN),
+        "local, 2 bits with feedback, mean of weights": local(feedback, outer=PLAIN),
+        "streaming, 4 bits": local(FOUR_BITS, **streamed, outer={"lr": 0.4}),
+        "streaming, 4 bits, mean of weights": local(FOUR_BITS, **streamed, outer=PLAIN),
+        "SparseLoCo": local(sparse, outer=PLAIN),
+    }
+
+
+METHODS = methods_of(EVERY)
 STEPPED = {name: METHODS[name] for name in ("local, 4 bits, mean of weights", "streaming, 4 bits")} | {
-    "streaming, 4 bits, delay=7": _local(FOUR_BITS, fragments=4, delay=7, mixing=0.5, outer={"lr": 0.4})
+    "streaming, 4 bits, delay=7": methods_of(EVERY, delay=7)["streaming, 4 bits"]
 }
 """Those whose steps are predicted and timed."""
 COLUMNS = ("", "steps", "samples", "ms a step", "last loss", "seconds to auto's last loss", "times sooner")
@@ -76,6 +88,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks local")
     parser.add_argument("--links", nargs="+", default=["10mbit", "20mbit", "100mbit"])
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps from one exchange to the next")
     parser.add_argument("--seconds", type=float, default=300.0, help="of training, for each method")
     parser.add_argument(
         "--only", nargs="+", default=[""], help="words: methods with one of them in their names, and auto"
@@ -85,21 +98,24 @@ def run(arguments: list[str]) -> int:
     if (problem := emulation_problem()) is not None:
         print(f"not measured: {problem}")
         return 1
-    chosen = [name for name in METHODS if name == AUTO or any(word in name for word in options.only)]
-    left_out = {name: absent() for name in chosen if METHODS[name].startswith(RIVAL_PREFIX) and absent()}
+    methods = {
+        name: method
+        for name, method in methods_of(options.every).items()
+        if name == AUTO or any(word in name for word in options.only)
+    }
+    left_out = {name: absent() for name, method in methods.items() if method.startswith(RIVAL_PREFIX) and absent()}
     for name, why in left_out.items():
         print(f"{name} is left out: {why}", file=sys.stderr)
     failed: list[str] = []
     for link in options.links:
-        path = FOLDER / f"{link}-{options.nodes}.json"
+        path = FOLDER / f"{link}-{options.nodes}-{options.every}.json"
         if options.again or not is_whole(path):
-            race = Race(
-                [name for name in chosen if name not in left_out], link, options.nodes, options.seconds, left_out
-            )
+            racing = {name: method for name, method in methods.items() if name not in left_out}
+            race = Race(racing, link, options.nodes, options.every, options.seconds, left_out)
             race.run(lambda result, path=path: write(path, result, quiet=True))
             failed += [f"{link}: {name} failed: {why}" for name, why in race.failed.items()]
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
-    results.sort(key=lambda each: (each["nodes"], gbps_of(each["link"]) or math.inf))
+    results.sort(key=lambda each: (each["nodes"], gbps_of(each["link"]) or math.inf, -each["every"]))
     lines = [line for result in results for line in table_of(result)]
     print("\n".join(lines))
     write_between(PAGE, BEGIN, END, lines)
@@ -113,34 +129,42 @@ def is_whole(path: Path) -> bool:
 
 
 class Race:
-    """What each method has reached so far, by its name in METHODS: pairs of seconds and held-out loss, and the time of its steps.
+    """What each method has reached so far, by its name: pairs of seconds and held-out loss, and the time of its steps.
 
     While it goes on, by rank 0's clock; at its end, by the mean over ranks.
     """
 
     def __init__(
-        self, chosen: Sequence[str], link: str, nodes: int, seconds: float, left_out: Mapping[str, str] | None = None
+        self,
+        methods: Mapping[str, str],
+        link: str,
+        nodes: int,
+        every: int,
+        seconds: float,
+        left_out: Mapping[str, str] | None = None,
     ) -> None:
         self.failed: dict[str, str] = {}
-        self._chosen, self._link, self._nodes, self._seconds = list(chosen), link, nodes, seconds
-        self._left_out = dict(left_out or {})
+        self._methods = dict(methods)
+        self._about = {"link": link, "nodes": nodes, "every": every, "seconds": seconds}
+        self._about |= {"left_out": dict(left_out)} if left_out else {}
         self._batch = make_job(JOB).batch_size * nodes
-        self._step_us: dict[str, list[float]] = {name: [] for name in chosen}
-        self._held_out: dict[str, list[tuple[int, float]]] = {name: [] for name in chosen}
+        self._step_us: dict[str, list[float]] = {name: [] for name in methods}
+        self._held_out: dict[str, list[tuple[int, float]]] = {name: [] for name in methods}
         self._unfinished = True
 
     def run(self, keep: Callable[[dict[str, Any]], None]) -> None:
         """Measure. `keep` is given the results after each turn."""
         view = RaceView(Console(stderr=True), self._batch)
-        methods = [METHODS[name] for name in self._chosen]
-        request = BenchRequest([JOB], [self._link], methods, nodes=self._nodes, race_s=self._seconds, alone_steps=0)
+        link, nodes, seconds = (self._about[name] for name in ("link", "nodes", "seconds"))
+        methods = list(self._methods.values())
+        request = BenchRequest([JOB], [link], methods, nodes=nodes, race_s=seconds, alone_steps=0)
         done = run_bench(request, None, Told(view, self, keep))
         self.ended(done.cells)
         keep(self.result())
 
     def told(self, event: StepEvent) -> bool:
         """Of a step, or of the evaluation after a turn. Whether it is the latter."""
-        name = next(name for name in self._chosen if METHODS[name] == event.method)
+        name = next(name for name, method in self._methods.items() if method == event.method)
         if event.held_out is None:
             self._step_us[name].append(event.us)
         else:
@@ -150,8 +174,8 @@ class Race:
     def ended(self, cells: Iterable[Cell]) -> None:
         """The run is over, by itself or not."""
         by_method = {cell.method: cell for cell in cells}
-        for name in self._chosen:
-            cell = by_method[METHODS[name]]
+        for name, method in self._methods.items():
+            cell = by_method[method]
             if cell.failure is not None:
                 self.failed[name] = cell.failure
             else:
@@ -160,9 +184,8 @@ class Race:
 
     def result(self) -> dict[str, Any]:
         """What is written. Methods that failed have what they reached before."""
-        found = {name: self._found(name) for name in self._chosen if self._held_out[name] and self._step_us[name]}
-        result = {"link": self._link, "nodes": self._nodes, "seconds": self._seconds, "methods": found}
-        result |= {"left_out": self._left_out} if self._left_out else {}
+        found = {name: self._found(name) for name in self._methods if self._held_out[name] and self._step_us[name]}
+        result = self._about | {"methods": found}
         result |= {"failed": self.failed} if self.failed else {}
         return result | ({"unfinished": True} if self._unfinished else {})
 
@@ -205,7 +228,8 @@ def table_of(result: Mapping[str, Any]) -> list[str]:
         name += " (failed: see the file)" if name in failed else ""
         rows.append((name, str(found["steps"]), f"{found['samples']:,}", f"{found['step_ms']:.0f}",
                      f"{found['held_out'][-1][1]:.3f}", *sooner))  # fmt: skip
-    head = f"{result['link']}, {result['nodes']} nodes, {result['seconds']:g} s of training for each method:"
+    head = f"{result['link']}, {result['nodes']} nodes, every {result['every']} steps, "
+    head += f"{result['seconds']:g} s of training for each method:"
     head = head.replace(":", ", not to its end:") if "unfinished" in result else head
     return ["", head, "", *table(COLUMNS, rows, left=1), ""]
 

@@ -32,7 +32,11 @@ def bench(step_us: float) -> dict[str, Any]:
         "attainable_us": 9e3,
     }
     methods = ["floor", delayed.COMPUTE, delayed.USUAL, *delayed.CORRECTIONS.values(), delayed.BACKWARD]
-    return {"warmup_steps": 4, "cells": [cell | {"method": method} for method in (*methods, *delayed.SCHEDULES)]}
+    facts = {"torch": "2.13", "cores": 2, "network": "namespaces", "nodes": 2, "steps": 44, "turn_steps": delayed.TURN}
+    return facts | {
+        "warmup_steps": 4,
+        "cells": [cell | {"method": method} for method in (*methods, *delayed.SCHEDULES)],
+    }
 
 
 def test_methods_exist_and_turns_hold_whole_periods() -> None:

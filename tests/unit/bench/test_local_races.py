@@ -24,7 +24,7 @@ def turn(race: local.Race, name: str, steps: int, loss: float, first: int = 0) -
 
 
 def race_of(*names: str) -> local.Race:
-    race = local.Race(names, "10mbit", 2, 60.0)
+    race = local.Race({name: local.METHODS[name] for name in names}, "10mbit", 2, 30, 60.0)
     for name in names:
         race.told(StepEvent(local.METHODS[name], -1, 0.0, 0.0, held_out=4.0))
         turn(race, name, 10, 3.0)
@@ -52,7 +52,7 @@ def test_after_each_turn_there_is_a_result() -> None:
 def test_a_method_that_fails_is_named_and_the_others_stay(tmp_path: Path) -> None:
     race = race_of(local.AUTO, OURS, OTHER)
     race.ended([ended(local.AUTO), ended(OURS, "rank 1: ValueError: diverged"), ended(OTHER)])
-    found, path = race.result(), tmp_path / "10mbit-2.json"
+    found, path = race.result(), tmp_path / "10mbit-2-30.json"
     assert race.failed == {OURS: "rank 1: ValueError: diverged"} == found["failed"]
     assert found["methods"][OTHER]["steps"] == 20 and found["methods"][OURS]["steps"] == 10
     path.write_text(json.dumps(found))
@@ -70,7 +70,7 @@ def test_where_the_ranks_end_all_have_failed_and_what_was_told_stays() -> None:
 
 
 def test_a_whole_run_is_not_measured_again(tmp_path: Path) -> None:
-    race, path = race_of(local.AUTO), tmp_path / "10mbit-2.json"
+    race, path = race_of(local.AUTO), tmp_path / "10mbit-2-30.json"
     race.ended([ended(local.AUTO)])
     path.write_text(json.dumps(race.result()))
     assert local.is_whole(path) and not local.is_whole(tmp_path / "none.json")
@@ -89,7 +89,8 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
         failed = "it broke" if len(links) == 1 else None
         cells = [
             ended(name, failed if name == OURS else None)
-            for name in (local.AUTO, OURS, "local, 4 bits, mean of weights", "streaming, 4 bits")
+            for name in local.METHODS
+            if name == local.AUTO or "4 bits" in name
         ]
         return type("Done", (), {"cells": cells})
 
@@ -105,13 +106,21 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
     said = capsys.readouterr()
     assert f"10mbit: {OURS} failed: it broke" in said.err and "torchft is not here" in said.err
     assert links == ["10mbit", "20mbit"] and sorted(path.name for path in local.FOLDER.iterdir()) == [
-        "10mbit-2.json",
-        "20mbit-2.json",
+        "10mbit-2-30.json",
+        "20mbit-2-30.json",
     ]
     assert local.run(arguments) == 0 and links[2:] == ["10mbit"], "only what failed is measured again"
     made = page.read_text()
     assert made.index("before") < made.index("10mbit, 2 nodes") < made.index("20mbit, 2 nodes") < made.index("after")
     assert "old" not in made
+
+
+def test_other_periods_have_their_own_methods() -> None:
+    for every in (5, 10):
+        for name, method in local.methods_of(every).items():
+            if not method.startswith(local.RIVAL_PREFIX):
+                assert check_method(method) == method
+            assert name == local.AUTO or f"@{every}" in method or f'"every": {every}' in method
 
 
 def test_steps_beside_their_prediction() -> None:
