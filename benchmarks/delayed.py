@@ -8,9 +8,10 @@ CPU time of both. All are means, parts as steps, so that what a busy host adds i
 steps the first, which waits for nothing, and the last, which waits twice, are left out.
 Where corrections are staggered, the exchange of each step is the mean of a period's. Writes benchmarks/results/delayed.json after
 each link, and a table into docs/schedules_measured.md. A link that has results is not measured again, unless --again.
-1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than
-10 % above what is attainable, or k=5 with 8-bit corrections there not faster than the backward schedule, or staggered
-corrections anywhere slower than unstaggered ones by more than 2 %.
+
+1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than 10 % above what is attainable, or k=5 with
+8-bit corrections there not faster than the backward schedule, or staggered corrections anywhere slower than unstaggered ones by
+more than 2 %.
 """
 
 import argparse
@@ -65,8 +66,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="measure links that have results, too")
     options = parser.parse_args(arguments)
-    known = json.loads(PATH.read_text()) if PATH.exists() else {}
-    found = known.setdefault("links", {})
+    found = json.loads(PATH.read_text())["links"] if PATH.exists() else {}
     for link in options.links:
         if link in found and not options.again:
             continue

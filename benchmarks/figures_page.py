@@ -61,7 +61,7 @@ all-to-all and all-gather of parts about two, and decoding is less by as much.""
         "Cupcake, Figure 9: rules of fusion",
         """**Agrees**: all three are far above layer-wise. **Differs**: the best fusion is no better than the tuned rules, not 12
 and 18 % above them. ResNet-101 is in the paper and not among the profiles. Best is meant for affine costs, as in the
-paper; the published codec times are flat up to 4 MB and rise from there, which no line follows. gradwire's own fusion
+paper. The published codec times are flat up to 4 MB and rise from there, which no line follows. gradwire's own fusion
 goes on along the curves ([decision 40](decisions/040-one-cost-model.md)), and is not in this table.""",
     ),
     "table_1": (
