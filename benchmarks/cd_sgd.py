@@ -168,8 +168,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
             if name not in found or not (seeds := differences(found, name, "loss")):
                 continue
             mean, width = interval(seeds)
-            around = f" ± {width:.1%}" if len(seeds) > 1 else ""
-            loss = "0" if name == REFERENCE else f"{mean:+.1%}{around}"
+            loss = "0" if name == REFERENCE else f"{mean:+.1%} ± {width:.1%}"
             seconds = seconds_to(found, times, name, result["steps"])
             shown = "-" if name not in times else "not reached" if seconds is None else f"{seconds:.0f}"
             step = f"{times[name]:.0f}" if name in times else "-"
