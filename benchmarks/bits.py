@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
             sizes[job] = sizes_of(job)
             write(PATH, known)
     if "losses" in options.parts:
-        chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
+        chosen = paired.chosen(ARMS, options.only)
         train = partial(paired.on_ranks, "benchmarks.bits")
         known["finals"] = paired.measure(
             PATH, options, chosen, train, paired.DESIGN, given=measured_elsewhere(options.steps)

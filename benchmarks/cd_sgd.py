@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--times", action="store_true", help="measure times only")
     options = parser.parse_args(arguments)
     options.jobs = [f"{ranks} ranks" for ranks in options.ranks]
-    chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
+    chosen = paired.chosen(ARMS, options.only)
     about = {name: value for name, value in DESIGN.items() if name != "ranks"}
     about |= {"t": T, "warmup_steps": WARMUP_STEPS, "looks": LOOKS, "fused": True}
     if not options.times:

@@ -60,7 +60,7 @@ ARMS = {
 def run(arguments: list[str]) -> int:
     """Measure what is missing, write the table; 1 if an arm that should be near S-SGD is not, or the broken one is."""
     options = paired.parser_of("convergence", seeds=5).parse_args(arguments)
-    chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
+    chosen = paired.chosen(ARMS, options.only)
     train = partial(paired.on_ranks, "benchmarks.convergence")
     finals = paired.measure(PATH, options, chosen, train, DESIGN | {"spec": repr(SPEC)})
     lines = table(finals)

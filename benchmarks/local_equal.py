@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if uneven := [every for every in EVERY if options.steps % every]:
         parser.error(f"--steps {options.steps} must be a multiple of {uneven[0]}: all ways are to end with an exchange")
-    chosen = [arm for arm in ARMS if arm == REFERENCE or any(part in arm for part in options.only)]
+    chosen = paired.chosen(ARMS, options.only)
     train = partial(paired.on_ranks, "benchmarks.local_equal")
     finals = paired.measure(PATH, options, chosen, train, DESIGN | {"looks": LOOKS, "fused": True}, together=2)
     print(equal_table({"finals": finals, "steps": options.steps}))

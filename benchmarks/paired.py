@@ -73,9 +73,16 @@ def parser_of(part: str, seeds: int) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", nargs="+", default=["transformer", "resnet"])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)))
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument("--only", nargs="+", default=[""], help="names, or parts of them")
     parser.add_argument("--again", action="store_true", help="measure what is already known, too")
     return parser
+
+
+def chosen(arms: Mapping[str, Arm], only: Sequence[str]) -> list[str]:
+    """The reference and the arms that words of --only name. A whole name names that arm alone, even where others contain it."""
+    return [
+        arm for arm in arms if arm == REFERENCE or any(word == arm if word in arms else word in arm for word in only)
+    ]
 
 
 def measure(

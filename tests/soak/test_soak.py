@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import Outcome
+
+from soak.stage import NotStarted
+from soak.training import End
 
 TESTS = Path(__file__).parents[1]
 
@@ -30,6 +35,31 @@ def test_a_few_faults(tmp_path: Path) -> None:
     """One of each kind, under any schedule."""
     summary = soak(tmp_path, faults=8, steps=0, seed=7)
     assert summary["faults"] == summary["passed_faults"] == 8 and summary["compared"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "told"),
+    [
+        (
+            "raised",
+            "RuntimeError: [/x/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 5000ms for send",
+            True,
+        ),
+        (
+            "raised",
+            "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7065",
+            True,
+        ),
+        ("raised", "ValueError: Timed out", False),
+        ("silent", "it did not answer", False),
+        ("died", "exit code 1", False),
+    ],
+)
+def test_only_ranks_that_all_waited_are_started_again(kind: str, value: str, told: bool) -> None:
+    end = End("CommunicationError", "step 0: rank 1 waited for rank 0's parameters", at=0.0, step=-1)
+    assert NotStarted(1, [Outcome("returned", end), Outcome(kind, value)]).told is told
+    wrong = Outcome("returned", replace(end, kind="DisagreementError"))
+    assert not NotStarted(1, [Outcome(kind, value), wrong]).told
 
 
 def soak(tmp_path: Path, **numbers: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import paired
 from benchmarks.convergence import ARMS, BEGIN, END, PAGE, REFERENCE, differences, interval, table, verdict
 
 NEAR, BROKEN = "k=5", "k=5, skipped (broken on purpose)"
@@ -34,6 +35,13 @@ def test_the_verdict_sees_what_is_far_and_what_should_be(capsys: pytest.CaptureF
     told = capsys.readouterr().out
     assert "resnet, k=5: the interval of loss is beyond 1 %" in told
     assert "does not see that corrections carry nothing" in told
+
+
+def test_a_whole_name_chooses_one_arm_and_a_part_all_that_contain_it() -> None:
+    assert paired.chosen(ARMS, ["k=2"]) == [REFERENCE, "k=2"]
+    assert paired.chosen(ARMS, ["k=2", "staggered"]) == [REFERENCE, "k=2", "k=2, staggered", "k=5, staggered"]
+    assert paired.chosen(ARMS, ["8-bit"]) == [REFERENCE, "k=2, 8-bit corrections", "k=5, 8-bit corrections"]
+    assert paired.chosen(ARMS, [""]) == list(ARMS)
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
