@@ -24,8 +24,10 @@ STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.0
 _EIGHT_BITS = QSGD(bits=8)
 _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 """The specs whose losses under `delayed` are in docs/schedules_measured.md (`python -m benchmarks convergence`)."""
-_SAFE_DELAYED = tuple(Delayed(k, correction, stagger=False) for k in (2, 5) for correction in (None, _EIGHT_BITS))
-"""Staggered corrections have no row of losses there yet."""
+_SAFE_DELAYED = tuple(
+    Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS)
+)
+"""Those with a row of losses there. Staggered corrections in 8 bits have none."""
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")

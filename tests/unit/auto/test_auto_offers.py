@@ -1,10 +1,12 @@
 """Which plans are offered for a trial, on made-up profiles: no ranks."""
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks import convergence
 from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
 from gradwire.auto.bits import with_bits
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
@@ -170,6 +172,17 @@ def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
     assert {(schedule.k, schedule.correction) for schedule in delayed} == {
         (k, correction) for k in (2, 5) for correction in (None, QSGD(bits=8))
     }
+
+
+@pytest.mark.parametrize("schedule", schedules_of("safe", ("delayed",)), ids=repr)
+def test_safe_delays_only_as_was_trained(schedule: Delayed) -> None:
+    trained = [
+        name
+        for name, arm in convergence.ARMS.items()
+        if arm.plan.schedule == msgspec.structs.replace(schedule, warmup_steps=15) and not arm.skipped
+    ]
+    finals = json.loads(convergence.PATH.read_text())["finals"]
+    assert len(trained) == 1 and all(trained[0] in found for found in finals.values())
 
 
 def test_delayed_runs_only_with_specs_that_have_a_row_of_losses() -> None:
