@@ -47,7 +47,7 @@ ideas, and [extending](extending.md) how to add a compressor of your own.
   (median of 15 interleaved pairs). With feedback the residual is read and written too.{machine}
 - **Loss**: the mean loss of steps 281 to 300 of the bench's transformer and CNN on two ranks, beside plain DDP's, by
   `python -m benchmarks losses`. In brackets: the number of seeds. More than 3 % with feedback is in bold; - was not
-  measured.
+  measured. DGC takes over the optimizer's momentum: AdamW has none, so on the transformer DGC is Top-k.
 """
 COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *(f"loss, {name}" for name in JOBS.values()),
            "from", "use it for")  # fmt: skip
