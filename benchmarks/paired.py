@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,9 +142,9 @@ def on_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str],
 # ---- what is made of it
 
 
-def differences(found: dict[str, dict[str, Found]], arm: str, measure: str) -> list[float]:
-    """By seed, what an arm has more than S-SGD: of the loss as a part of S-SGD's, of accuracy in points (0.01 is one)."""
-    own, reference = found[arm], found.get(REFERENCE, {})
+def differences(found: dict[str, dict[str, Found]], arm: str, measure: str, other: str = REFERENCE) -> list[float]:
+    """By seed, what an arm has more than another: of the loss as a part of the other's, of accuracy in points (0.01 is one)."""
+    own, reference = found.get(arm, {}), found.get(other, {})
     pairs = [(own[seed][measure], reference[seed][measure]) for seed in own if seed in reference]
     return [a / b - 1 if measure == "loss" else a - b for a, b in pairs]
 
@@ -160,18 +160,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
-def table(finals: Finals, arms: Mapping[str, Arm]) -> list[str]:
+def table(finals: Finals, arms: Iterable[str]) -> list[str]:
     """Markdown: a row for every job and arm."""
-    rows = []
-    for job, found in finals.items():
-        for arm in arms:
-            if arm == REFERENCE or not (seeds := differences(found, arm, "loss") if arm in found else []):
-                continue
-            loss, width = interval(seeds)
-            points, around = interval(differences(found, arm, "accuracy"))
-            accuracy = f"{100 * points:+.2f} ± {100 * around:.2f}"
-            rows.append((job, arm, len(seeds), f"{loss:+.2%} ± {width:.2%}", accuracy))
+    rows = [
+        (job, arm, *cells)
+        for job, found in finals.items()
+        for arm in arms
+        if arm != REFERENCE and (cells := compared(found, arm))
+    ]
     return markdown.table(("job", "arm", "seeds", "loss against S-SGD", "accuracy, points"), rows)
+
+
+def compared(found: dict[str, dict[str, Found]], arm: str, other: str = REFERENCE) -> tuple[object, ...]:
+    """Cells of a table: the number of seeds that both arms have, and the differences of loss and accuracy; no cells without any seed."""
+    if not (seeds := differences(found, arm, "loss", other)):
+        return ()
+    (loss, width), (points, around) = interval(seeds), interval(differences(found, arm, "accuracy", other))
+    return len(seeds), f"{loss:+.2%} ± {width:.2%}", f"{100 * points:+.2f} ± {100 * around:.2f}"
 
 
 def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:

@@ -26,6 +26,19 @@ def test_differences_are_paired_by_seed() -> None:
     assert table(finals)[2:] == ["| resnet | k=5 | 3 | +1.00% ± 0.00% | +0.00 ± 0.00 |"]
 
 
+def test_staggered_arms_are_beside_those_that_correct_at_once() -> None:
+    finals = measured(reference=[1.0, 2.0], near=[2.0, 4.0])
+    finals["resnet"]["k=5, staggered"] = {
+        seed: {"loss": loss, "accuracy": 0.51} for seed, loss in (("0", 2.02), ("1", 4.04))
+    }
+    assert table(finals)[-4:] == [
+        "",
+        "| job | arm | seeds | loss against unstaggered | accuracy, points |",
+        "| --- | --- | --- | --- | --- |",
+        "| resnet | k=5, staggered | 2 | +1.00% ± 0.00% | +1.00 ± 0.00 |",
+    ]
+
+
 def test_the_verdict_sees_what_is_far_and_what_should_be(capsys: pytest.CaptureFixture[str]) -> None:
     good = measured(reference=[1.0, 2.0, 3.0], near=[1.001, 2.003, 3.001], broken=[1.2, 2.5, 3.5])
     assert verdict(good) == 0
