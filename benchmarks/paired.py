@@ -172,7 +172,7 @@ def table(finals: Finals, arms: Iterable[str]) -> list[str]:
 
 
 def compared(found: dict[str, dict[str, Found]], arm: str, other: str = REFERENCE) -> tuple[object, ...]:
-    """Cells of a table: the number of seeds that both arms have, and the differences of loss and accuracy; no cells without any seed."""
+    """Cells of a table: the seeds that both arms have, and the differences of loss and accuracy. No cells without seeds."""
     if not (seeds := differences(found, arm, "loss", other)):
         return ()
     (loss, width), (points, around) = interval(seeds), interval(differences(found, arm, "accuracy", other))
