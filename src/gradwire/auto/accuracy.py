@@ -10,8 +10,9 @@ from gradwire.errors import PlanError
 from gradwire.planner.policy import Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
-"""exact: nothing is encoded. safe: the measured final losses are within 3 % of plain DDP's (docs/measured.md). aggressive:
-also specs that need more steps for the same loss, if the steps are so fast that training reaches a loss sooner."""
+"""exact: nothing is encoded. safe: on two ranks the measured final losses are within 3 % of plain DDP's (docs/measured.md, which
+has 2 bits on four ranks too). aggressive: also specs that need more steps for the same loss, if the steps are so fast that
+training reaches a loss sooner."""
 
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
