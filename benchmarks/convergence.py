@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire as gw
-from benchmarks import markdown, paired
+from benchmarks import paired
 from benchmarks.common import RESULTS, write_between
 from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences, interval
 
@@ -71,15 +71,8 @@ def run(arguments: list[str]) -> int:
 
 def table(finals: Finals) -> list[str]:
     """Markdown: a row for every job and arm, then the staggered arms beside those that correct everything at once."""
-    at_once = {arm: arm.removesuffix(", staggered") for arm in ARMS if arm.endswith(", staggered")}
-    rows = [
-        (job, arm, *cells)
-        for job, found in finals.items()
-        for arm, other in at_once.items()
-        if (cells := paired.compared(found, arm, other))
-    ]
-    staggered = markdown.table(("job", "arm", "seeds", "loss against unstaggered", "accuracy, points"), rows)
-    return [*paired.table(finals, ARMS), *(["", *staggered] if rows else [])]
+    staggered = paired.table(finals, ARMS, lambda arm: arm.removesuffix(", staggered"), "unstaggered")
+    return [*paired.table(finals, ARMS), *(["", *staggered] if staggered else [])]
 
 
 def verdict(finals: Finals) -> int:

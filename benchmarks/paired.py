@@ -160,23 +160,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
-def table(finals: Finals, arms: Iterable[str]) -> list[str]:
-    """Markdown: a row for every job and arm."""
-    rows = [
-        (job, arm, *cells)
-        for job, found in finals.items()
-        for arm in arms
-        if arm != REFERENCE and (cells := compared(found, arm))
-    ]
-    return markdown.table(("job", "arm", "seeds", "loss against S-SGD", "accuracy, points"), rows)
-
-
-def compared(found: dict[str, dict[str, Found]], arm: str, other: str = REFERENCE) -> tuple[object, ...]:
-    """Cells of a table: the seeds that both arms have, and the differences of loss and accuracy. No cells without seeds."""
-    if not (seeds := differences(found, arm, "loss", other)):
-        return ()
-    (loss, width), (points, around) = interval(seeds), interval(differences(found, arm, "accuracy", other))
-    return len(seeds), f"{loss:+.2%} ± {width:.2%}", f"{100 * points:+.2f} ± {100 * around:.2f}"
+def table(
+    finals: Finals,
+    arms: Iterable[str],
+    other: Callable[[str], str] = lambda arm: REFERENCE,
+    others: str = REFERENCE,
+) -> list[str]:
+    """Markdown: a row for every job and arm beside the other arm that it is compared with. `others`: what those are called."""
+    rows = []
+    for job, found in finals.items():
+        for arm in arms:
+            if arm == (beside := other(arm)) or not (seeds := differences(found, arm, "loss", beside)):
+                continue
+            loss, width = interval(seeds)
+            points, around = interval(differences(found, arm, "accuracy", beside))
+            accuracy = f"{100 * points:+.2f} ± {100 * around:.2f}"
+            rows.append((job, arm, len(seeds), f"{loss:+.2%} ± {width:.2%}", accuracy))
+    return markdown.table(("job", "arm", "seeds", f"loss against {others}", "accuracy, points"), rows) if rows else []
 
 
 def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:
