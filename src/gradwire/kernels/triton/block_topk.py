@@ -23,8 +23,8 @@ from gradwire.kernels.triton.launch import (
     reach_of,
     table_of,
 )
-from gradwire.kernels.triton.numbers import magnitude, narrow, widen
-from gradwire.kernels.triton.selection import key_of, one_nan
+from gradwire.kernels.triton.numbers import magnitude, narrow, one_nan, widen
+from gradwire.kernels.triton.selection import key_of
 
 
 @triton.jit

@@ -6,7 +6,7 @@ plane takes its codes from one column. So only the search for the scale needs se
 import triton
 import triton.language as tl
 
-from gradwire.kernels.triton.numbers import magnitude, narrow, random_fold, random_words, widen
+from gradwire.kernels.triton.numbers import magnitude, narrow, one_nan, random_fold, random_words, widen
 
 TINY, HUGE = tl.constexpr(0x0D800000), tl.constexpr(0x7E800000)  # bits of 2^-100 and 2^126
 
@@ -151,7 +151,7 @@ def store_value(at, value, inside, ADD: tl.constexpr):
     """Write float32 values in the dtype of what `at` points to, or add them to what is there."""
     if ADD:
         value += widen(tl.load(at, mask=inside, other=0.0))
-    tl.store(at, narrow(value, at.dtype.element_ty), mask=inside)
+    tl.store(at, narrow(one_nan(value), at.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of
-from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, narrow_u16, ordered
+from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, narrow_u16, negated, ordered
 from gradwire.kernels.triton.sums import LARGEST, norm_of, sum_of
 
 MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
@@ -26,11 +26,12 @@ def bound_of(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """float32 bits of the smaller of FACTOR times the root mean square and the largest magnitude, of ROWS blocks."""
-    exponent = largest >> 23
-    power = (tl.where(exponent < 7, 247, 254 - exponent) << 23).to(tl.float32, bitcast=True)
-    by = tl.where((largest >= SQUARE_LOW) & (largest < SQUARE_HIGH), 1.0, power)
+    exponent, usual = tl.maximum(largest >> 23, 7), (largest >= SQUARE_LOW) & (largest < SQUARE_HIGH)
+    by = tl.where(usual, 1.0, ((254 - exponent) << 23).to(tl.float32, bitcast=True))
     total = sum_of(src, residual, row, blocks, n, by, ROWS, BLOCK, True, RESIDUAL)
-    limit = tl.sqrt(total / n) * FACTOR / by.to(tl.float64)
+    # a factor of its own and not a division by `by`, which Triton 3.6 fails to compile for some block sizes
+    back = tl.where(usual, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+    limit = tl.sqrt(total / n) * FACTOR * back.to(tl.float64)
     return tl.minimum(magnitude(limit.to(tl.float32)), largest)
 
 
@@ -123,7 +124,7 @@ def fp8_value(code, M: tl.constexpr):
     # the exponent is moved by a multiplication, which is exact and makes subnormal numbers normal
     MOVED: tl.constexpr = 2.0**120 if M == 3 else 2.0**112
     size = ((code & 0x7F) << (23 - M)).to(tl.float32, bitcast=True) * MOVED
-    return tl.where(code > 0x7F, -size, size)
+    return tl.where(code > 0x7F, negated(size), size)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def power_value(code, offset, bits):
     size = code & ((1 << (bits - 1)) - 1)
     power = size + offset
     value = tl.where((size > 0) & (power > 0), power << 23, 0).to(tl.float32, bitcast=True)
-    return tl.where(code >> (bits - 1) == 1, -value, value)
+    return tl.where(code >> (bits - 1) == 1, negated(value), value)
 
 
 @triton.jit
@@ -175,6 +176,6 @@ def value_of(code, grid, bits, CODE: tl.constexpr):
         return fp8_value(code, 3 if CODE == E4M3 else 2) * grid[2]
     elif CODE >= THRESHOLD:
         t = grid[0]
-        return tl.where(code == 1, t, tl.where(code == 2, -t, tl.where(code == 3, float("nan"), t - t)))
+        return tl.where(code == 1, t, tl.where(code == 2, negated(t), tl.where(code == 3, float("nan"), t - t)))
     else:
         return power_value(code, grid[3], bits) * grid[2]

@@ -11,6 +11,18 @@ def magnitude(x):
 
 
 @triton.jit
+def negated(x):
+    """-x of a float32, also of 0.0: `-x` is 0.0 - x in Triton, which loses the sign."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def one_nan(x):
+    """x, with the bits 0x7FC00000 for every NaN: arithmetic on a GPU makes others than on a processor."""
+    return tl.where(magnitude(x) > 0x7F800000, float("nan"), x)
+
+
+@triton.jit
 def ordered(bits):
     """Bits of a float32 to an int32 in the order of the floats, -0.0 below 0.0, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.kernels.segments import State
 from gradwire.kernels.triton.indices import Groups
 from gradwire.kernels.triton.launch import ELEMENTS, launch
-from gradwire.kernels.triton.numbers import magnitude, narrow, widen
+from gradwire.kernels.triton.numbers import magnitude, narrow, one_nan, widen
 
 NAN_KEY = tl.constexpr(0x7F800001)
 """All NaN count as one magnitude above Inf."""
@@ -24,11 +24,6 @@ PASSES = ((23, 8), (15, 8), (7, 8), (0, 7))
 def key_of(value):
     """Magnitudes as int32, in their order."""
     return tl.minimum(magnitude(value), NAN_KEY)
-
-
-@triton.jit
-def one_nan(value):
-    return tl.where(magnitude(value) > 0x7F800000, float("nan"), value)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from gradwire.kernels.triton.launch import (
     program,
     reach_of,
 )
-from gradwire.kernels.triton.numbers import bf16_value, magnitude, widen
+from gradwire.kernels.triton.numbers import bf16_value, magnitude, negated, widen
 from gradwire.kernels.triton.sums import LANES, add_signed, folded, negative, store_means, store_run_means
 
 UNIT = tl.constexpr(SIGN_UNIT)
@@ -76,7 +76,7 @@ def encode_units(
             mean = bf16_value(first)
             finite = (first & 0x7FFF) <= 0x7F80
             if STATE:
-                other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else -mean
+                other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else negated(mean)
                 tl.store(state + at, value - tl.where(below, other, mean), mask=inside & finite)
             below &= finite
         else:
@@ -128,7 +128,7 @@ def decode_units(
         if MEANS:
             place = scales + at // BLOCK * (2 * MEANS)
             mean = bf16_value(load_scale(place, inside))
-            other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else -mean
+            other = bf16_value(load_scale(place + 2, inside)) if MEANS == 2 else negated(mean)
             value = tl.where(below, other, mean)
         else:
             value = tl.where(below, -1.0, 1.0)

@@ -84,7 +84,8 @@ def negative(value, MEANS: tl.constexpr):
 @triton.jit
 def store_mean(at, total, count, finite, present):
     mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
-    raw = narrow_u16(tl.where(finite, mean, 0.0), True).to(tl.int32)
+    # a sum of 0.0 and -0.0 is 0.0, but a GPU's compiler drops the 0.0 that a short sum begins with
+    raw = tl.where(total == 0, 0, narrow_u16(tl.where(finite, mean, 0.0), True).to(tl.int32))
     store_scale(at, tl.where(finite, raw, 0x7FC0), present)
 
 
