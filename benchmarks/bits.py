@@ -28,8 +28,8 @@ from benchmarks import convergence, paired
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from benchmarks.paired import PLAIN, REFERENCE, Arm
+from gradwire.auto.adaptive_bits import UNIFORM, sensitivities
 from gradwire.auto.bit_errors import WIDTHS, measured
-from gradwire.auto.bits import UNIFORM, sensitivities
 from gradwire.bench.jobs import make_job
 from gradwire.core.tensors import TensorInfo
 from gradwire.planner.bits import Sensitivity, error_budget, exact, kmeans, linear

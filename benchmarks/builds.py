@@ -19,9 +19,11 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, write
 from benchmarks.levels import kernels_of, set_level
-from gradwire.core.made import processor_name
 from gradwire.core.payload import index_bytes, kept_of, qsgd_bytes
-from gradwire.kernels import LocalUpdate, Segment, Segments, cpu
+from gradwire.core.provenance import processor_name
+from gradwire.kernels import cpu
+from gradwire.kernels.reference.local_update import LocalUpdate
+from gradwire.kernels.segments import Segment, Segments
 
 NUMEL = 2**20
 Kernels = dict[str, Callable[..., None]]

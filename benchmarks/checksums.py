@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.common import RESULTS, write
 from gradwire.core import native
-from gradwire.core.made import processor_name
 from gradwire.core.payload import qsgd_bytes
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.core.provenance import processor_name
+from gradwire.kernels import cpu
 from gradwire.kernels.checksum import crc32c
+from gradwire.kernels.segments import Segment, Segments
 
 BLOCK, POOL_BYTES = 128, 640 * 2**20
 PIECE_BYTES = 2**18

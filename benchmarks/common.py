@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.bench.runner import Network
 from gradwire.core.files import write_whole
-from gradwire.core.made import processor_name
+from gradwire.core.provenance import processor_name
 
 RESULTS = Path(__file__).parent / "results"
 

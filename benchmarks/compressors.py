@@ -21,11 +21,13 @@ from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS, write
 from benchmarks.kernels import seconds
 from gradwire.collectives import Program
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.core import Spec
-from gradwire.core.made import processor_name
+from gradwire.core.provenance import processor_name
 from gradwire.core.specs import ElementRun
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
+from gradwire.kernels.segments import Segment, Segments
 
 
 class Row(NamedTuple):

@@ -37,8 +37,8 @@ from benchmarks.testbeds import (
 from gradwire.core import Profile
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
+from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import PlanningJob
-from gradwire.planner.schemes import RESTRICTED
 from gradwire.planner.starts import by_own_tasks
 from gradwire.report.pictures import Panel, draw_lines
 from gradwire.sim.events import COMPUTE

@@ -20,9 +20,11 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, write
 from benchmarks.levels import use_level
-from gradwire.core.made import processor_name
 from gradwire.core.payload import qsgd_bytes
-from gradwire.kernels import LocalUpdate, Segment, Segments, cpu, reference
+from gradwire.core.provenance import processor_name
+from gradwire.kernels import cpu, reference
+from gradwire.kernels.reference.local_update import LocalUpdate
+from gradwire.kernels.segments import Segment, Segments
 
 BLOCK = 128
 WANTED = {"encode 4 bits": 0.8, "decode and add 4 bits": 1.0, "encode 4 bits with feedback": 0.6 * 0.8}

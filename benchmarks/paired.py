@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import gradwire as gw
 from benchmarks import markdown
 from benchmarks.common import collected, write
-from gradwire.auto.bits import Assigned
+from gradwire.auto.adaptive_bits import Assigned
 from gradwire.bench.jobs import Job, make_job
 from gradwire.bench.loopback import Loopback
 

@@ -9,11 +9,11 @@ import msgspec
 
 from gradwire.core import QSGD, Cast, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile, TopK
 from gradwire.errors import PlanError
+from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.bytecomp import Moved
 from gradwire.planner.drafts import BYTECOMP_ONLY, Limits, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS
-from gradwire.planner.schemes import RESTRICTED
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US
 

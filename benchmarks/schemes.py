@@ -78,7 +78,7 @@ def reduction_errors() -> dict[str, list[float]]:
     import torch
     from options import Ranks, gradients, plan_for
 
-    from gradwire.collectives import Grid
+    from gradwire.transport import Grid
 
     found: dict[str, list[float]] = {}
     for name, tasks in ERRORS.items():

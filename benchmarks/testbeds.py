@@ -11,11 +11,11 @@ from benchmarks.papers.methods import FUSIONS
 from gradwire.core import Cluster, Costs, Link, Profile
 from gradwire.core.specs import DGC, EFSignSGD, OneBit, RandomK, Spec
 from gradwire.costs.imported import import_file
+from gradwire.plan.options import Option, select
+from gradwire.plan.schemes import RESTRICTED, SYSTEMS
 from gradwire.planner.bytecomp import published
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.options import Option, select
-from gradwire.planner.schemes import RESTRICTED, SYSTEMS
 from gradwire.planner.starts import best_of, by_own_tasks, close_before, fused
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import FS_PER_US

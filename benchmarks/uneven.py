@@ -89,7 +89,7 @@ def _rank(held: int, repeats: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from gradwire.collectives import Group, Link
+    from gradwire.transport import Group, Link
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

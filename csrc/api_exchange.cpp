@@ -1,6 +1,6 @@
 // One phase of a piece on a lane, in one call and without Python: encode, send, receive, decode.
 //
-// The operations are a list that is made once (src/gradwire/collectives/operations.py). A lane has one TCP connection to each
+// The operations are a list that is made once (src/gradwire/transport/operations.py). A lane has one TCP connection to each
 // other rank. With a rank of its node it may share two rings as well: then messages travel through these, and the connection only
 // tells that the other rank is gone (phase.hpp). Elements that are copied or added go straight from the ring to where they belong.
 // Messages of a pair of ranks travel in the order of the lists, which is the same on
@@ -14,7 +14,7 @@
 namespace gradwire {
 namespace {
 
-// Twin of `Outcome` in src/gradwire/collectives/operations.py.
+// Twin of `Outcome` in src/gradwire/transport/operations.py.
 struct Outcome {
   int64_t operation;     // the one that failed
   int64_t peer;          // whose connection failed; -1 where a call refused its arguments

@@ -21,7 +21,7 @@ namespace {
 
 enum Kind : int64_t { kCall, kSend, kReceive, kFlush, kReceiveElements };
 
-// Twin of `Operation` in src/gradwire/collectives/operations.py.
+// Twin of `Operation` in src/gradwire/transport/operations.py.
 struct Operation {
   int64_t kind;
   int64_t peer;           // of a message: whose connection
@@ -30,7 +30,7 @@ struct Operation {
                           // comes, that of the target, and whether they are added
 };
 
-// Twin of `Connection` in src/gradwire/collectives/rings.py: how to reach another rank. The rings are NULL where messages go by TCP.
+// Twin of `Connection` in src/gradwire/transport/rings.py: how to reach another rank. The rings are NULL where messages go by TCP.
 struct Connection {
   int64_t fd = -1;       // of the own rank -1
   Ring* out = nullptr;   // what this rank writes

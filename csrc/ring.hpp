@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-// Twin of the layout in src/gradwire/collectives/rings.py: the bytes follow. Positions count bytes since the beginning. New memory
+// Twin of the layout in src/gradwire/transport/rings.py: the bytes follow. Positions count bytes since the beginning. New memory
 // is zero: an empty ring in which nobody waits. The capacity is not here, so that nothing in this memory leads out of it.
 struct Ring {
   alignas(64) std::atomic<uint64_t> written;

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from benchmarks.campaigns.parts import EXCHANGE_ONLY, part_of_step
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.methods import Gradwire
-from gradwire.collectives import Link, Meter, TwoPhase
-from gradwire.collectives.streams import Mark
+from gradwire.collectives import TwoPhase
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
+from gradwire.transport import Link, Meter
+from gradwire.transport.streams import Mark
 
 __all__ = ["PartOfStep", "exchange_alone", "keep_only"]
 

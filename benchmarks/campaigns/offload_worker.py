@@ -20,14 +20,14 @@ from gradwire.bench.ranks import Ranks
 from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
-from gradwire.exchange.devices import OFFLOAD_LANES, stand_in
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS
-from gradwire.exchange.lanes import CPU_LANES
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import make
 from gradwire.profiler.recorder import WARMUP_STEPS
 from gradwire.sim.rules import Rules
 from gradwire.sim.timeline import simulate
+from gradwire.transport.devices import OFFLOAD_LANES, stand_in
+from gradwire.transport.lanes import CPU_LANES
 
 TURN_STEPS, PROFILE_STEPS, SETTLING_STEPS = 5, 10, 3
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))

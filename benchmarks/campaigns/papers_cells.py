@@ -16,7 +16,7 @@ from benchmarks.campaigns.matrix_cells import paired_ratio
 from benchmarks.campaigns.papers_plans import BASELINES, JOINT
 from benchmarks.campaigns.predictions import LinkFit
 from gradwire.bench.table import NOTHING, milliseconds
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.record.run import Interval
 

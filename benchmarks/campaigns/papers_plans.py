@@ -16,10 +16,10 @@ from benchmarks.papers.methods import FUSIONS
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.schedules import Delayed, Pipelined
 from gradwire.core.specs import QSGD, Identity, Spec, TwoBit
+from gradwire.plan.policy import Uniform, launch_of
+from gradwire.plan.schemes import SYSTEMS, tasks_of
 from gradwire.planner.drafts import Choice, Draft, Limits, PlanningJob
 from gradwire.planner.methods import make
-from gradwire.planner.policy import Uniform, launch_of
-from gradwire.planner.schemes import SYSTEMS, tasks_of
 from gradwire.planner.starts import best_of, close_before, ddp, fused
 from gradwire.sim.rules import device_of
 

@@ -24,8 +24,8 @@ from gradwire.bench.results import Cell
 from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.core.checks import whole
 from gradwire.core.files import make_folder
-from gradwire.core.made import Made
 from gradwire.core.plan import Plan
+from gradwire.core.provenance import Made
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.sim.timeline import simulate

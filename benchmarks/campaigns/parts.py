@@ -3,7 +3,7 @@
 from gradwire.bench.names import WRONG_PREFIX, arguments_of
 from gradwire.core.schedules import as_schedule
 from gradwire.errors import FormatError
-from gradwire.planner.policy import Policy
+from gradwire.plan.policy import Policy
 
 __all__ = ["EXCHANGE_ONLY", "check_part", "part_of_step"]
 

@@ -22,9 +22,9 @@ from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import CODEC_TASKS
 from gradwire.core.costs import Costs
-from gradwire.core.made import Made
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile
+from gradwire.core.provenance import Made
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.planner.drafts import PlanningJob

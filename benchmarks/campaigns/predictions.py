@@ -8,9 +8,9 @@ import msgspec
 from rich.table import Table
 
 from gradwire.bench.table import NOTHING, milliseconds
-from gradwire.core.made import Made
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.profile import Profile, TensorProfile
+from gradwire.core.provenance import Made
 from gradwire.core.specs import Identity
 from gradwire.core.strict import Document
 from gradwire.core.tensors import fingerprint

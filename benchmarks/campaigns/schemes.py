@@ -10,9 +10,9 @@ import msgspec
 
 from gradwire.core.cluster import Cluster
 from gradwire.core.costs import Costs
-from gradwire.core.made import Made
 from gradwire.core.plan import Plan
 from gradwire.core.profile import Profile, TensorProfile
+from gradwire.core.provenance import Made
 from gradwire.core.specs import QSGD, Identity, Spec
 from gradwire.core.strict import Document
 from gradwire.sim.rules import rules_of

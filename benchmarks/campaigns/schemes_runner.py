@@ -22,7 +22,7 @@ from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import parse_event
 from gradwire.bench.table import milliseconds
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import EmulatedCluster
 

@@ -12,10 +12,10 @@ import gradwire as gw
 from benchmarks.campaigns.schemes import BITS, SCHEMES, Exchange, Scheme, SchemesRecord, SchemesWork, predicted_us
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.results import StepEvent, print_event
-from gradwire.collectives import Grid, Group, Link
 from gradwire.core.costs import Costs
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import MeasuredLinks, measure_links, measured_links
+from gradwire.transport import Grid, Group, Link
 
 __all__ = ["main"]
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 import gradwire as gw
-from gradwire.compressors import Compressor
+from gradwire.compressors.base import Compressor
 from gradwire.core import register_spec
 from gradwire.core.specs import Law
 

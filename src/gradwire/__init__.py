@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     )
     from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
     from gradwire.integrations.ddp import DDPState, bucket_sizes, ddp_hook
-    from gradwire.planner import AdaptiveBits, Policy, Tuned, Uniform, Where
+    from gradwire.plan import AdaptiveBits, Policy, Tuned, Uniform, Where
 
-_HOMES = ("_version", "errors", "core", "planner", "exchange", "api", "integrations.ddp")
+_HOMES = ("_version", "errors", "core", "plan", "exchange", "api", "integrations.ddp")
 """The parts of gradwire that have the names. The last three load torch."""
 
 __all__ = [

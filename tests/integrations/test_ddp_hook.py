@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Given, World, Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.exchange.memory import added_up
+from gradwire.exchange.residual_store import added_up
 
 FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), bucket_bytes=4096, edge_bytes=4096)
 

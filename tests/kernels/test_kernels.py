@@ -20,7 +20,8 @@ import torch
 from benchmarks.levels import kernels_of, set_level, use_level
 from gradwire.core import native
 from gradwire.core.payload import qsgd_bytes
-from gradwire.kernels import Segment, Segments, cpu, kernels_for, reference, tensor_key
+from gradwire.kernels import cpu, kernels_for, reference
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (2, 3, 4, 5, 6, 7, 8)

@@ -10,8 +10,9 @@ import torch
 from benchmarks.levels import use_level
 from gradwire.core import native
 from gradwire.core.payload import coded_bytes, qsgd_bytes
-from gradwire.kernels import Segment, Segments, checksum, cpu
+from gradwire.kernels import checksum, cpu
 from gradwire.kernels.reference.checksum import crc32c as reference
+from gradwire.kernels.segments import Segment, Segments
 
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 63, 123, 2047, 2048, 4097, 6143, 6144, 6145, 12288 + 5, 100_003]
 PROCESSOR = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()

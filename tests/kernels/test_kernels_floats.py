@@ -23,7 +23,8 @@ from test_kernels import (
 )
 
 from gradwire.core.payload import coded_bytes
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
+from gradwire.kernels.segments import Segment, Segments
 
 SIZES = (0, 1, 7, 8, 9, 123, 127, 128, 129, 4097)
 

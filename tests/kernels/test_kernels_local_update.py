@@ -11,7 +11,8 @@ import torch
 from test_kernels import DTYPES, FASTER, REFERENCE, awkward, built, others_run_during, same
 from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
 
-from gradwire.kernels import LocalUpdate, cpu, kernels_for, reference
+from gradwire.kernels import cpu, kernels_for, reference
+from gradwire.kernels.reference.local_update import LocalUpdate
 
 interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

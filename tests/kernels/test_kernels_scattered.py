@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks.levels import use_level
-from gradwire.compressors import BesideCompressor, Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
+from gradwire.compressors.mixed_precision import BesideCompressor
 from gradwire.core.payload import RAW
 from gradwire.core.specs import (
     DGC,
@@ -25,8 +27,9 @@ from gradwire.core.specs import (
     TopK,
     TwoBit,
 )
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
 from gradwire.kernels.scattered import Addresses, Scattered
+from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
 LEVELS = cpu.levels() if cpu.available() is None else ()

@@ -10,9 +10,10 @@ import pytest
 import torch
 from test_kernels import DTYPES, FASTER, INF, NAN, REFERENCE, STREAM, WAYS, Way, assert_all_alike, built, same, way
 
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.core.specs import EFSignSGD, ElementRun, OneBit, SignSGD, Signum, Spec, TernGrad, TwoBit
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 NUMELS = (0, 1, 7, 8, 9, 123, 127, 128, 129, 511, 512, 513, 4097, 1)
 SPECS: list[Spec] = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_kernels import NAN, STREAM, built
 
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
+from gradwire.kernels.segments import Segment, Segments
 
 X, WHOLE = torch.ones(300), Segments.of([Segment(0, 300, 1, 0, 2)])
 

@@ -9,7 +9,7 @@ from test_kernels import DTYPES, INF, NAN, STREAM, Way, assert_all_alike, built,
 
 from gradwire.core.payload import kept_of
 from gradwire.core.specs import DGC, BlockTopK, ElementRun, RandomK, Spec, Threshold, TopK
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 NUMELS = (0, 1, 7, 8, 9, 123, 127, 128, 129, 4097, 70001)
 RATIOS = (1e-5, 0.02, 0.3, 1.0)

@@ -21,8 +21,9 @@ from test_kernels_sparse import (
 from benchmarks.levels import use_level
 from gradwire.core.payload import index_bytes, index_low_bits, kept_of
 from gradwire.core.specs import DGC, BlockTopK, RandomK, Spec, TopK
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
+from gradwire.kernels.segments import Segment, Segments
 
 __all__ = ["one_thread"]  # a fixture that every test here uses
 

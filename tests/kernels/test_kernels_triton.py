@@ -14,7 +14,8 @@ import torch
 from test_kernels import DTYPES, awkward, payload_bytes, whole
 from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
 
-from gradwire.kernels import Segment, Segments, kernels_for, reference, tensor_key
+from gradwire.kernels import kernels_for, reference
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

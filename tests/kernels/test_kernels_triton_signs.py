@@ -11,7 +11,8 @@ from test_kernels import DTYPES, awkward
 from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
 
 from gradwire.core.payload import coded_bytes
-from gradwire.kernels import Segment, Segments, kernels_for, reference
+from gradwire.kernels import kernels_for, reference
+from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

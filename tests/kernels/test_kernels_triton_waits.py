@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_processes import Interpreter
 
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.core.specs import (
     DGC,
     FP8,
@@ -29,7 +30,8 @@ from gradwire.core.specs import (
     TopK,
     TwoBit,
 )
-from gradwire.kernels import Segment, Segments, kernels_for
+from gradwire.kernels import kernels_for
+from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.auto import bits
+from gradwire.auto import adaptive_bits as bits
+from gradwire.auto.adaptive_bits import Assigned, assign, with_bits
 from gradwire.auto.bit_errors import WIDTHS, measured
-from gradwire.auto.bits import Assigned, assign, with_bits
 from gradwire.core import TensorInfo
 from gradwire.core.specs import innermost
-from gradwire.planner.adaptive import BIT_RULES
+from gradwire.plan.adaptive import BIT_RULES
 
 
 @pytest.fixture(scope="module")

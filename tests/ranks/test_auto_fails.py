@@ -9,7 +9,8 @@ import torch.distributed as dist
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.auto import bits, driver, tuning
+from gradwire.auto import adaptive_bits as bits
+from gradwire.auto import driver, tuning
 from gradwire.core import Identity
 
 DRIVERS: dict[str, tuple[Any, Any, str, str]] = {

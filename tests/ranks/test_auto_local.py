@@ -161,7 +161,7 @@ class Clocked:
 
         with (
             mock.patch("gradwire.auto.driver.cluster_of", measured),
-            mock.patch("gradwire.auto.watcher.cluster_of", measured),
+            mock.patch("gradwire.auto.change_watch.cluster_of", measured),
             mock.patch.multiple(Live, link_us=1000.0, exposed_us=1e3 * exposed_ms, began_s=began),
         ):
             self.optimizer.zero_grad()

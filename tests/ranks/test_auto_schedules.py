@@ -14,10 +14,10 @@ from worlds import Given, Worlds, digest
 
 import gradwire as gw
 from gradwire.api.handle import Handle
+from gradwire.auto.changes import Pace
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.auto.watch import Pace
 from gradwire.core.latest import Latest
 from gradwire.engine.session import Session
 

@@ -11,8 +11,8 @@ from flips import FlippingBackend, FlippingWire
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.exchange import wires
-from gradwire.exchange.sharing import SWITCH
+from gradwire.transport import wires
+from gradwire.transport.sharing import SWITCH
 
 
 @pytest.fixture(scope="module")

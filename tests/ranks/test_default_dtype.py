@@ -9,9 +9,10 @@ from torch import nn
 from worlds import Worlds, seeded
 
 import gradwire as gw
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.core.specs import ElementRun
-from gradwire.kernels import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments
 
 SPECS = [gw.PowerSGD(rank=2), gw.ErrorFeedback(gw.QSGD(bits=4)), gw.TernGrad(), gw.Identity()]
 

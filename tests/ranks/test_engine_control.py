@@ -4,7 +4,7 @@ import torch.distributed as dist
 from worlds import Given, Worlds
 
 import gradwire as gw
-import gradwire.collectives.link as link
+import gradwire.transport.link as link
 
 
 def step_with_a_changed_report(at_message: int) -> str:

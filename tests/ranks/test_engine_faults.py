@@ -323,7 +323,7 @@ def drop_a_lane_on_its_own_thread() -> bool:
     """The last reference to a lane may go where its own job ends: it must not wait for itself."""
     from datetime import timedelta
 
-    from gradwire.collectives import Group, Lane, Link
+    from gradwire.transport import Group, Lane, Link
 
     group = Group.of(None)
     name = group.agree_on_name()

@@ -12,8 +12,8 @@ from worlds import Given, Worlds, seeded
 
 import gradwire as gw
 from gradwire.compressors.stores import BFloat16Store, Int8Store, store_for
-from gradwire.kernels import Segment, Segments
 from gradwire.kernels.reference.numbers import equal_blocks
+from gradwire.kernels.segments import Segment, Segments
 
 NARROW = ("bfloat16", "int8")
 NUMELS = (1, 7, 123, 4097)

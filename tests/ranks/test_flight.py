@@ -11,7 +11,7 @@ from worlds import Worlds
 import gradwire as gw
 from gradwire.cli import app
 from gradwire.doctor.flight import behind
-from gradwire.exchange.flight import STEPS, Flight, FlightRecord
+from gradwire.transport.flight import STEPS, Flight, FlightRecord
 
 
 def record(rank: int, step: int, ended: int, open_task: str = "") -> FlightRecord:

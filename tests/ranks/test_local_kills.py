@@ -20,7 +20,7 @@ import torch.distributed as dist
 from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.exchange.sharing import SWITCH
+from gradwire.transport.sharing import SWITCH
 
 STEPS = 20
 TIMEOUT_S, ALLOWANCE_S = 15.0, 2.0

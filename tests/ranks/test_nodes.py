@@ -14,7 +14,7 @@ from test_options_run import train
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.exchange import lanes
+from gradwire.transport import lanes
 
 
 @pytest.fixture(scope="module")

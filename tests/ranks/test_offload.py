@@ -15,10 +15,10 @@ from worlds import Worlds, digest
 import gradwire as gw
 from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
 from gradwire.errors import GradwireError
-from gradwire.exchange.devices import stand_in
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.plans import info_of
 from gradwire.planner.offload import on_cpu
+from gradwire.transport.devices import stand_in
 
 LAYERS = tuple(LayerTimes(numel, 50.0, 100.0) for numel in (3000, 1003, 5000, 640))
 TIMES = ((4096, 100.0), (8192, 200.0))

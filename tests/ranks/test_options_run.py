@@ -13,16 +13,16 @@ from test_engine_feedback import resume, telescope
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.collectives import Grid
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.plan import RESIDUAL_DTYPES
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
-from gradwire.exchange.memory import added_up
-from gradwire.planner.grammar import SCHEMES
-from gradwire.planner.options import Option, tree
+from gradwire.exchange.residual_store import added_up
+from gradwire.plan.grammar import SCHEMES
+from gradwire.plan.options import Option, tree
+from gradwire.transport import Grid
 
 OPTIONS = tree(("cpu",))
 TWO_BY_TWO = [Grid.even(2, 2, rank) for rank in range(4)]

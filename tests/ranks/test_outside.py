@@ -15,7 +15,8 @@ from outside import install, lay_out, use
 from worlds import Given, World, digest
 
 import gradwire as gw
-from gradwire.compressors import Compressor, compressor_for, register_compressor
+from gradwire.compressors import compressor_for, register_compressor
+from gradwire.compressors.base import Compressor
 from gradwire.core import TensorInfo, collectives, entry_points
 from gradwire.core.collectives import COLLECTIVES, ROUTINES, Collective, collective, collective_of, register_collective
 from gradwire.core.schedules import Schedule
@@ -24,7 +25,7 @@ from gradwire.costs.steps import steps_of
 from gradwire.engine.schedules.backward import BackwardSchedule
 from gradwire.errors import FormatError, PlanError, SpecError
 from gradwire.exchange.options import scheme_of
-from gradwire.planner.schemes import beside_tree, correction_plan
+from gradwire.plan.schemes import beside_tree, correction_plan
 
 SRC = Path(gw.__file__).parents[1]
 
@@ -105,7 +106,7 @@ PLANNED = """
 import sys
 import gradwire as gw
 from gradwire.core import *
-from gradwire.planner.schemes import check_known
+from gradwire.plan.schemes import check_known
 from gradwire.sim.timeline import simulate
 from gradwire.sim.rules import Rules
 

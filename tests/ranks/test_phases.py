@@ -20,7 +20,7 @@ from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.bench.statistics import cells_from, step_times
 from gradwire.core import QSGD, Delayed
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import FormatError, StepStateError
 
 SIZE = 300

@@ -19,9 +19,8 @@ from worlds import Worlds
 
 import gradwire as gw
 from benchmarks.campaigns.predictions import Predicted, PredictRun, ddp_plan, summary
-from gradwire.collectives import Grid
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.specs import Spec
 from gradwire.costs.fit import fit_points
 from gradwire.costs.prices import time_at
@@ -31,6 +30,7 @@ from gradwire.profiler import links
 from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
+from gradwire.transport import Grid
 
 
 @pytest.fixture(scope="module")

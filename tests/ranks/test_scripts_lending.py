@@ -21,10 +21,10 @@ from torch import nn
 from worlds import Given, Worlds
 
 import gradwire as gw
-from gradwire.collectives import Grid
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES
-from gradwire.core.memory import MemoryRecord
+from gradwire.core.memory_report import MemoryRecord
+from gradwire.transport import Grid
 
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=4))
 

@@ -20,8 +20,8 @@ import gradwire as gw
 from gradwire.engine.prepare import prepare
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.sharded import ShardedSchedule
-from gradwire.engine.seams.later import is_later
-from gradwire.engine.seams.splitting import elementwise, splits
+from gradwire.engine.torch_hooks.lazy_tensors import is_later
+from gradwire.engine.torch_hooks.splitting import elementwise, splits
 
 SHARDED = gw.Pipelined(shard_optimizer=True)
 REFUSED = (gw.StepStateError, gw.PlanError)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from worlds import Given, Outcome, World, Worlds, digest
 
 import gradwire as gw
-from gradwire.collectives.rings import Rings, memory_bytes, ring_bytes
-from gradwire.exchange import sharing
-from gradwire.exchange.sharing import SWITCH
+from gradwire.transport import sharing
+from gradwire.transport.rings import Rings, memory_bytes, ring_bytes
+from gradwire.transport.sharing import SWITCH
 
 TIMEOUT_S = 20.0
 COMPRESSED = gw.ErrorFeedback(gw.QSGD(bits=4))

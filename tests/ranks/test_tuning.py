@@ -14,7 +14,7 @@ import gradwire as gw
 from benchmarks import tuning
 from gradwire.auto.sizes import SizeSearch, spaced
 from gradwire.auto.tuning import TunedSize, Tuning
-from gradwire.planner.adaptive import SEARCHES
+from gradwire.plan.adaptive import SEARCHES
 
 MB = 2**20
 PLAIN = gw.Uniform(gw.Identity())

@@ -14,10 +14,9 @@ from test_options_run import FOUR_ENCODES, ROOTED, SKIPPING, TWO_ENCODES
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.collectives import Grid
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES, uncompressed
-from gradwire.exchange import wires
+from gradwire.transport import Grid, wires
 
 NESTED_SUM = "reducescatter:intra allreduce:inter allgather:intra"
 SCHEMES = ["alltoall", "allgather", "ring", "tree"]

@@ -11,7 +11,7 @@ from benchmarks.campaigns.schemes import BITS, SCHEMES, Exchange, SchemesRecord,
 from benchmarks.campaigns.schemes_runner import run_schemes, schemes_tables, verdict
 from gradwire.core import Cluster, Link, TensorInfo
 from gradwire.core.costs import CodecCosts, Costs
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.specs import Identity
 from gradwire.errors import FormatError, TestbedError
 from gradwire.testbed import permission_problem

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.doctor.facts import Facts, GlooChoice, Interface, bindable_address
 from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.doctor import Finding, Report, examine, summary, tables
 from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import (

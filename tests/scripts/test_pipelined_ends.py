@@ -18,7 +18,7 @@ from test_pipelined import LOSSY, PLAIN, adamw, loss_of, policy, state_of, tied
 from worlds import World, Worlds, digest
 
 import gradwire as gw
-from gradwire.engine.seams.later import is_later
+from gradwire.engine.torch_hooks.lazy_tensors import is_later
 
 TIMEOUT_S = 6.0
 

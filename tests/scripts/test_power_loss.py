@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.exchange.heartbeats import IDLE_S, INTERVAL_S, MISSED
 from gradwire.testbed import EmulatedCluster, namespaces, permission_problem
 from gradwire.testbed.namespaces import needs_user_namespace
+from gradwire.transport.heartbeats import IDLE_S, INTERVAL_S, MISSED
 
 pytestmark = pytest.mark.network
 

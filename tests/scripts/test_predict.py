@@ -18,7 +18,7 @@ from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest
 from gradwire.bench.statistics import step_times
 from gradwire.core import Cluster, CodecCosts, Costs, Link, Plan, Profile, TensorProfile
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import FormatError, TestbedError
 
 SPECS = [gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(0.01))]

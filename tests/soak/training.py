@@ -19,8 +19,8 @@ import torch.distributed as dist
 from worlds import digest, seeded
 
 import gradwire as gw
-from gradwire.collectives import Group
 from gradwire.core.files import write_whole
+from gradwire.transport import Group
 from soak.injected import Injected, Injector
 from soak.settings import Job, Trainee, on_nodes
 
@@ -284,7 +284,7 @@ class Training:
 
 @contextmanager
 def _without_wires(by_gloo: bool) -> Iterator[None]:
-    import gradwire.exchange.wires as wires
+    import gradwire.transport.wires as wires
 
     listen = wires._listen
     if by_gloo:

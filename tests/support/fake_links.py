@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Meter
-from gradwire.collectives.rings import Handles, Rings, ring_bytes
-from gradwire.collectives.streams import Streams
-from gradwire.collectives.wire import Wire
+from gradwire.transport import Meter
+from gradwire.transport.rings import Handles, Rings, ring_bytes
+from gradwire.transport.streams import Streams
+from gradwire.transport.wire import Wire
 
 __all__ = ["FakeLink", "drive", "links", "wires"]
 

@@ -31,7 +31,7 @@ def foretold(step_ms: Callable[[gw.Plan], float], link_ms: float = 1.0) -> Itera
     with (
         mock.patch("gradwire.auto.driver.offers", made),
         mock.patch("gradwire.auto.driver.cluster_of", measured),
-        mock.patch("gradwire.auto.watcher.cluster_of", measured),
-        mock.patch("gradwire.auto.watcher.wire_us", wire_us),
+        mock.patch("gradwire.auto.change_watch.cluster_of", measured),
+        mock.patch("gradwire.auto.change_watch.wire_us", wire_us),
     ):
         yield

@@ -17,7 +17,7 @@ from test_core_specs import specs
 
 from gradwire.core import Cluster, Costs, Made, Plan, Profile
 from gradwire.core.strict import Document
-from gradwire.planner import Policy
+from gradwire.plan import Policy
 from gradwire.record.run import (
     Alternative,
     BucketRecord,

@@ -15,13 +15,13 @@ from fake_links import FakeLink, drive
 from worlds import Given, digest
 
 import gradwire as gw
-from gradwire.collectives import Grid, Group
 from gradwire.core import Plan, Spec, TensorInfo, fingerprint
 from gradwire.core.plan import Bucket
 from gradwire.exchange import Exchange, layout
 from gradwire.exchange import options as engine_options
 from gradwire.exchange.layout import BucketBuffers
-from gradwire.planner.options import tree
+from gradwire.plan.options import tree
+from gradwire.transport import Grid, Group
 
 __all__ = ["SIZES", "Ranks", "all_in_one", "gradients", "on_grid", "plan_for", "true_mean"]
 

@@ -76,9 +76,9 @@ def one_round(chance: random.Random, ranks: int) -> str:
     import torch
     from fake_links import wires
 
-    from gradwire.collectives import LinkError, Meter
-    from gradwire.collectives.memory_sum import MemorySum
-    from gradwire.collectives.operations import Operations
+    from gradwire.collectives.shared_memory_sum import MemorySum
+    from gradwire.transport import LinkError, Meter
+    from gradwire.transport.operations import Operations
 
     def messages(number: int) -> None:
         """Every rank sends to every other: bytes, and elements that are added."""

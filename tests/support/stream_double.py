@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.collectives import streams
+from gradwire.transport import streams
 
 __all__ = ["Device", "DeviceLink", "Race"]
 
@@ -85,7 +85,7 @@ class Device:
 
     @contextmanager
     def used(self, monkeypatch: Any) -> Iterator["Device"]:
-        """`gradwire.collectives.streams` uses this device, and this thread's operations are on it."""
+        """`gradwire.transport.streams` uses this device, and this thread's operations are on it."""
         accelerator = SimpleNamespace(
             current_stream=lambda device: self.current, set_device_index=lambda index: _Recorder(self).__enter__()
         )

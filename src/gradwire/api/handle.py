@@ -11,20 +11,25 @@ from typing import Any
 import msgspec
 import torch
 
-from gradwire.collectives import Meter, SilentLink
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec
-from gradwire.engine.leaving import reset
-from gradwire.engine.registry import REGISTRY
-from gradwire.engine.saving import load_state, state_of
-from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, ShardsOptimizer
-from gradwire.engine.session import Session
+from gradwire.core import Plan, Spec
+from gradwire.engine import (
+    REGISTRY,
+    ClipsGradients,
+    CopiesWeights,
+    Corrects,
+    Session,
+    ShardsOptimizer,
+    load_state,
+    reset,
+    state_of,
+)
 from gradwire.errors import PayloadError, PlanError, StepStateError
-from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats
+from gradwire.exchange import BucketStats, ExchangeStats, Stats
 from gradwire.profiler import Profiling
+from gradwire.record import Decision
 from gradwire.record.recording import Recording
-from gradwire.record.run import Decision
-from gradwire.sim.timeline import Timeline
+from gradwire.sim import Timeline
+from gradwire.transport import Meter, SilentLink
 
 _WHOLE = (
     "this handle's schedule leaves optimizers whole, on every rank. Call {}() of the optimizer itself; only "

@@ -8,23 +8,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire.api.handle import Handle
-from gradwire.auto.accuracy import check_schedules
-from gradwire.auto.bits import Bits
-from gradwire.auto.correcting import CorrectionPeriods
-from gradwire.auto.driver import Auto
-from gradwire.auto.tuning import Tuning
-from gradwire.core.checks import show, whole
-from gradwire.core.plan import Plan
-from gradwire.core.schedules import as_schedule
-from gradwire.core.specs import Spec
-from gradwire.engine.prepare import facts, prepare
-from gradwire.engine.registry import REGISTRY
-from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import FirstDriver, Session
+from gradwire.auto import Auto, Bits, CorrectionPeriods, Tuning, check_schedules
+from gradwire.core import Plan, Spec, as_schedule, show, whole
+from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
-from gradwire.exchange import Lanes
-from gradwire.planner.adaptive import AdaptiveBits, Tuned
-from gradwire.planner.policy import Policy
+from gradwire.plan import AdaptiveBits, Policy, Tuned
+from gradwire.transport import Lanes
 
 
 def parallelize(

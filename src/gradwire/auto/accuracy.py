@@ -2,12 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 
-from gradwire.core.checks import word
-from gradwire.core.schedules import Delayed, Pipelined, Schedule
-from gradwire.core.specs import QSGD, EFSignSGD, ErrorFeedback, Identity, PowerSGD, Spec, TopK
-from gradwire.core.tensors import TensorInfo
+from gradwire.core import (
+    QSGD,
+    Delayed,
+    EFSignSGD,
+    ErrorFeedback,
+    Identity,
+    Pipelined,
+    PowerSGD,
+    Schedule,
+    Spec,
+    TensorInfo,
+    TopK,
+    word,
+)
 from gradwire.errors import PlanError
-from gradwire.planner.policy import Policy, Uniform, Where
+from gradwire.plan import Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
 """exact: nothing is encoded. safe: on two ranks the measured final losses are within 3 % of plain DDP's (docs/measured.md, which

@@ -10,16 +10,11 @@ import msgspec
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.checks import printable
-from gradwire.core.collectives import CODEC_TASKS
-from gradwire.core.specs import innermost
-from gradwire.core.tensors import TensorInfo
-from gradwire.engine.session import Session
-from gradwire.exchange.layout import Slot
-from gradwire.exchange.states import MEASURED
+from gradwire.core import CODEC_TASKS, TensorInfo, innermost, printable
+from gradwire.engine import Session
+from gradwire.exchange import MEASURED, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
-from gradwire.planner.adaptive import AdaptiveBits
-from gradwire.planner.schemes import encodes_again
+from gradwire.plan import AdaptiveBits, encodes_again
 
 WIDTHS = tuple(range(2, 9))
 """Bits to choose from. The specs of these widths, `adaptive.ways(WIDTHS)`, are the ways to encode a tensor."""

@@ -13,16 +13,12 @@ import torch
 
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
-from gradwire.core.delayed import FIRST_K
-from gradwire.core.latest import Latest
-from gradwire.core.plan import Plan
-from gradwire.core.schedules import as_schedule
-from gradwire.core.tensors import TensorInfo
-from gradwire.engine.session import Session
+from gradwire.core import FIRST_K, Latest, Plan, TensorInfo, as_schedule
+from gradwire.engine import Session
 from gradwire.errors import PlanError
-from gradwire.exchange.states import Saved
-from gradwire.planner.policy import Policy
-from gradwire.record.run import Decision
+from gradwire.exchange import Saved
+from gradwire.plan import Policy
+from gradwire.record import Decision
 
 PERIOD = 200
 """Steps from one measurement to the next."""

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec
-from gradwire.record.run import Alternative
-from gradwire.record.run import Decision as Recorded
+from gradwire.core import Plan, Spec
+from gradwire.record import Alternative
+from gradwire.record import Decision as Recorded
 
 _LOGGER = logging.getLogger("gradwire")
 
@@ -137,7 +136,7 @@ def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
     """Why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ, and specs in `ways` replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
-    >>> from gradwire.planner.policy import Uniform
+    >>> from gradwire.plan.policy import Uniform
     >>> four, eight, plain = (
     ...     Uniform(spec).plan([TensorInfo("w", (10, 10), "float32")]) for spec in (QSGD(bits=4), QSGD(bits=8), Identity())
     ... )

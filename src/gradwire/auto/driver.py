@@ -31,6 +31,8 @@ from gradwire.auto.accuracy import (
     specs_of,
     specs_under,
 )
+from gradwire.auto.change_watch import Watcher, seconds_for
+from gradwire.auto.changes import Pace
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
@@ -46,22 +48,12 @@ from gradwire.auto.measuring import (
 )
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.auto.watch import Pace
-from gradwire.auto.watcher import Watcher, seconds_for
-from gradwire.core.checks import word
-from gradwire.core.costs import Costs
-from gradwire.core.latest import Latest
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward, LocalSteps
-from gradwire.core.specs import Identity
-from gradwire.core.tensors import TensorInfo
-from gradwire.engine.session import Session
+from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo, word
+from gradwire.engine import Session
 from gradwire.errors import FormatError, PlanError
-from gradwire.exchange.states import Saved
-from gradwire.planner.policy import Policy, Uniform
-from gradwire.planner.schemes import FLAT
-from gradwire.record.run import Decision as Recorded
+from gradwire.exchange import Saved
+from gradwire.plan import FLAT, Policy, Uniform
+from gradwire.record import Decision as Recorded
 
 SETTLE_STEPS = 1
 

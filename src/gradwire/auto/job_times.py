@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gradwire.auto.change_watch import seconds_for
+from gradwire.auto.changes import Pace
 from gradwire.auto.live import Live
 from gradwire.auto.measuring import CODECS_SECONDS, Look, cluster_of, codecs_of
-from gradwire.auto.watch import Pace
-from gradwire.auto.watcher import seconds_for
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.profile import Profile
-from gradwire.core.specs import Spec
-from gradwire.sim.rules import device_of, rules_of
-from gradwire.sim.simulator import Simulator
+from gradwire.core import Cluster, Costs, Profile, Spec
+from gradwire.sim import Simulator, device_of, rules_of
 
 
 class JobTimes(NamedTuple):

@@ -9,13 +9,10 @@ import msgspec
 import torch
 
 from gradwire.auto.decision import say_failed
-from gradwire.collectives import Link, LinkError
-from gradwire.core.plan import Plan
-from gradwire.core.schedules import Schedule
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.session import Session
-from gradwire.exchange.agreement import gather_bytes
-from gradwire.exchange.stats import BucketStats
+from gradwire.core import Plan, Schedule
+from gradwire.engine import ModelHook, Session
+from gradwire.exchange import BucketStats
+from gradwire.transport import Link, LinkError, gather_bytes
 
 T = TypeVar("T")
 

@@ -14,14 +14,9 @@ from gradwire.auto.accuracy import policy_of, specs_under
 from gradwire.auto.measuring import compute_us_of
 from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import GAIN, Candidate, Trial
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.schedules import LocalSteps, Nesterov
-from gradwire.core.specs import Identity, Spec
+from gradwire.core import Cluster, Costs, Identity, LocalSteps, Nesterov, Plan, Profile, Spec
 from gradwire.errors import PlanError
-from gradwire.sim.simulator import Simulator
+from gradwire.sim import Simulator
 
 EVERY = (5, 10, 30, 100)
 """Steps from one exchange to the next, of which auto takes the first that will do: those of the table in docs/local_steps.md."""

@@ -13,19 +13,12 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from gradwire.auto.changes import Pace
 from gradwire.auto.live import Live
-from gradwire.auto.watch import Pace
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.specs import Spec
-from gradwire.core.tensors import TensorInfo
-from gradwire.costs.collectives import us_per_byte
-from gradwire.engine.seams.hooks import GradientHooks
-from gradwire.profiler.clock import Clock
-from gradwire.profiler.codec_cache import cached_codecs
-from gradwire.profiler.links import measure_links, measured_links
+from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
+from gradwire.costs import us_per_byte
+from gradwire.engine import GradientHooks
+from gradwire.profiler import Clock, cached_codecs, measure_links, measured_links
 
 LOOK_STEPS = 2
 LONG_STEP_US = 4e5

@@ -9,18 +9,10 @@ import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.schedules import Backward, Schedule
-from gradwire.core.specs import Identity, Spec
+from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
 from gradwire.errors import PlanError
-from gradwire.planner.drafts import PlanningJob
-from gradwire.planner.joint import EVALUATIONS, joint
-from gradwire.planner.policy import Policy, Uniform, launch_of
-from gradwire.planner.schemes import FLAT
-from gradwire.planner.starts import ddp
+from gradwire.plan import FLAT, Policy, Uniform, launch_of
+from gradwire.planner import EVALUATIONS, PlanningJob, ddp, joint
 
 MOST_TRIED = 3
 """Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""

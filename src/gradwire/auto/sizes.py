@@ -4,7 +4,7 @@ Buckets consist of whole tensors, so many sizes make the same buckets: the searc
 search keeps some trials to repeat the best groupings, since the best of many noisy trials was often only lucky.
 
 >>> from gradwire.core import Identity
->>> from gradwire.planner import Uniform
+>>> from gradwire.plan import Uniform
 >>> search = SizeSearch(Tuned(Uniform(Identity()), search="grid", trials=3), lambda nbytes: nbytes > 2**22)
 >>> while (nbytes := search.propose()) is not None:
 ...     search.took(1.0 if nbytes > 2**22 else 2.0)
@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import harmonic_mean
 
 from gradwire.errors import PlanError
-from gradwire.planner.adaptive import Tuned
+from gradwire.plan import Tuned
 
 XI = 0.1
 """The improvement that the search looks for, in units of the first trial's throughput (DeAR)."""

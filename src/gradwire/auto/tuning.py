@@ -14,14 +14,11 @@ from statistics import fmean, median
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch, check_library
-from gradwire.core.latest import Latest
-from gradwire.core.plan import Plan
-from gradwire.core.tensors import TensorInfo
-from gradwire.engine.session import Session
-from gradwire.exchange.states import Saved
-from gradwire.planner.adaptive import Tuned
-from gradwire.planner.policy import Policy
-from gradwire.record.run import Decision
+from gradwire.core import Latest, Plan, TensorInfo
+from gradwire.engine import Session
+from gradwire.exchange import Saved
+from gradwire.plan import Policy, Tuned
+from gradwire.record import Decision
 
 _PAUSE = 3.0
 """A step that takes so many times as long as the trial's median contains a pause, and counts as the median."""

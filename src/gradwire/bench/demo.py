@@ -23,11 +23,9 @@ from gradwire.bench.recorded import beside, method_folder
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.table import milliseconds
-from gradwire.core.files import make_folder
-from gradwire.core.specs import QSGD, ErrorFeedback
-from gradwire.core.strict import Document
+from gradwire.core import QSGD, Document, ErrorFeedback, make_folder
 from gradwire.errors import GradwireError, TestbedError
-from gradwire.record.run import Run
+from gradwire.record import Run
 from gradwire.report.page import write_report
 from gradwire.report.pictures import save
 

@@ -24,10 +24,9 @@ from torch.nn import functional
 
 import gradwire as gw
 from gradwire.bench.names import check_job
-from gradwire.core.specs import Spec
+from gradwire.core import Spec
 from gradwire.errors import StepStateError
-from gradwire.profiler import Profiling
-from gradwire.profiler.recorder import WARMUP_STEPS
+from gradwire.profiler import WARMUP_STEPS, Profiling
 
 TEXT_BYTES = 4_000_000
 """The length of the text. The limit makes the text about equally long under every Python version."""

@@ -5,7 +5,7 @@ import signal
 from contextlib import AbstractContextManager
 
 from gradwire.errors import TestbedError
-from gradwire.testbed.supervisor import (
+from gradwire.testbed import (
     Grace,
     LineCallback,
     RankCommand,

@@ -31,12 +31,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.auto.decision import AutoDecision
-from gradwire.auto.driver import Auto
+from gradwire.auto import Auto, AutoDecision
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.names import GRADWIRE_PREFIX, RIVAL_PREFIX, WRONG_PREFIX, arguments_of, check_method
 from gradwire.bench.results import Decided
-from gradwire.core.repository import from_repository
+from gradwire.core import from_repository
 from gradwire.errors import StepStateError
 
 POWERSGD_RANK = 4

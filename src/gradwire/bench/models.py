@@ -19,14 +19,9 @@ from torch import Tensor, nn
 import gradwire as gw
 from gradwire.bench.jobs import Batch, Job
 from gradwire.bench.names import GivenModel
-from gradwire.core.checks import near, show
-from gradwire.core.costs import Costs
-from gradwire.core.profile import Profile
-from gradwire.core.specs import Spec
+from gradwire.core import Costs, Profile, Spec, near, show
 from gradwire.errors import FormatError
-from gradwire.profiler.codecs import measure_codecs
-from gradwire.profiler.profiling import profile_from
-from gradwire.profiler.recorder import Recorder
+from gradwire.profiler import Recorder, measure_codecs, profile_from
 
 LEARNING_RATE = 1e-4
 """Small, because the loss of random weights on made-up data must stay finite."""

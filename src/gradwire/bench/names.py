@@ -8,14 +8,24 @@ from typing import Any
 
 import msgspec
 
-from gradwire.core import QSGD, Cast, Delayed, ErrorFeedback, Identity, spec_from_dict
-from gradwire.core.checks import show
-from gradwire.core.repository import from_repository
-from gradwire.core.specs import Spec, installed_specs, spec_from_text
-from gradwire.core.strict import check_plain, parse, read
+from gradwire.core import (
+    QSGD,
+    Cast,
+    Delayed,
+    ErrorFeedback,
+    Identity,
+    Spec,
+    check_plain,
+    from_repository,
+    installed_specs,
+    parse,
+    read,
+    show,
+    spec_from_dict,
+    spec_from_text,
+)
 from gradwire.errors import FormatError
-from gradwire.planner.adaptive import AdaptiveBits
-from gradwire.planner.policy import Policy, Uniform
+from gradwire.plan import AdaptiveBits, Policy, Uniform
 
 JOB_NAMES = ("transformer", "mlp", "resnet", "embeddings")
 PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from gradwire.bench.results import Cell
 from gradwire.bench.statistics import median_ratio, step_times
-from gradwire.core.made import Made
-from gradwire.record.run import Rival, Run
+from gradwire.core import Made
+from gradwire.record import Rival, Run
 
 NAMES = {
     "ddp": "plain DDP",

@@ -10,9 +10,8 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.bench.names import GivenModel
-from gradwire.core.made import Made
-from gradwire.core.strict import Document
-from gradwire.record.run import Interval
+from gradwire.core import Document, Made
+from gradwire.record import Interval
 
 PREFIX = "gradwire-bench "
 

@@ -20,12 +20,15 @@ from gradwire.bench.progress import View
 from gradwire.bench.recorded import complete_runs, method_folder
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
 from gradwire.bench.statistics import alone_from, cells_from
-from gradwire.core.files import make_folder
-from gradwire.core.made import Made
-from gradwire.core.specs import Spec
+from gradwire.core import Made, Spec, make_folder
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
-from gradwire.testbed.cluster import MOST_NODES
+from gradwire.testbed import (
+    MOST_NODES,
+    EmulatedCluster,
+    parse_rate,
+    permission_problem,
+    reexec_in_user_namespace_if_needed,
+)
 
 FEWEST_WARMUP_STEPS = 3
 """DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in the third."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.compressors import Compressor, Context
-from gradwire.core.costs import Points
-from gradwire.costs.prices import time_at
-from gradwire.exchange.host_codec import ProxyCodec
+from gradwire.core import Points
+from gradwire.costs import time_at
+from gradwire.exchange import ProxyCodec
 from gradwire.kernels import Segments
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _GRACE_S = 0.3e-3
 
 
 class SleepingAccelerator:
-    """Stands in for a GPU: see `gradwire.exchange.devices.stand_in`."""
+    """Stands in for a GPU: see `gradwire.transport.devices.stand_in`."""
 
     name = "sleeping accelerator"
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gradwire.bench.names import UNLIMITED, WRONG_PREFIX
 from gradwire.bench.results import Alone, Cell, MethodRecord, StepTimes, WorkerRecord
-from gradwire.record.run import Interval
+from gradwire.record import Interval
 
 FRAME_BYTES = 1514
 FRAME_PAYLOAD_BYTES = 1448

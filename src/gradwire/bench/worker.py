@@ -33,9 +33,9 @@ from gradwire.bench.models import ModelJob
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.recorded import method_folder
 from gradwire.bench.results import Decided, MethodRecord, StepEvent, WorkerOrder, WorkerRecord, print_event
-from gradwire.collectives import Grid, Group, Link, LinkError
 from gradwire.errors import GradwireError
-from gradwire.profiler.links import measure_links, measured_links
+from gradwire.profiler import measure_links, measured_links
+from gradwire.transport import Grid, Group, Link, LinkError
 
 LINK_SECONDS = 0.25
 GO_ON_TURN_STEPS = 25

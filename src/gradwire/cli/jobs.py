@@ -133,8 +133,7 @@ def bench(
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import FULL_WIDTH, tables
-    from gradwire.core.checks import word
-    from gradwire.core.repository import from_repository
+    from gradwire.core import from_repository, word
 
     word("what", what, ("methods", "ceiling", "phases", "options"))
     if json is not None and not json.parent.is_dir():
@@ -262,7 +261,7 @@ def profile(
     _check_extra("sklearn")
     from gradwire.bench.jobs import profile_job
     from gradwire.bench.names import parse_spec
-    from gradwire.profiler.profiling import described
+    from gradwire.profiler import described
 
     specs = [parse_spec(each) for each in spec or ("QSGD(bits=4)",)]
     found = profile_job(job, out, steps, specs, specs[0])
@@ -303,8 +302,8 @@ def doctor(
     To measure the links, start the ranks with torchrun or `gradwire emulate`: torchrun ... -m gradwire doctor
     """
     if flight or files:
-        from gradwire.doctor.flight import behind
-        from gradwire.exchange.flight import FlightRecord
+        from gradwire.doctor import behind
+        from gradwire.transport import FlightRecord
 
         if not (flight and files):
             raise FormatError("the doctor reads files only as `gradwire doctor --flight FILES...`, of all ranks.")

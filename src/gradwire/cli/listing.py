@@ -33,10 +33,10 @@ def options(
     A star marks a compressed transfer. The tasks are the `option` of a bucket in a plan.
     """
     from gradwire.bench.names import split_names
-    from gradwire.planner.listing import as_json, as_table, choose, shape_note
+    from gradwire.planner import as_json, as_table, choose, shape_note
 
     if collectives:
-        from gradwire.planner.listing import collective_rows
+        from gradwire.planner import collective_rows
 
         _print_rows(collective_rows(), json)
         return
@@ -64,7 +64,7 @@ def options(
 @app.command()
 def compressors(json: Json = False) -> None:
     """List the compressors of gradwire and of other packages: a usual spec, the law, and the schemes of each."""
-    from gradwire.planner.listing import compressor_rows
+    from gradwire.planner import compressor_rows
 
     _print_rows(compressor_rows(), json)
 
@@ -72,12 +72,12 @@ def compressors(json: Json = False) -> None:
 @app.command()
 def schedules(json: Json = False) -> None:
     """List the schedules of gradwire and of other packages: when each exchanges gradients, and its costs."""
-    from gradwire.planner.listing import schedule_rows
+    from gradwire.planner import schedule_rows
 
     _print_rows(schedule_rows(), json)
 
 
 def _print_rows(rows: list[dict[str, Any]], json: bool) -> None:
-    from gradwire.planner.listing import rows_as_json, rows_as_text
+    from gradwire.planner import rows_as_json, rows_as_text
 
     typer.echo(rows_as_json(rows) if json else rows_as_text(rows), nl=False)

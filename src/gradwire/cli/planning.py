@@ -12,7 +12,7 @@ from gradwire.errors import FormatError
 
 if TYPE_CHECKING:
     from gradwire.core import Cluster, Profile
-    from gradwire.planner.sweep import SweepRow
+    from gradwire.planner import SweepRow
 
 Inter = Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")]
 Nodes = Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")]
@@ -49,16 +49,10 @@ def simulate(
     With --inter or --nodes: the scaling factors of the plan and of plain DDP on many clusters. With --slow-node: their steps
     where one node's link is slower.
     """
-    from gradwire.core import Cluster, Costs, Plan, Profile
-    from gradwire.core.files import write_whole
-    from gradwire.planner.drafts import PlanningJob
-    from gradwire.planner.methods import make
-    from gradwire.planner.ranges import read_slower
-    from gradwire.planner.slow_node import against
-    from gradwire.planner.sweep import sweep_plan
-    from gradwire.sim.rules import changed_rules
-    from gradwire.sim.timeline import simulate as simulate_plan
-    from gradwire.sim.views import as_table, as_trace
+    from gradwire.core import Cluster, Costs, Plan, Profile, write_whole
+    from gradwire.planner import PlanningJob, against, make, read_slower, sweep_plan
+    from gradwire.sim import as_table, as_trace, changed_rules
+    from gradwire.sim import simulate as simulate_plan
 
     times = Profile.load(profile)
     rules = changed_rules(
@@ -89,8 +83,7 @@ def simulate(
 
 def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":
     """The clusters of a sweep, or none. Raises FormatError for unreadable lists, and for --picture without a sweep."""
-    from gradwire.planner.ranges import read_nodes, read_rates
-    from gradwire.planner.sweep import clusters
+    from gradwire.planner import clusters, read_nodes, read_rates
     from gradwire.report.pictures import check_picture
 
     if inter is None and nodes is None:
@@ -135,10 +128,10 @@ def bar(what: str, steps: int) -> "Iterator[Callable[[int], None]]":
 
 def show_sweep(rows: "Sequence[SweepRow]", profile: "Profile", picture: Path | None, json: bool) -> None:
     """Print the table or the JSON, and draw the picture."""
-    from gradwire.planner.sweep import as_json, as_table
+    from gradwire.planner import sweep_json, sweep_table
     from gradwire.report.pictures import draw_sweep
 
-    typer.echo((as_json if json else as_table)(rows, profile), nl=False)
+    typer.echo((sweep_json if json else sweep_table)(rows, profile), nl=False)
     if picture is not None:
         draw_sweep(rows, profile.model, picture)
         typer.echo(f"Picture: {picture}", err=True)
@@ -204,12 +197,19 @@ def plan(
 
     from gradwire.bench.names import GivenModel, parse_spec, split_names
     from gradwire.core import Cluster, Costs, Profile
-    from gradwire.planner.drafts import Limits, PlanningJob
-    from gradwire.planner.methods import explanation, make
-    from gradwire.planner.ranges import read_slower
-    from gradwire.planner.slow_node import against, plans_against
-    from gradwire.planner.sweep import SWEPT, check_some_may, sweep_methods
-    from gradwire.sim.rules import changed_rules
+    from gradwire.planner import (
+        SWEPT,
+        Limits,
+        PlanningJob,
+        against,
+        check_some_may,
+        explanation,
+        make,
+        plans_against,
+        read_slower,
+        sweep_methods,
+    )
+    from gradwire.sim import changed_rules
 
     if (given := GivenModel.of(model, config, shape)) is not None and profile is not None:
         raise FormatError(f"{profile} and --model {model} are given, and one job is planned. Leave out one of them.")
@@ -283,7 +283,7 @@ def import_profile(
 
     The columns of the CSV are spec,device,bytes,encode_us,decode_us: docs/profiler.md has an example.
     """
-    from gradwire.costs.imported import import_file
+    from gradwire.costs import import_file
 
     document = import_file(source, batch, device)
     document.save(out)
@@ -301,7 +301,7 @@ def import_cluster(
     ] = None,
 ) -> None:
     """Turn the output of nccl-tests (all_reduce_perf and others) into cluster.json."""
-    from gradwire.costs.nccl_tests import cluster_from
+    from gradwire.costs import cluster_from
 
     cluster, problems = cluster_from(sources, collective)
     cluster.save(out)
@@ -322,7 +322,7 @@ def report(
 
     told = write_report(run, out)
     if tensorboard is not None:
-        from gradwire.record.run import Run
+        from gradwire.record import Run
         from gradwire.record.tensorboard import export
 
         export(Run.read(run), tensorboard)

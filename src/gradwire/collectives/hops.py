@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives.link import Group
+from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c
 from gradwire.collectives.piece import Codec, Piece
 from gradwire.collectives.schemes import OneEncode
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c
+from gradwire.transport import Group
 
 
 class _Hops(Transfers, OneEncode):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradwire.collectives.grid import Grid
-from gradwire.core.collectives import ROUTINES
+from gradwire.core import ROUTINES
+from gradwire.transport import Grid
 
 Cut = Callable[[int, int, int], Sequence[int]]
 """cut(start, end, parts): parts + 1 edges at which the codec allows a cut."""

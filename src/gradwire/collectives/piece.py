@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.collectives.memory import Memory, Store
-from gradwire.kernels import cpu
-from gradwire.kernels.scattered import Scattered
+from gradwire.collectives.codec_state import Memory, Store
+from gradwire.kernels import Scattered, cpu
 
 
 class Codec(Protocol):

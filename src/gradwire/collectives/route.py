@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives.grid import Grid
+from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
-from gradwire.collectives.link import Link
-from gradwire.collectives.memory import Memory
-from gradwire.collectives.meter import Meter
-from gradwire.collectives.piece import Codec, Piece
-from gradwire.collectives.streams import Mark, Streams
-from gradwire.collectives.works import (
+from gradwire.collectives.ops import (
     Add,
     Copy,
     Decode,
@@ -31,7 +26,9 @@ from gradwire.collectives.works import (
     joined,
     payload_buffers,
 )
+from gradwire.collectives.piece import Codec, Piece
 from gradwire.kernels.cpu import Call
+from gradwire.transport import Grid, Link, Mark, Meter, Streams
 
 
 class Route(Transfers):

@@ -11,14 +11,12 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.link import Group, Link, transfer
-from gradwire.collectives.memory import Memory
-from gradwire.collectives.memory_sum import MemorySum, can_sum
-from gradwire.collectives.meter import Meter
+from gradwire.collectives.codec_state import Memory
+from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
 from gradwire.collectives.piece import Codec, Piece, SummedCodec
-from gradwire.collectives.streams import Mark, Streams
-from gradwire.collectives.works import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
-from gradwire.kernels.scattered import Scattered
+from gradwire.collectives.shared_memory_sum import MemorySum, can_sum
+from gradwire.kernels import Scattered
+from gradwire.transport import Group, Link, Mark, Meter, Streams, transfer
 
 
 class Scheme(Protocol):

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from gradwire.compressors.base import Compressor, Context
-from gradwire.compressors.beside import BesideCompressor
 from gradwire.compressors.block_topk import BlockTopKCompressor
 from gradwire.compressors.cast import CastCompressor
 from gradwire.compressors.dgc import DGCCompressor
@@ -13,11 +12,13 @@ from gradwire.compressors.error_feedback import ErrorFeedbackCompressor
 from gradwire.compressors.fp8 import FP8Compressor
 from gradwire.compressors.identity import IdentityCompressor
 from gradwire.compressors.mean_signs import MeanSignCompressor
+from gradwire.compressors.mixed_precision import BesideCompressor
 from gradwire.compressors.natural import NaturalCompressor
 from gradwire.compressors.powersgd import PowerSGDCompressor
 from gradwire.compressors.qsgd import Int8Compressor, QSGDCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor, OwnRandomKCompressor
 from gradwire.compressors.signs import SignSGDCompressor, SignumCompressor
+from gradwire.compressors.stores import store_for
 from gradwire.compressors.terngrad import TernGradCompressor
 from gradwire.compressors.threshold import ThresholdCompressor
 from gradwire.compressors.topk import CodedTopKCompressor, TopKCompressor
@@ -26,7 +27,7 @@ from gradwire.compressors.twobit import TwoBitCompressor
 from gradwire.core import entry_points, specs
 from gradwire.errors import SpecError
 
-__all__ = ["BesideCompressor", "Compressor", "Context", "compressor_for", "register_compressor"]
+__all__ = ["BesideCompressor", "Compressor", "Context", "compressor_for", "register_compressor", "store_for"]
 
 _BY_SPEC: dict[type[specs.Spec], Callable[[Any], Compressor]] = {
     specs.Identity: IdentityCompressor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.specs import ElementRun, Spec
+from gradwire.core import ElementRun, Spec
 from gradwire.errors import PayloadError
 from gradwire.kernels import Segments, cpu, kernels_for
 from gradwire.kernels.cpu import Call

@@ -5,7 +5,7 @@ a block that holds any at least one travels; with error feedback the residual th
 """
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core.specs import BlockTopK
+from gradwire.core import BlockTopK
 
 
 class BlockTopKCompressor(KernelCompressor):

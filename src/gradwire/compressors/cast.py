@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Context, KernelCompressor, residual_in
-from gradwire.core.specs import Cast
+from gradwire.core import Cast
 from gradwire.kernels import Segments
 
 

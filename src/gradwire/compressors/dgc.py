@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, KernelCompressor
-from gradwire.core.specs import DGC
+from gradwire.core import DGC
 from gradwire.kernels import Segments
 
 

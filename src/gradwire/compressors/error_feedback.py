@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context
-from gradwire.core.specs import ErrorFeedback, Spec
+from gradwire.core import ErrorFeedback, Spec
 from gradwire.kernels import Segments
 from gradwire.kernels.cpu import Call
 

@@ -6,7 +6,7 @@ keeps the residual it had.
 """
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core.specs import FP8
+from gradwire.core import FP8
 
 
 class FP8Compressor(KernelCompressor):

@@ -5,7 +5,7 @@ bfloat16. The residual keeps the error. A block with a NaN or an Inf decodes to 
 """
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core.specs import EFSignSGD, OneBit
+from gradwire.core import EFSignSGD, OneBit
 
 
 class MeanSignCompressor(KernelCompressor):

@@ -5,7 +5,7 @@ reach. A block with a NaN or an Inf decodes to NaN throughout, and with error fe
 """
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core.specs import Natural
+from gradwire.core import Natural
 
 
 class NaturalCompressor(KernelCompressor):

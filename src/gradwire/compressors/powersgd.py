@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, runs_of
-from gradwire.core.specs import PowerSGD
+from gradwire.core import PowerSGD
 from gradwire.errors import PlanError
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.random import random_words, stream_key

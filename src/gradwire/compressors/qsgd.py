@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Context, KernelCompressor
-from gradwire.core.specs import QSGD, Int8
+from gradwire.core import QSGD, Int8
 from gradwire.kernels import Segments
 
 

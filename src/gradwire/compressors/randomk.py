@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, KernelCompressor, residual_in
-from gradwire.core.specs import RandomK
+from gradwire.core import RandomK
 from gradwire.kernels import Segments, kernels_for
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, KernelCompressor
-from gradwire.core.specs import SignSGD, Signum
+from gradwire.core import SignSGD, Signum
 from gradwire.kernels import Segments
 
 

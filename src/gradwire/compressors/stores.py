@@ -10,7 +10,7 @@ A new block begins with each tensor, and where a tensor is cut.
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import qsgd_bytes
+from gradwire.core import qsgd_bytes
 from gradwire.kernels import Segments, kernels_for
 from gradwire.kernels.reference.numbers import equal_blocks, pack
 

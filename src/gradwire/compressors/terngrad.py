@@ -4,7 +4,7 @@ Law: unbiased without clipping, when it is QSGD with 2 bits and the payload is Q
 """
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core.specs import TernGrad
+from gradwire.core import TernGrad
 
 
 class TernGradCompressor(KernelCompressor):

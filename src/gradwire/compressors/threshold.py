@@ -4,7 +4,7 @@ Law: contractive, with delta 0. Smaller elements are sent as zero. With error fe
 """
 
 from gradwire.compressors.base import Compressor, KernelCompressor
-from gradwire.core.specs import Threshold
+from gradwire.core import Threshold
 
 
 class ThresholdCompressor(KernelCompressor):

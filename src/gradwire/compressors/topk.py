@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, KernelCompressor, refused
-from gradwire.core.payload import kept_of
-from gradwire.core.specs import TopK
+from gradwire.core import TopK, kept_of
 from gradwire.kernels import Segment, Segments, kernels_for
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Context, residual_in
-from gradwire.core.specs import Truncate
+from gradwire.core import Truncate
 from gradwire.errors import SpecError
 from gradwire.kernels import Segments
 

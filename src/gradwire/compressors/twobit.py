@@ -5,7 +5,7 @@ to NaN and keep their residual; if blocks have their own thresholds, so does the
 """
 
 from gradwire.compressors.base import Compressor, KernelCompressor
-from gradwire.core.specs import TwoBit
+from gradwire.core import TwoBit
 
 
 class TwoBitCompressor(KernelCompressor):

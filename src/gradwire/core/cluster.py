@@ -5,7 +5,7 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.checks import each, freeze, number, only_version, show, whole
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 

@@ -5,7 +5,7 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from gradwire.core.checks import each, freeze, freeze_pairs, number, only_version, show, whole, word
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.specs.base import SpecField, as_spec
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError

@@ -225,7 +225,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """`digest` of this plan with float32 residuals. Two plans with the same state digest can load each other's states.
 
         >>> from gradwire.core import EFSignSGD
-        >>> from gradwire.planner import Uniform
+        >>> from gradwire.plan import Uniform
         >>> tensors = [TensorInfo("weight", (4, 4), "float32")]
         >>> plan, narrow = (Uniform(EFSignSGD(), residual_dtype=d).plan(tensors) for d in ("float32", "int8"))
         >>> narrow.digest() == plan.digest(), narrow.state_digest() == plan.digest()

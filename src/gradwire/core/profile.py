@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, only_version, text, unique, whole, word
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.core.tensors import Shaped, TensorInfo
 from gradwire.errors import FormatError

@@ -13,11 +13,7 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 
-from gradwire.core.checks import near, number, show, whole, word
-from gradwire.core.costs import CodecCosts, Costs
-from gradwire.core.made import Made
-from gradwire.core.specs import Spec, spec_from_text
-from gradwire.core.specs.base import spec_from_dict
+from gradwire.core import CodecCosts, Costs, Made, Spec, near, number, show, spec_from_dict, spec_from_text, whole, word
 from gradwire.errors import FormatError, GradwireError
 
 COLUMNS = ("spec", "device", "bytes", "encode_us", "decode_us")

@@ -20,7 +20,7 @@ rate of one, at most the whole. Roots of buckets take turns over ranks, so a roo
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gradwire.core.cluster import Link
+from gradwire.core import Link
 from gradwire.errors import PlanError
 
 ROUTINGS = ("ring", "direct")

@@ -11,9 +11,7 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from gradwire.core.checks import number, whole
-from gradwire.core.cluster import Link
-from gradwire.core.costs import Points
+from gradwire.core import Link, Points, number, whole
 from gradwire.costs.collectives import flat_traffic
 from gradwire.errors import FormatError
 

@@ -11,13 +11,27 @@ A file whose name ends with .csv holds codec times as `gradwire.costs.codec_csv`
 import os
 from collections.abc import Mapping
 
-from gradwire.core.checks import number, printable, show, text, under, whole
-from gradwire.core.costs import CodecCosts, Costs
-from gradwire.core.files import read_text
-from gradwire.core.made import Made
-from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.specs import DGC, Cast, EFSignSGD, OneBit, RandomK, Spec
-from gradwire.core.strict import read
+from gradwire.core import (
+    DGC,
+    Cast,
+    CodecCosts,
+    Costs,
+    EFSignSGD,
+    Made,
+    OneBit,
+    Profile,
+    RandomK,
+    Spec,
+    TensorProfile,
+    number,
+    printable,
+    read,
+    read_text,
+    show,
+    text,
+    under,
+    whole,
+)
 from gradwire.costs.codec_csv import costs_from_csv
 from gradwire.errors import FormatError, GradwireError
 

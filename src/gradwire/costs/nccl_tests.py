@@ -10,10 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.core.checks import number, printable, show, whole
-from gradwire.core.cluster import Cluster, Link
-from gradwire.core.files import read_text
-from gradwire.core.made import Made
+from gradwire.core import Cluster, Link, Made, number, printable, read_text, show, whole
 from gradwire.costs.fit import fit_link
 from gradwire.errors import FormatError, GradwireError
 

@@ -11,15 +11,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core.checks import DTYPE_BYTES, show
-from gradwire.core.cluster import Cluster
-from gradwire.core.collectives import ALL_REDUCE, LINKS, collective_of
-from gradwire.core.costs import Costs, Points
-from gradwire.core.payload import RAW
-from gradwire.core.plan import Bucket
-from gradwire.core.specs import Identity, Spec
-from gradwire.core.specs.base import ElementRun
-from gradwire.core.tensors import Shaped, TensorInfo
+from gradwire.core import (
+    ALL_REDUCE,
+    DTYPE_BYTES,
+    LINKS,
+    RAW,
+    Bucket,
+    Cluster,
+    Costs,
+    ElementRun,
+    Identity,
+    Points,
+    Shaped,
+    Spec,
+    TensorInfo,
+    collective_of,
+    show,
+)
 from gradwire.costs.collectives import Line, longest_us
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError

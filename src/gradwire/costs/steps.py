@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradwire.core.collectives import ROUTINES, collective_of
-from gradwire.core.entry_points import named
+from gradwire.core import ROUTINES, collective_of, named
 from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
 from gradwire.errors import PlanError
 

@@ -5,6 +5,14 @@ let the ranks of a job meet and measure, `examine` calls them in order, `report`
 """
 
 from gradwire.doctor.examine import examine
+from gradwire.doctor.flight import behind
 from gradwire.doctor.report import Finding, Report, summary, tables
 
-__all__ = ["Finding", "Report", "examine", "summary", "tables"]
+__all__ = [
+    "Finding",
+    "Report",
+    "behind",
+    "examine",
+    "summary",
+    "tables",
+]

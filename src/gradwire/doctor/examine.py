@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from gradwire.core.made import Made
+from gradwire.core import Made
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
 from gradwire.doctor.machine import emulation_finding, machine_findings, traps_of

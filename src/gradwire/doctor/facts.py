@@ -211,9 +211,9 @@ def _with_torch(facts: Facts) -> Facts:
 
     from torch.distributed import constants
 
-    from gradwire.core.specs import QSGD
+    from gradwire.core import QSGD
     from gradwire.kernels import cpu, kernels_for, reference
-    from gradwire.profiler.codecs import measure_codecs
+    from gradwire.profiler import measure_codecs
 
     has_nccl = dist.is_nccl_available()
     nccl_timeout = getattr(constants, "default_pg_nccl_timeout", None) if has_nccl else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gradwire.exchange.flight import FlightRecord
+from gradwire.transport import FlightRecord
 
 
 def behind(records: Sequence[FlightRecord]) -> list[str]:

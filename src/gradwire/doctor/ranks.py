@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping
 
-from gradwire.core.payload import qsgd_bytes
+from gradwire.core import qsgd_bytes
 from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import Facts, is_loopback
 from gradwire.doctor.links import Direction, rate_text

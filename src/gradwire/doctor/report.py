@@ -8,7 +8,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from gradwire.core.made import Made
+from gradwire.core import Made
 from gradwire.doctor.facts import Facts
 from gradwire.doctor.links import Direction, rate_text
 

@@ -84,7 +84,7 @@ def _connect(meeting: Meeting) -> str:
     """Make the gloo group of all ranks. Returns the error, or ''."""
     import torch.distributed as dist  # torch may be missing
 
-    from gradwire.collectives.slices import short_slices
+    from gradwire.transport import short_slices
 
     job, limit = meeting.job, timedelta(seconds=meeting.timeout_s)
 
@@ -102,7 +102,7 @@ def _connect(meeting: Meeting) -> str:
 
 def _measure(meeting: Meeting) -> None:
     """Measure this rank's links in turn. Errors are part of the result."""
-    from gradwire.collectives.slices import short_slices
+    from gradwire.transport import short_slices
 
     rank, world_size = meeting.job.rank, meeting.job.world_size
     seconds, longest_s = seconds_each(world_size), _link_s(world_size, meeting.timeout_s)

@@ -1,3 +1,35 @@
 """The engine: executes plans for models and decides nothing."""
 
-__all__: list[str] = []  # `gradwire.parallelize` is the interface
+from gradwire.engine.leaving import reset
+from gradwire.engine.observers import Observer
+from gradwire.engine.overlap import compiled
+from gradwire.engine.prepare import facts, prepare
+from gradwire.engine.registry import REGISTRY
+from gradwire.engine.saving import load_state, state_of
+from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
+from gradwire.engine.schedules.factory import check_optimizers
+from gradwire.engine.session import FirstDriver, Session
+from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, tensors_in
+
+__all__ = [
+    "REGISTRY",
+    "ClipsGradients",
+    "CopiesWeights",
+    "Corrects",
+    "EndsLater",
+    "FirstDriver",
+    "GradientHooks",
+    "ModelHook",
+    "Observer",
+    "Patch",
+    "Session",
+    "ShardsOptimizer",
+    "check_optimizers",
+    "compiled",
+    "facts",
+    "load_state",
+    "prepare",
+    "reset",
+    "state_of",
+    "tensors_in",
+]

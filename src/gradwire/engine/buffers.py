@@ -7,10 +7,8 @@ from functools import partial
 
 import torch
 
-from gradwire.collectives import Lane, Link, transfer
-from gradwire.collectives.streams import Mark
 from gradwire.engine.shared import shared_buffers
-from gradwire.exchange.agreement import bytes_of, copy_from
+from gradwire.transport import Lane, Link, Mark, bytes_of, copy_from, transfer
 
 
 class ModelBuffers:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.collectives import DamagedError, Link
 from gradwire.engine.drift import DriftWatch
 from gradwire.errors import DisagreementError
-from gradwire.exchange import Lanes
-from gradwire.exchange.executor import Abandoned
+from gradwire.exchange import Abandoned
+from gradwire.transport import DamagedError, Lanes, Link
 
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")

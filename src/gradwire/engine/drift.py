@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Group
+from gradwire.transport import Group
 
 _PIECE = 2**20
 _END = b"\0"

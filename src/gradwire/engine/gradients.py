@@ -12,9 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradwire.exchange import Exchange
-from gradwire.exchange.layout import Slot
-from gradwire.exchange.lending import Lent
+from gradwire.exchange import Exchange, Lent, Slot
 
 
 class BucketMemory:

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.engine.control import BackwardState, exchange_reports
 from gradwire.engine.schedules.base import Launches
-from gradwire.engine.seams.stepping import is_of_script
+from gradwire.engine.torch_hooks.stepping import is_of_script
 from gradwire.errors import GradwireError, StepStateError
 
 if TYPE_CHECKING:

@@ -7,16 +7,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec
-from gradwire.core.tensors import TensorInfo
+from gradwire.core import Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.shared import shared_parameters
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange.golden import KERNELS, golden_digests
-from gradwire.exchange.plans import info_of, plan_for
-from gradwire.planner.policy import Policy
+from gradwire.exchange import golden_digests, info_of, plan_for
+from gradwire.plan import Policy
+from gradwire.transport import KERNELS
 
 
 class Prepared(NamedTuple):

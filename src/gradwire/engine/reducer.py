@@ -30,13 +30,13 @@ from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
 from gradwire.engine.leaving import came_twice, not_sent, told_to_all, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
-from gradwire.engine.seams import reentrant
-from gradwire.engine.seams.arrivals import NO_BACKWARD, Arrivals
-from gradwire.engine.seams.hooks import GradientHooks
 from gradwire.engine.step_state import StepState
+from gradwire.engine.torch_hooks import reentrant
+from gradwire.engine.torch_hooks.arrivals import NO_BACKWARD, Arrivals
+from gradwire.engine.torch_hooks.hooks import GradientHooks
 from gradwire.errors import StepStateError
-from gradwire.exchange import Exchange, Lanes
-from gradwire.exchange.layout import Slot
+from gradwire.exchange import Exchange, Slot
+from gradwire.transport import Lanes
 
 
 class Reducer:

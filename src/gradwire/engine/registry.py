@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradwire.engine.seams.hooks import Patch
+from gradwire.engine.torch_hooks.hooks import Patch
 
 _HANDLE = "_gradwire_handle"
 

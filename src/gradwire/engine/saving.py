@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from gradwire.core.checks import printable
-from gradwire.core.plan import Plan
+from gradwire.core import Plan, printable
 from gradwire.engine.schedules.base import KeepsState
 from gradwire.engine.session import KeepsMeasurements, Session
 from gradwire.engine.step_state import StepState
 from gradwire.errors import StepStateError
-from gradwire.exchange.memory import added_up
-from gradwire.exchange.states import Saved, read_state, split, warn_of_lost, write_state
+from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
 
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ import torch
 from gradwire.engine.drift import OwnSteps
 from gradwire.engine.leaving import taken_in_backward
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.seams.loss_scale import scale_of_this_backward, watch_scalers
-from gradwire.engine.seams.stepped import hear, hear_no_more
+from gradwire.engine.torch_hooks.loss_scale import scale_of_this_backward, watch_scalers
+from gradwire.engine.torch_hooks.stepped import hear, hear_no_more
 from gradwire.exchange import Exchange
 
 

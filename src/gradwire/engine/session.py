@@ -10,11 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from gradwire.collectives import Link, LinkError
-from gradwire.core.latest import Latest
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec
-from gradwire.core.tensors import TensorInfo
+from gradwire.core import Latest, Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.leaving import announce_change
@@ -26,15 +22,14 @@ from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
 from gradwire.engine.script_watch import ScriptWatch
-from gradwire.engine.seams.hooks import ModelHook, leave_hooks_behind, tensors_in
-from gradwire.engine.seams.later import looking
-from gradwire.engine.seams.splitting import compiled_frames
 from gradwire.engine.shared import shared_tensors
+from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind, tensors_in
+from gradwire.engine.torch_hooks.lazy_tensors import looking
+from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import Exchange, Lanes, StepReport
-from gradwire.exchange.agreement import agree, broadcast_bytes
-from gradwire.exchange.states import Saved
-from gradwire.planner.policy import Policy
+from gradwire.exchange import Exchange, Saved, StepReport
+from gradwire.plan import Policy
+from gradwire.transport import Lanes, Link, LinkError, agree, broadcast_bytes
 
 
 class Driver(Protocol):

@@ -1,8 +1,66 @@
 """Averaging named tensors over ranks, by a plan: `gw.Exchange`. Knows no model."""
 
 from gradwire.exchange.exchange import Exchange
-from gradwire.exchange.lanes import Lanes
+from gradwire.exchange.executor import Abandoned, Executor, TaskTimes
+from gradwire.exchange.golden import golden_digests
+from gradwire.exchange.host_codec import HostCodec, ProxyCodec, codec_on
+from gradwire.exchange.layout import BucketBuffers, Slot
+from gradwire.exchange.lending import Lent
+from gradwire.exchange.mixed import mixed, take_turn
+from gradwire.exchange.options import check_sharded
+from gradwire.exchange.phases import shards_of
+from gradwire.exchange.plans import info_of, plan_for
+from gradwire.exchange.residual_store import Remembered, added_up
+from gradwire.exchange.states import (
+    CORRECTION,
+    LOCAL,
+    MEASURED,
+    OUTER,
+    Saved,
+    by_tensor,
+    divided,
+    read_state,
+    split,
+    warn_of_lost,
+    write_state,
+)
 from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats, StepReport
 from gradwire.exchange.tensors import TensorMeta
 
-__all__ = ["BucketStats", "Exchange", "ExchangeStats", "Lanes", "Stats", "StepReport", "TensorMeta"]
+__all__ = [
+    "CORRECTION",
+    "LOCAL",
+    "MEASURED",
+    "OUTER",
+    "Abandoned",
+    "BucketBuffers",
+    "BucketStats",
+    "Exchange",
+    "ExchangeStats",
+    "Executor",
+    "HostCodec",
+    "Lent",
+    "ProxyCodec",
+    "Remembered",
+    "Saved",
+    "Slot",
+    "Stats",
+    "StepReport",
+    "TaskTimes",
+    "TensorMeta",
+    "added_up",
+    "by_tensor",
+    "check_sharded",
+    "codec_on",
+    "divided",
+    "golden_digests",
+    "info_of",
+    "mixed",
+    "plan_for",
+    "read_state",
+    "shards_of",
+    "split",
+    "take_turn",
+    "warn_of_lost",
+    "write_state",
+]

@@ -14,21 +14,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Meter
-from gradwire.core.checks import near, printable, show
-from gradwire.core.plan import Plan
+from gradwire.core import Plan, near, printable, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskTimes
-from gradwire.exchange.lanes import Lanes
+from gradwire.exchange.failures import failures_told, lane_error, not_ready
 from gradwire.exchange.layout import Slot, build_buckets, random_streams
 from gradwire.exchange.lending import Lent
-from gradwire.exchange.memory import Remembered, added_up
 from gradwire.exchange.phases import check_two_phases, own_runs, part_totals, put_back_shards, share_memory, take_shards
 from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for
+from gradwire.exchange.residual_store import Remembered, added_up
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
-from gradwire.exchange.telling import failures_told, lane_error, not_ready
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
+from gradwire.transport import Lanes, Meter
 
 __all__ = ["Exchange"]
 

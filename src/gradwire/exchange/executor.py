@@ -26,12 +26,9 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from gradwire.collectives import Link, LinkError, Meter
-from gradwire.collectives.streams import Mark, Streams
-from gradwire.core.launch import codes_on_cpu, launch_tasks, tasks_by_lane
-from gradwire.core.plan import Plan
-from gradwire.exchange.lanes import Lanes
+from gradwire.core import Plan, codes_on_cpu, launch_tasks, tasks_by_lane
 from gradwire.exchange.layout import BucketBuffers
+from gradwire.transport import Lanes, Link, LinkError, Mark, Meter, Streams
 
 T = TypeVar("T")
 _GIVE_UP, _OPEN = -1, -2

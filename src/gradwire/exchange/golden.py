@@ -10,12 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec, innermost
+from gradwire.core import Plan, Spec, innermost
 from gradwire.kernels import Segment, Segments, is_float, tensor_key
 
-KERNELS = "bytes that kernels make of the same gradient"
-"""The fact that ranks compare."""
 _SHAPES = ((96, 64), (300,))
 _LAST_STEP = 2**62
 

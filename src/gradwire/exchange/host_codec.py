@@ -9,6 +9,7 @@ import torch
 
 from gradwire.compressors import Compressor, Context
 from gradwire.kernels import Segments
+from gradwire.transport import standing_in
 
 
 class Staging:
@@ -164,3 +165,18 @@ def _wait_for(tensor: torch.Tensor) -> None:
     """Until copies from and to the tensor's device are done: those queued on the current stream."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+def codec_on(where: str, codec: Compressor, device: str) -> Compressor | ProxyCodec:
+    """What encodes and decodes on `where`, cpu or gpu, for gradients on `device`, of the same two.
+
+    On an accelerator that stands in for a GPU, codecs that change nothing take no time, and neither do those whose sums are taken
+    in rounds.
+    """
+    if where != device:
+        return HostCodec(codec)
+    accelerator = standing_in()
+    if device == "cpu" or accelerator is None or codec.spec.rounds or not codec.spec.encodes:
+        return codec
+    made: ProxyCodec = accelerator.codec(codec)
+    return made

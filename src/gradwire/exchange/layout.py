@@ -10,17 +10,14 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives import AllReduce, Group, Piece, Route, Scheme
-from gradwire.compressors import BesideCompressor, Compressor, Context, compressor_for
-from gradwire.compressors.stores import store_for
-from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan
-from gradwire.core.specs import innermost
+from gradwire.collectives import AllReduce, Piece, Route, Scheme
+from gradwire.compressors import BesideCompressor, Compressor, Context, compressor_for, store_for
+from gradwire.core import RESIDUAL_DTYPES, Bucket, Plan, innermost
 from gradwire.errors import PlanError
-from gradwire.exchange.devices import kind_of
 from gradwire.exchange.options import scheme_of, works_apart
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels import Addresses, Scattered, Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
-from gradwire.kernels.scattered import Addresses, Scattered
+from gradwire.transport import Group, kind_of
 
 __all__ = ["BucketBuffers", "Slot", "build_buckets", "cut", "random_streams"]
 

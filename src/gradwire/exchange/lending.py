@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradwire.exchange.layout import Slot
-from gradwire.kernels import tensor_key
-from gradwire.kernels.scattered import Addresses
+from gradwire.kernels import Addresses, tensor_key
 
 
 class Lent:

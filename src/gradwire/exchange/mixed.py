@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from copy import copy
 
-from gradwire.core.plan import Plan
+from gradwire.core import Plan
 from gradwire.exchange.exchange import Exchange
 from gradwire.exchange.executor import Executor
-from gradwire.exchange.memory import Remembered
 from gradwire.exchange.phases import share_memory
+from gradwire.exchange.residual_store import Remembered
 
 
 def mixed(usual: Exchange, others: Exchange, chosen: Collection[int], plan: Plan) -> Exchange:

@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Group, Piece, Route, Scheme, ShardedSum
+from gradwire.collectives import Piece, Route, Scheme, ShardedSum
 from gradwire.compressors import Compressor
-from gradwire.core.collectives import ALL_REDUCE, COLLECTIVES, Collective, collective_of
-from gradwire.core.entry_points import named
-from gradwire.core.plan import Bucket
+from gradwire.core import ALL_REDUCE, COLLECTIVES, Bucket, Collective, collective_of, named
 from gradwire.errors import PlanError
-from gradwire.exchange.devices import codec_on, kind_of
+from gradwire.exchange.host_codec import codec_on
 from gradwire.kernels import is_float
-from gradwire.planner.options import option_of
-from gradwire.planner.schemes import codes_own_gradient
+from gradwire.plan import codes_own_gradient, option_of
+from gradwire.transport import Group, kind_of
 
 __all__ = ["Make", "check_sharded", "scheme_of", "works_apart"]
 

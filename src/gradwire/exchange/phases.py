@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 
 from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
-from gradwire.collectives.streams import Streams
 from gradwire.errors import PlanError
 from gradwire.exchange.executor import PhaseTask
 from gradwire.exchange.layout import BucketBuffers, Slot
+from gradwire.transport import Streams
 
 
 def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:

@@ -7,14 +7,10 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.core.checks import show, under
-from gradwire.core.plan import Plan
-from gradwire.core.specs import Spec
-from gradwire.core.tensors import TensorInfo
+from gradwire.core import Plan, Spec, TensorInfo, show, under
 from gradwire.errors import PlanError
-from gradwire.exchange.devices import kind_of
-from gradwire.planner.policy import Policy, Uniform
-from gradwire.planner.schemes import check_known
+from gradwire.plan import Policy, Uniform, check_known
+from gradwire.transport import kind_of
 
 _LAST_STEP = 2**62
 

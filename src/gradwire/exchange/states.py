@@ -2,7 +2,7 @@
 
 Keys are `rank{r}/{field}`, r being a global rank. Fields: `version`, `step`, `order` (of gradients, from which a policy
 makes its plan), `plan` (the digest), `ranks` (those of the group that saved) and what compressors remember:
-`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.memory`. Of the `delayed` and the `local`
+`{what}/{encode}/{tensor}`, as `residual/0/fc.weight`; see `gradwire.exchange.residual_store`. Of the `delayed` and the `local`
 schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksums of the global ones that they belong to. Of
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.collectives import Group
-from gradwire.core.checks import printable
-from gradwire.core.plan import Plan
+from gradwire.core import Plan, printable
 from gradwire.errors import GradwireError
+from gradwire.transport import Group
 
 CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 """How keys of schedules begin: what compressors of corrections remember, a rank's own weights, and the outer momentum."""

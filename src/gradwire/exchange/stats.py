@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Grid, Meter
-from gradwire.core.memory import MemoryRecord
+from gradwire.core import MemoryRecord
 from gradwire.exchange.layout import BucketBuffers
+from gradwire.transport import Grid, Meter
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import torch
 
 from gradwire._version import __version__
-from gradwire.core.checks import show
-from gradwire.core.plan import Plan
+from gradwire.core import Plan, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange.golden import KERNELS, golden_digests
+from gradwire.exchange.golden import golden_digests
+from gradwire.transport import KERNELS
 
 
 @dataclass(frozen=True)

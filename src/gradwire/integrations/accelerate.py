@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 
 from gradwire.api import Handle, parallelize
-from gradwire.core.checks import show
+from gradwire.core import show
 from gradwire.errors import PlanError
 from gradwire.integrations.handles import NoSync, load_handle, save_handle
 

@@ -24,14 +24,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from gradwire._version import __version__
-from gradwire.core.checks import near, whole
-from gradwire.core.specs import QSGD, Identity
+from gradwire.core import QSGD, Identity, near, whole
 from gradwire.errors import PlanError
-from gradwire.exchange import Exchange, Lanes
-from gradwire.exchange.agreement import agree
-from gradwire.exchange.golden import KERNELS, golden_digests
-from gradwire.exchange.plans import info_of
-from gradwire.planner.policy import Policy
+from gradwire.exchange import Exchange, golden_digests, info_of
+from gradwire.plan import Policy
+from gradwire.transport import KERNELS, Lanes, agree
 
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 

@@ -15,16 +15,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Group
-from gradwire.core.checks import show
-from gradwire.core.plan import Plan
-from gradwire.core.schedules import Backward
-from gradwire.core.specs import Spec
+from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange, ExchangeStats, TensorMeta
-from gradwire.exchange.plans import info_of, plan_for
-from gradwire.exchange.states import read_state
-from gradwire.planner.policy import Policy
+from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, info_of, plan_for, read_state
+from gradwire.plan import Policy
+from gradwire.transport import Group
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
 PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]

@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from gradwire._version import __version__
-from gradwire.core.specs import FP8, QSGD, Cast, Identity, Int8, Spec
-from gradwire.core.tensors import TensorInfo
+from gradwire.core import FP8, QSGD, Cast, Identity, Int8, Spec, TensorInfo
 from gradwire.errors import PlanError
-from gradwire.exchange import Exchange, ExchangeStats, Lanes
-from gradwire.exchange.plans import info_of
+from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.planner.policy import Policy
+from gradwire.plan import Policy
+from gradwire.transport import Lanes
 
 __all__ = ["ModuleExchanges", "compress", "replicate"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.api.handle import Handle
-from gradwire.core.files import make_folder, write_whole
-from gradwire.engine.seams.hooks import Patch
+from gradwire.api import Handle
+from gradwire.core import make_folder, write_whole
+from gradwire.engine import Patch
 
 __all__ = ["NoSync", "facts", "from_bytes", "gather_states", "load_handle", "save_handle", "to_bytes"]
 

@@ -8,10 +8,22 @@ from types import ModuleType
 import torch
 
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.checksum import crc32c
 from gradwire.kernels.reference.local_update import LocalUpdate
+from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Segment, Segments, tensor_key
 
-__all__ = ["LocalUpdate", "Segment", "Segments", "kernels_for", "tensor_key"]
+__all__ = [
+    "Addresses",
+    "LocalUpdate",
+    "Scattered",
+    "Segment",
+    "Segments",
+    "crc32c",
+    "is_float",
+    "kernels_for",
+    "tensor_key",
+]
 
 
 @functools.cache

@@ -1,7 +1,63 @@
 """From what is known of a model, to the plan of its exchanges. Pure: no torch."""
 
-from gradwire.planner.adaptive import AdaptiveBits, Tuned
-from gradwire.planner.options import Option, option_of
-from gradwire.planner.policy import Policy, Uniform, Where
+from gradwire.planner.drafts import Limits, PlanningJob
+from gradwire.planner.joint import EVALUATIONS, joint
+from gradwire.planner.listing import (
+    as_json,
+    as_table,
+    choose,
+    collective_rows,
+    compressor_rows,
+    rows_as_json,
+    rows_as_text,
+    schedule_rows,
+    shape_note,
+)
+from gradwire.planner.methods import explanation, make
+from gradwire.planner.ranges import read_nodes, read_rates, read_slower
+from gradwire.planner.slow_node import against, plans_against
+from gradwire.planner.starts import ddp
+from gradwire.planner.sweep import (
+    LABELS,
+    SWEPT,
+    SweepRow,
+    check_some_may,
+    clusters,
+    sweep_json,
+    sweep_methods,
+    sweep_plan,
+    sweep_table,
+)
 
-__all__ = ["AdaptiveBits", "Option", "Policy", "Tuned", "Uniform", "Where", "option_of"]
+__all__ = [
+    "EVALUATIONS",
+    "LABELS",
+    "SWEPT",
+    "Limits",
+    "PlanningJob",
+    "SweepRow",
+    "against",
+    "as_json",
+    "as_table",
+    "check_some_may",
+    "choose",
+    "clusters",
+    "collective_rows",
+    "compressor_rows",
+    "ddp",
+    "explanation",
+    "joint",
+    "make",
+    "plans_against",
+    "read_nodes",
+    "read_rates",
+    "read_slower",
+    "rows_as_json",
+    "rows_as_text",
+    "schedule_rows",
+    "shape_note",
+    "sweep_json",
+    "sweep_methods",
+    "sweep_plan",
+    "sweep_table",
+]

@@ -10,13 +10,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
+from gradwire.plan import DEVICES, RESTRICTED, carries
 from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, numbered
-from gradwire.planner.grammar import DEVICES
 from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.schemes import RESTRICTED, carries
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.planner.starts import best_of, fused_by, layer_wise
-from gradwire.sim.native import ReplayProgram
+from gradwire.sim import ReplayProgram
 
 MOST = 1000
 """Up to so many products of counts the offload tries all; beyond that it uses coordinate descent."""

@@ -11,27 +11,40 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gradwire.core.checks import word
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Bucket, Plan, Prediction
-from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.schedules import Backward
-from gradwire.core.specs import Identity, Spec
-from gradwire.core.tensors import fingerprint
-from gradwire.costs.prices import AffineCost, Bytes, bytes_of, fold
+from gradwire.core import (
+    Backward,
+    Bucket,
+    Cluster,
+    Costs,
+    Identity,
+    Plan,
+    Prediction,
+    Profile,
+    Spec,
+    TensorProfile,
+    fingerprint,
+    word,
+)
+from gradwire.costs import AffineCost, Bytes, bytes_of, fold
 from gradwire.errors import PlanError
-from gradwire.planner.grammar import DEVICES
+from gradwire.plan import DEVICES, RESTRICTED, Option, carries, tasks_of
 from gradwire.planner.listing import choose
 from gradwire.planner.offload import on_cpu
-from gradwire.planner.options import Option
 from gradwire.planner.partition import FusionCosts
 from gradwire.planner.programs import Pricer, least_alone_us, least_step_us
-from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
-from gradwire.sim.native import ReplayProgram
-from gradwire.sim.replay import NEVER, Replayer, launch_key
-from gradwire.sim.rules import Rules, device_of, rules_of
-from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
+from gradwire.sim import (
+    FS_PER_US,
+    NEVER,
+    LightPlan,
+    Replayer,
+    ReplayProgram,
+    Rules,
+    Simulator,
+    device_of,
+    fs_of,
+    launch_key,
+    rules_of,
+)
 
 BYTECOMP_ONLY = ("all-compressed", "myopic")
 """Restricted searches that choose in another way, and leave the whole tree."""
@@ -84,7 +97,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     exempt_vectors: bool = True
     """Tensors of one dimension or none stay uncompressed, as in `Policy`."""
     restrict: str | None = None
-    """A restricted search of ByteComp (section 5.3): a key of `gradwire.planner.schemes.RESTRICTED`, or myopic. myopic and
+    """A restricted search of ByteComp (section 5.3): a key of `gradwire.plan.schemes.RESTRICTED`, or myopic. myopic and
     all-compressed need the method bytecomp."""
 
     def __post_init__(self) -> None:

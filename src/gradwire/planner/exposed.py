@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from gradwire.core.plan import Bucket, Plan
-from gradwire.core.specs import Spec
+from gradwire.core import Bucket, Plan, Spec
 from gradwire.planner.bits import Assignment, Sensitivity, exact, hull
-from gradwire.sim.simulator import LightPlan, Simulator
+from gradwire.sim import LightPlan, Simulator
 
 StepTime = Callable[[Sequence[int]], float]
 """Microseconds of a step where each tensor is encoded in the way of this index."""

@@ -29,8 +29,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.core.checks import show
-from gradwire.costs.prices import AffineCost
+from gradwire.core import show
+from gradwire.costs import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 

@@ -17,12 +17,11 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
-from gradwire.core.checks import whole
-from gradwire.core.specs import Spec
+from gradwire.core import Spec, whole
 from gradwire.errors import PlanError
+from gradwire.plan import Policy
 from gradwire.planner.bytecomp import Moved, bytecomp, published
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob, numbered
-from gradwire.planner.policy import Policy
 from gradwire.planner.starts import (
     by_lines,
     byteps_compress,
@@ -39,7 +38,7 @@ from gradwire.planner.starts import (
     layer_wise,
     sorted_parts,
 )
-from gradwire.sim.replay import NEVER
+from gradwire.sim import NEVER
 
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
 """Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""

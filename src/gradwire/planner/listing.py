@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from gradwire.core import entry_points
-from gradwire.core.checks import word
-from gradwire.core.collectives import installed_collectives
-from gradwire.core.schedules import Schedule, schedule_class, schedule_kinds
-from gradwire.core.specs import example_specs, installed_specs
+from gradwire.core import (
+    Schedule,
+    entry_points,
+    example_specs,
+    installed_collectives,
+    installed_specs,
+    schedule_class,
+    schedule_kinds,
+    word,
+)
 from gradwire.errors import PlanError
-from gradwire.planner.options import Option, select, tree
-from gradwire.planner.schemes import RESTRICTED, names_of
+from gradwire.plan import RESTRICTED, Option, names_of, select, tree
 
 Row = dict[str, Any]
 

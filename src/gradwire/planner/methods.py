@@ -3,16 +3,14 @@
 import time
 from typing import NamedTuple
 
-from gradwire.core.checks import word
-from gradwire.core.plan import Plan
-from gradwire.core.repository import from_repository
+from gradwire.core import Plan, from_repository, word
 from gradwire.errors import PlanError
+from gradwire.plan import RESTRICTED
 from gradwire.planner.bytecomp import Moved
 from gradwire.planner.drafts import BYTECOMP_ONLY, Draft, PlanningJob, numbered
 from gradwire.planner.joint import ALONE, FUSING, Planner, joint
-from gradwire.planner.schemes import RESTRICTED
 from gradwire.planner.starts import ddp
-from gradwire.sim.simulator import FS_PER_US
+from gradwire.sim import FS_PER_US
 
 METHODS: dict[str, Planner] = {"joint": joint, **FUSING, **ALONE}
 """joint: `gradwire.planner.joint`. fusion: the best fusion; bucket: the best of 2 to 64 MB; even: the best of 2 to 32 groups;

@@ -12,8 +12,7 @@ from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
 
-from gradwire.sim.native import ReplayProgram, TooLongError
-from gradwire.sim.replay import Replayed, Replayer
+from gradwire.sim import Replayed, Replayer, ReplayProgram, TooLongError
 
 
 class Offload(NamedTuple):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.costs.prices import CurveCost
+from gradwire.costs import CurveCost
 from gradwire.planner.partition import Cost, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
 MOST_BUCKETS = 10_000

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from gradwire.core.checks import number, show, whole, word
-from gradwire.costs.prices import AffineCost
+from gradwire.core import number, show, whole, word
+from gradwire.costs import AffineCost
 from gradwire.errors import PlanError
 
 Cost: TypeAlias = Callable[[float], float]

@@ -6,14 +6,9 @@ from itertools import accumulate
 from operator import add, itemgetter, le
 from typing import NamedTuple
 
-from gradwire.core.collectives import CODEC_TASKS, LINKS
-from gradwire.core.costs import Points
-from gradwire.core.profile import TensorProfile
-from gradwire.core.specs import Identity, Spec
-from gradwire.costs.prices import Bytes, bytes_of, time_at
-from gradwire.sim.events import INTER, INTRA
-from gradwire.sim.native import ReplayProgram
-from gradwire.sim.simulator import FS_PER_US, Simulator
+from gradwire.core import CODEC_TASKS, LINKS, Identity, Points, Spec, TensorProfile
+from gradwire.costs import Bytes, bytes_of, time_at
+from gradwire.sim import FS_PER_US, INTER, INTRA, ReplayProgram, Simulator
 
 _SHARED_BYTES = 64
 """Bytes of a payload that several tensors in one bucket may share: headers, rounding."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from gradwire.core.checks import show
+from gradwire.core import show
 from gradwire.errors import FormatError
 
 MOST = 64

@@ -24,9 +24,7 @@ from operator import add
 from typing import NamedTuple
 
 from gradwire.errors import PlanError
-from gradwire.sim.events import COMPUTE, INTER, INTRA
-from gradwire.sim.native import ReplayProgram, TooLongError
-from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
+from gradwire.sim import COMPUTE, INTER, INTRA, NEVER, Replayed, Replayer, ReplayProgram, TooLongError, launch_key
 
 _OVERTAKEN = 4
 """Exchanges of so many last tensors may be launched behind those of the last one."""

@@ -10,17 +10,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core.cluster import Cluster, Link
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.specs import Spec
+from gradwire.core import Cluster, Costs, Link, Plan, Profile, Spec
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import make
 from gradwire.planner.starts import ddp
-from gradwire.sim.rules import Rules
-from gradwire.sim.timeline import simulate
+from gradwire.sim import Rules, simulate
 
 
 class SlowCase(NamedTuple):

@@ -5,17 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from gradwire.core.collectives import ALL_REDUCE, LINKS
-from gradwire.core.specs import Spec
-from gradwire.costs.prices import CurveCost
+from gradwire.core import ALL_REDUCE, LINKS, Spec
+from gradwire.costs import CurveCost
+from gradwire.plan import DEVICES, RESTRICTED, carries, tasks_of
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
-from gradwire.planner.grammar import DEVICES
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.pareto import improved
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums, step_of
-from gradwire.planner.schemes import RESTRICTED, carries, tasks_of
-from gradwire.sim.replay import NEVER
+from gradwire.sim import NEVER
 
 _MIB = 2**20
 _BETWEEN = ((_MIB, 64 * _MIB), (_MIB // 16, 4 * _MIB))

@@ -11,19 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core.checks import show, word
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.specs import Spec
+from gradwire.core import Cluster, Costs, Plan, Profile, Spec, show, word
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, RIVALS, make, method_named
 from gradwire.planner.starts import ddp
-from gradwire.sim.rules import Rules
-from gradwire.sim.simulator import FS_PER_US
-from gradwire.sim.timeline import simulate
+from gradwire.sim import FS_PER_US, Rules, simulate
 
 LABELS = {
     "ddp": "plain DDP",
@@ -165,7 +158,7 @@ def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> Sweep
     return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, alone_us(profile) / step_us)
 
 
-def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:
+def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
     """One line for each cluster, one column for each method, and a legend."""
     methods = list(dict.fromkeys(row.method for row in rows))
     points = list(dict.fromkeys((row.inter_gbps, row.nodes, row.ranks) for row in rows))
@@ -184,7 +177,7 @@ def as_table(rows: Sequence[SweepRow], profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(rows: Sequence[SweepRow], profile: Profile) -> str:
+def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """The same numbers on one line; the same input gives the same bytes."""
     content = {
         "model": profile.model,

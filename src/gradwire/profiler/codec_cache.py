@@ -17,10 +17,7 @@ from pathlib import Path
 import torch
 
 from gradwire._version import __version__
-from gradwire.core.costs import Costs
-from gradwire.core.files import make_folder, write_whole
-from gradwire.core.native import LIBRARY
-from gradwire.core.specs import Spec
+from gradwire.core import LIBRARY, Costs, Spec, make_folder, write_whole
 from gradwire.errors import FormatError
 from gradwire.profiler.codecs import measure_codecs
 

@@ -12,14 +12,12 @@ from contextlib import ExitStack
 import torch
 
 from gradwire.compressors import Compressor, Context, compressor_for
-from gradwire.core.costs import CodecCosts, Costs
-from gradwire.core.made import Made
-from gradwire.core.specs import ElementRun, Spec
-from gradwire.costs.fit import fit_points
-from gradwire.exchange.devices import codec_on, kind_of
-from gradwire.exchange.host_codec import ProxyCodec
+from gradwire.core import CodecCosts, Costs, ElementRun, Made, Spec
+from gradwire.costs import fit_points
+from gradwire.exchange import ProxyCodec, codec_on
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
+from gradwire.transport import kind_of
 
 SIZES = tuple(4096 * 2**power for power in range(13))
 """Bytes of gradient: 4 KB to 16 MB; every second one is a corner of the curve."""

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from gradwire.collectives import AllReduce, Grid, Link, Meter, transfer
-from gradwire.core.cluster import Cluster
-from gradwire.core.cluster import Link as ClusterLink
-from gradwire.core.made import Made
-from gradwire.costs.fit import Fit, fit_line, fit_link
+from gradwire.collectives import AllReduce
+from gradwire.core import Cluster, Made
+from gradwire.core import Link as ClusterLink
+from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
+from gradwire.transport import Grid, Link, Meter, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""

@@ -5,13 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.core.cluster import Cluster
-from gradwire.core.collectives import CODEC_TASKS
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import TensorProfile
-from gradwire.core.tensors import TensorInfo
-from gradwire.costs.prices import Prices
+from gradwire.core import CODEC_TASKS, Cluster, Costs, Plan, TensorInfo, TensorProfile
+from gradwire.costs import Prices
 
 
 class ModelTimes(NamedTuple):

@@ -9,24 +9,16 @@ from typing import Self
 import msgspec
 import torch
 
-from gradwire.collectives import Link, LinkError, transfer
-from gradwire.core.checks import whole
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.files import make_folder
-from gradwire.core.made import Made
-from gradwire.core.profile import Profile
-from gradwire.core.specs import Spec
-from gradwire.costs.fit import Fit
-from gradwire.costs.prices import time_at
-from gradwire.engine.session import Session
+from gradwire.core import Cluster, Costs, Made, Profile, Spec, make_folder, whole
+from gradwire.costs import Fit, time_at
+from gradwire.engine import Session
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange.devices import device_name
-from gradwire.exchange.plans import info_of
+from gradwire.exchange import info_of
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.profiler.recorder import WARMUP_STEPS, Recorder
+from gradwire.transport import Link, LinkError, device_name, transfer
 
 _SHOWN_BYTES = 2**20
 

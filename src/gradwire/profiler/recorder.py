@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from gradwire.core.plan import Plan
-from gradwire.engine.observers import Observer
-from gradwire.engine.overlap import compiled
-from gradwire.engine.seams.hooks import GradientHooks, tensors_in
-from gradwire.engine.session import Session
+from gradwire.core import Plan
+from gradwire.engine import GradientHooks, Observer, Session, compiled, tensors_in
 from gradwire.profiler.clock import Clock
 
 WARMUP_STEPS = 3

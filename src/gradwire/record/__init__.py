@@ -1,3 +1,12 @@
 """Records of training runs: made inside an ordinary training loop, written as one document, `run.json`."""
 
-__all__: list[str] = []  # `handle.record` is the interface
+from gradwire.record.run import Alternative, Decision, Interval, Rival, Run, TensorRecord
+
+__all__ = [
+    "Alternative",
+    "Decision",
+    "Interval",
+    "Rival",
+    "Run",
+    "TensorRecord",
+]

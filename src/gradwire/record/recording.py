@@ -14,19 +14,14 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import torch
 
-from gradwire.core.checks import show, whole
-from gradwire.core.files import make_folder
-from gradwire.core.made import Made
-from gradwire.engine.observers import Observer
-from gradwire.engine.seams.hooks import GradientHooks, tensors_in
-from gradwire.engine.session import Session
+from gradwire.core import Made, make_folder, show, whole
+from gradwire.engine import GradientHooks, Observer, Session, tensors_in
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange.executor import TaskTimes
-from gradwire.exchange.stats import Stats, StepReport
+from gradwire.exchange import Stats, StepReport, TaskTimes
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, measured_timeline
-from gradwire.sim.timeline import Timeline
+from gradwire.sim import Timeline
 
 MOST_STEPS = 2000
 """The most recorded steps. Beyond, every second step is dropped, and only every second new step is kept."""

@@ -10,13 +10,22 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import freeze, freeze_pairs, number, only_version, show, text, unique, whole
-from gradwire.core.made import Made
-from gradwire.core.memory import MemoryRecord
-from gradwire.core.plan import Plan
-from gradwire.core.strict import Document
+from gradwire.core import (
+    Document,
+    Made,
+    MemoryRecord,
+    Plan,
+    freeze,
+    freeze_pairs,
+    number,
+    only_version,
+    show,
+    text,
+    unique,
+    whole,
+)
 from gradwire.errors import FormatError
-from gradwire.sim.timeline import Timeline
+from gradwire.sim import Timeline
 
 FILE = "run.json"
 """The name of the file in the folder of a run."""

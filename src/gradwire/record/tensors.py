@@ -5,13 +5,13 @@ from collections import defaultdict
 
 import torch
 
-from gradwire.collectives import Group
 from gradwire.compressors import Context, compressor_for
-from gradwire.core.plan import Bucket
-from gradwire.core.specs import ElementRun as Elements
+from gradwire.core import Bucket
+from gradwire.core import ElementRun as Elements
 from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
+from gradwire.transport import Group
 
 MOST_ELEMENTS = 2**20
 """The most elements of one measurement. Later measurements take the other tensors, and other parts of larger ones."""

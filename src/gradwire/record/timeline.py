@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradwire.core.collectives import CODEC_TASKS, LINKS, is_link_word
-from gradwire.sim.events import COMPUTE, RESOURCES
-from gradwire.sim.intervals import Interval, minus, total, union
-from gradwire.sim.timeline import Event, Resource, Timeline
+from gradwire.core import CODEC_TASKS, LINKS, is_link_word
+from gradwire.sim import COMPUTE, RESOURCES, Event, Interval, Resource, Timeline, minus, total, union
 
 NS_PER_US = 1000
 COMPUTED = ("optimizer", "forward", "backward")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gradwire.core.files import write_whole
-from gradwire.record.run import Run
+from gradwire.core import write_whole
+from gradwire.record import Run
 from gradwire.report.html import Element, as_html, tag
 from gradwire.report.sections import SECTIONS, made, section_facts
 from gradwire.report.steps import Predicted, predicted

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.core.checks import show
-from gradwire.core.files import write_whole
+from gradwire.core import show, write_whole
 from gradwire.errors import FormatError, GradwireError
-from gradwire.planner.sweep import LABELS, SweepRow
+from gradwire.planner import LABELS, SweepRow
 
 # Okabe and Ito's palette, made for all kinds of colour vision
 COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from gradwire.record.run import Interval, Rival, Run, TensorRecord
+from gradwire.record import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
 from gradwire.report.steps import Predicted, step_figure, step_table

@@ -4,14 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gradwire.core.cluster import Cluster
-from gradwire.core.costs import Costs
-from gradwire.core.profile import Profile
+from gradwire.core import Cluster, Costs, Profile
 from gradwire.errors import GradwireError
-from gradwire.record.run import Run
+from gradwire.record import Run
 from gradwire.report.charts import percent, ticks
 from gradwire.report.html import Element, milliseconds, short, tag
-from gradwire.sim.timeline import Timeline, simulate
+from gradwire.sim import Timeline, simulate
 
 KINDS = {
     "optimizer": "optimizer",

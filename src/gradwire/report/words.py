@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from gradwire.record.run import Run
+from gradwire.record import Run
 from gradwire.report.html import milliseconds, short, size
 
 FINAL_STEPS = 10

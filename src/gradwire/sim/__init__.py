@@ -1,3 +1,41 @@
 """What a plan's step will look like: who works when. Pure: no torch."""
 
-__all__: list[str] = []  # `gradwire simulate` and the planner are the interface
+from gradwire.sim.events import COMPUTE, INTER, INTRA, RESOURCES
+from gradwire.sim.intervals import Interval, minus, total, union
+from gradwire.sim.native import ReplayProgram, TooLongError
+from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
+from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
+from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
+from gradwire.sim.timeline import Event, Resource, Timeline, simulate
+from gradwire.sim.views import as_table, as_trace
+
+__all__ = [
+    "COMPUTE",
+    "FS_PER_US",
+    "INTER",
+    "INTRA",
+    "NEVER",
+    "RESOURCES",
+    "Event",
+    "Interval",
+    "LightPlan",
+    "ReplayProgram",
+    "Replayed",
+    "Replayer",
+    "Resource",
+    "Rules",
+    "Simulator",
+    "Timeline",
+    "TooLongError",
+    "as_table",
+    "as_trace",
+    "changed_rules",
+    "device_of",
+    "fs_of",
+    "launch_key",
+    "minus",
+    "rules_of",
+    "simulate",
+    "total",
+    "union",
+]

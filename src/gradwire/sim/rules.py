@@ -4,10 +4,8 @@ from typing import Any
 
 import msgspec
 
-from gradwire.core.checks import whole, word
-from gradwire.core.profile import Profile
-from gradwire.costs.collectives import ROUTINGS
-from gradwire.costs.prices import DECODE_CALLS
+from gradwire.core import Profile, whole, word
+from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
 
 

@@ -12,14 +12,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core.cluster import Cluster
-from gradwire.core.collectives import LINKS
-from gradwire.core.costs import Costs
-from gradwire.core.launch import codes_on_cpu, lanes_of_pieces, launch_tasks
-from gradwire.core.plan import Bucket, Plan
-from gradwire.core.profile import Profile
-from gradwire.core.schedules import Schedule
-from gradwire.costs.prices import Price, PricedBucket, Prices
+from gradwire.core import (
+    LINKS,
+    Bucket,
+    Cluster,
+    Costs,
+    Plan,
+    Profile,
+    Schedule,
+    codes_on_cpu,
+    lanes_of_pieces,
+    launch_tasks,
+)
+from gradwire.costs import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
     AWAITED,

@@ -1,7 +1,7 @@
 """The timeline of one step: the tasks of every resource, and the exposed time.
 
 >>> from gradwire.core import Costs, Identity, Link, TensorProfile
->>> from gradwire.planner import Uniform
+>>> from gradwire.plan import Uniform
 >>> tensor = TensorProfile(name="w", shape=(250,), dtype="float32", backward_us=100.0, forward_us=50.0)
 >>> profile = Profile(model="one", batch=1, device="V100", tensors=[tensor])
 >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -18,12 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.cluster import Cluster
-from gradwire.core.collectives import CODEC_TASKS
-from gradwire.core.costs import Costs
-from gradwire.core.plan import Plan
-from gradwire.core.profile import Profile
-from gradwire.core.strict import Document
+from gradwire.core import CODEC_TASKS, Cluster, Costs, Document, Plan, Profile
 from gradwire.sim.events import RESOURCES, Span
 from gradwire.sim.intervals import Interval, gaps, minus, total, union
 from gradwire.sim.rules import Rules, device_of, rules_of

@@ -7,8 +7,31 @@ Needs Linux, iproute2, and root or unprivileged user namespaces; `permission_pro
 rate and no added delay. A rank runs on host `node<i>` at 10.218.x.y. Ranks share the machine's cores, memory and disk.
 """
 
-from gradwire.testbed.cluster import EmulatedCluster, emulate
+from gradwire.testbed.cluster import MOST_NODES, EmulatedCluster, emulate
 from gradwire.testbed.namespaces import permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.network import parse_rate
+from gradwire.testbed.supervisor import (
+    Grace,
+    LineCallback,
+    RankCommand,
+    Supervisor,
+    exit_on_termination,
+    free_port,
+    rank_variables,
+)
 
-__all__ = ["EmulatedCluster", "emulate", "parse_rate", "permission_problem", "reexec_in_user_namespace_if_needed"]
+__all__ = [
+    "MOST_NODES",
+    "EmulatedCluster",
+    "Grace",
+    "LineCallback",
+    "RankCommand",
+    "Supervisor",
+    "emulate",
+    "exit_on_termination",
+    "free_port",
+    "parse_rate",
+    "permission_problem",
+    "rank_variables",
+    "reexec_in_user_namespace_if_needed",
+]

@@ -176,7 +176,7 @@ def made_up() -> Any:
         mock.patch("gradwire.auto.driver.compute_us_of", lambda profile: 0.0),
         mock.patch("gradwire.auto.driver.scaled", lambda profile, factor: profile),
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
-        mock.patch("gradwire.auto.watcher.cluster_of", cluster_of),
+        mock.patch("gradwire.auto.change_watch.cluster_of", cluster_of),
         mock.patch.object(Auto, "_made", made),
         mock.patch("gradwire.auto.driver.say"),
     ):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire.auto.changes import WINDOW, Change, Signs
 from gradwire.auto.trial import (
     BUDGET_PLAIN_STEPS,
     LEAST_BUDGET_US,
@@ -16,7 +17,6 @@ from gradwire.auto.trial import (
     Candidate,
     Trial,
 )
-from gradwire.auto.watch import WINDOW, Change, Signs
 
 
 def tried(

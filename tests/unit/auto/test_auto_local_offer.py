@@ -12,8 +12,8 @@ from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
 from gradwire.core.schedules import LocalSteps
 from gradwire.core.specs import Identity, Spec
-from gradwire.planner import Uniform
-from gradwire.planner.policy import Policy
+from gradwire.plan import Uniform
+from gradwire.plan.policy import Policy
 from gradwire.sim.simulator import Simulator
 
 COSTS = costs(LOCAL_SPECS)

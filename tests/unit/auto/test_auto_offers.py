@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks import convergence
 from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
-from gradwire.auto.bits import with_bits
+from gradwire.auto.adaptive_bits import with_bits
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed
 from gradwire.core.specs import Spec
-from gradwire.planner import AdaptiveBits
+from gradwire.plan import AdaptiveBits
 from gradwire.planner.joint import joint
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]

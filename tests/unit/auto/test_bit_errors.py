@@ -5,8 +5,9 @@ import torch
 
 import gradwire as gw
 from gradwire.auto.bit_errors import WIDTHS, columns, measured, of_both_encodes
-from gradwire.compressors import Context, compressor_for
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 NUMEL = 128 * 400
 TWO_PHASE = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")

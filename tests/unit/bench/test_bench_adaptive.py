@@ -8,7 +8,7 @@ from benchmarks import adaptive
 from benchmarks.adaptive import AUTO, BY_BYTES, BY_TIME, METHODS, UNIFORM, found_in, lines_of, verdict
 from gradwire.bench.names import check_method
 from gradwire.bench.results import BenchRun, Cell, Decided
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 
 STEP_US = {"no communication": 100e3, UNIFORM: 300e3, BY_BYTES: 200e3, BY_TIME: 150e3, AUTO: 120e3}
 

@@ -12,8 +12,8 @@ import torch
 import gradwire as gw
 from benchmarks import bits, paired
 from benchmarks.common import write_between
+from gradwire.auto.adaptive_bits import sensitivities
 from gradwire.auto.bit_errors import WIDTHS, measured
-from gradwire.auto.bits import sensitivities
 from gradwire.core.tensors import TensorInfo
 from gradwire.planner.bits import Sensitivity
 

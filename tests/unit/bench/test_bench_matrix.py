@@ -37,9 +37,9 @@ from gradwire.bench.runner import BenchRequest, gbps_of
 from gradwire.bench.statistics import step_times
 from gradwire.bench.worker import Contest
 from gradwire.core import Identity, TensorInfo
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import GradwireError, TestbedError
-from gradwire.planner.policy import Uniform
+from gradwire.plan.policy import Uniform
 
 STEP_MS = {"floor": 100.0, "ddp": 500.0, "ddp-again": 500.0, "ddp-2mb": 400.0, "ddp-fp16": 300.0, EXACT: 400.0}
 STEP_MS |= {POWERSGD: 200.0, SAFE: 125.0, AGGRESSIVE: 150.0, **dict.fromkeys(CANDIDATES, 125.0)}

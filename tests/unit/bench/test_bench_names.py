@@ -11,10 +11,10 @@ from gradwire.bench.names import DECIDING, arguments_of, check_method, parse_pol
 from gradwire.bench.results import BenchRun, Cell, StepTimes
 from gradwire.bench.runner import BenchRequest
 from gradwire.core import QSGD, Backward, Cast, Delayed, ErrorFeedback, Identity, Pipelined
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import FormatError, GradwireError, SpecError, TestbedError
-from gradwire.planner.adaptive import AdaptiveBits
-from gradwire.planner.policy import Policy, Uniform
+from gradwire.plan.adaptive import AdaptiveBits
+from gradwire.plan.policy import Policy, Uniform
 from gradwire.record.run import Interval
 
 

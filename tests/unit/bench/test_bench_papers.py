@@ -20,7 +20,7 @@ from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import run_bench
 from gradwire.bench.statistics import step_times
 from gradwire.core import Cluster, CodecCosts, Costs, Delayed, Link, Pipelined, Profile, TensorProfile
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 from gradwire.errors import FormatError, TestbedError
 from gradwire.exchange.options import scheme_of
 from gradwire.sim.timeline import simulate

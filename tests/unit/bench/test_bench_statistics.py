@@ -10,7 +10,7 @@ from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, 
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
-from gradwire.core.made import Made
+from gradwire.core.provenance import Made
 
 WARMUP = 1
 

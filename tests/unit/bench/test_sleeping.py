@@ -11,14 +11,15 @@ import torch
 import gradwire as gw
 from benchmarks.offload import offload_page, verdict
 from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.errors import StepStateError
-from gradwire.exchange.devices import OFFLOAD_LANES, codec_on, device_name, kind_of, offload_lanes, stand_in
-from gradwire.exchange.host_codec import OFFLOAD_WORKERS, HostCodec
+from gradwire.exchange.host_codec import OFFLOAD_WORKERS, HostCodec, codec_on
 from gradwire.exchange.plans import info_of
-from gradwire.kernels import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.sim.rules import Rules
+from gradwire.transport.devices import OFFLOAD_LANES, device_name, kind_of, offload_lanes, stand_in
 
 CPU = torch.device("cpu")
 TIMES = ((4096, 300.0), (8192, 600.0))

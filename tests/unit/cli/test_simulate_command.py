@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from gradwire.cli import app
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Identity, Link, Profile, TensorProfile
 from gradwire.errors import PlanError
-from gradwire.planner import Uniform
+from gradwire.plan import Uniform
 
 PAGE = Path(__file__).parents[3] / "docs" / "simulator.md"
 

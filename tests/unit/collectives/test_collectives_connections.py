@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.collectives.link import Connections
+from gradwire.transport.link import Connections
 
 
 @pytest.fixture

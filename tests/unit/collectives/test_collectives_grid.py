@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradwire.collectives.grid import Grid, node_name
 from gradwire.errors import PlanError
+from gradwire.transport.grid import Grid, node_name
 
 
 def test_groups_of_both_links() -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from fake_links import wires
 
-from gradwire.collectives import AllReduce, LinkError, Meter
-from gradwire.collectives.memory_sum import MemorySum, can_sum
-from gradwire.collectives.streams import Streams
-from gradwire.collectives.wire import Wire
+from gradwire.collectives import AllReduce
+from gradwire.collectives.shared_memory_sum import MemorySum, can_sum
 from gradwire.kernels import cpu
+from gradwire.transport import LinkError, Meter
+from gradwire.transport.streams import Streams
+from gradwire.transport.wire import Wire
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
 

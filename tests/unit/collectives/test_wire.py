@@ -18,14 +18,10 @@ import ring_fuzz
 import torch
 from fake_links import wires as pairs
 
-from gradwire.collectives import Add, Meter, Transfer, Transfers
-from gradwire.collectives.link import DamagedError, Link, LinkError
-from gradwire.collectives.operations import Operations
-from gradwire.collectives.rings import ring_bytes
-from gradwire.collectives.wire import Wire
+from gradwire.collectives import Add, Transfer, Transfers
 from gradwire.compressors import compressor_for
 from gradwire.compressors.base import Context
-from gradwire.compressors.beside import BesideCompressor
+from gradwire.compressors.mixed_precision import BesideCompressor
 from gradwire.core.payload import RAW
 from gradwire.core.specs import (
     DGC,
@@ -44,7 +40,14 @@ from gradwire.core.specs import (
     TwoBit,
 )
 from gradwire.errors import PayloadError
-from gradwire.kernels import Segment, Segments, cpu
+from gradwire.kernels import cpu
+from gradwire.kernels.segments import Segment, Segments
+from gradwire.transport import Meter
+from gradwire.transport.errors import DamagedError, LinkError
+from gradwire.transport.link import Link
+from gradwire.transport.operations import Operations
+from gradwire.transport.rings import ring_bytes
+from gradwire.transport.wire import Wire
 
 RING_BYTES = ring_bytes(2)
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")

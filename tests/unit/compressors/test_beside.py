@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from gradwire.compressors import BesideCompressor, Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
+from gradwire.compressors.mixed_precision import BesideCompressor
 from gradwire.core.payload import RAW, SCALE_ALIGN
 from gradwire.core.specs import QSGD, Spec, TopK, Truncate, example_specs
 from gradwire.errors import FormatError
-from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 NUMELS = (1, 300, 7, 4097, 128)
 UNCOMPRESSED = (0, 2, 4)
@@ -82,7 +84,7 @@ def test_a_payload_that_begins_anywhere_is_decoded() -> None:
 def test_a_bucket_of_a_compressor_that_takes_whole_buckets_is_refused() -> None:
     from gradwire.core import Identity, TensorInfo
     from gradwire.core.plan import Bucket
-    from gradwire.planner import Uniform
+    from gradwire.plan import Uniform
 
     option = Uniform(TopK(0.1)).plan([TensorInfo("a", (3,), "float32")]).buckets[0].option
     with pytest.raises(FormatError, match="whole buckets"):

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradwire.compressors import Compressor, Context, compressor_for, register_compressor
+from gradwire.compressors import compressor_for, register_compressor
+from gradwire.compressors.base import Compressor, Context
 from gradwire.core import (
     DGC,
     FP8,
@@ -41,7 +42,8 @@ from gradwire.core import (
 from gradwire.core.payload import qsgd_bytes
 from gradwire.core.specs import ElementRun, base
 from gradwire.errors import PayloadError, SpecError
-from gradwire.kernels import Segment, Segments, cpu, tensor_key
+from gradwire.kernels import cpu
+from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 123, 4097, 2**20 + 1)

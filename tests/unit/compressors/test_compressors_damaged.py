@@ -7,12 +7,12 @@ import pytest
 import torch
 from test_laws import FEEDBACK, SPECS, codec_of
 
-from gradwire.collectives import DamagedError, Meter
-from gradwire.collectives.operations import Operations
-from gradwire.collectives.wire import Wire
 from gradwire.core import PowerSGD, Spec
 from gradwire.kernels import cpu
 from gradwire.kernels.checksum import crc32c
+from gradwire.transport import DamagedError, Meter
+from gradwire.transport.operations import Operations
+from gradwire.transport.wire import Wire
 
 SENT = [spec for spec in dict.fromkeys([*SPECS, *FEEDBACK]) if not isinstance(spec, PowerSGD)]
 """Gloo sums PowerSGD's factors itself."""

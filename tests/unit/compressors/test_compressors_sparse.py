@@ -11,7 +11,7 @@ from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor
 from gradwire.core.specs import DGC, QSGD, BlockTopK, ErrorFeedback, RandomK, Spec, Threshold, TopK, Truncate
 from gradwire.errors import PayloadError, SpecError
-from gradwire.kernels import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments
 
 NUMELS = (1, 7, 0, 123, 4097)
 NUMEL = sum(NUMELS)

@@ -20,7 +20,7 @@ from gradwire.core import (
     fingerprint,
 )
 from gradwire.errors import PlanError
-from gradwire.planner import Uniform
+from gradwire.plan import Uniform
 
 MODEL = [TensorInfo("fc.bias", (1000,), "float32"), TensorInfo("fc.weight", (1000, 8), "float32")]
 

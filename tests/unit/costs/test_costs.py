@@ -36,8 +36,8 @@ from gradwire.costs.imported import costs_from, import_file, profile_from
 from gradwire.costs.prices import Prices, bytes_of, fold, time_at
 from gradwire.costs.steps import steps_of
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner import Uniform
-from gradwire.planner.options import tree
+from gradwire.plan import Uniform
+from gradwire.plan.options import tree
 
 GRACE = ("comp:gpu", "allgather:inter", "decomp:gpu")
 TWO_PHASE = ("comp:gpu", "alltoall:inter", "decomp:gpu", "comp:gpu", "allgather:inter", "decomp:gpu")
@@ -272,8 +272,8 @@ class TestPrices:
 
         import torch
 
-        from gradwire.collectives import Grid, Group
         from gradwire.exchange.layout import build_buckets
+        from gradwire.transport import Grid, Group
 
         shapes = [(300, 70), (4097,), (123, 7)]
         tensors = [TensorInfo(f"t{index}", shape, "float32", "cpu") for index, shape in enumerate(shapes)]

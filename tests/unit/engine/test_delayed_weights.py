@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.engine.schedules.weights import LocalMove, TwoWeights, local_move
-from gradwire.kernels import LocalUpdate
+from gradwire.kernels.reference.local_update import LocalUpdate
 
 
 def moved(move: LocalMove | None, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.engine.registry import Registry
-from gradwire.engine.seams.hooks import leave_hooks_behind
+from gradwire.engine.torch_hooks.hooks import leave_hooks_behind
 
 
 class Kept:

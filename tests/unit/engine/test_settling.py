@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from gradwire.engine.seams.settling import SettleFirst
+from gradwire.engine.torch_hooks.settling import SettleFirst
 
 
 class Guarded:

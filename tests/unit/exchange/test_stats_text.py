@@ -1,6 +1,6 @@
 """What `print(handle.stats())` shows."""
 
-from gradwire.core.memory import MemoryRecord
+from gradwire.core.memory_report import MemoryRecord
 from gradwire.exchange import BucketStats, ExchangeStats, Stats
 
 BUCKET = BucketStats(("weight",), 250_000, 1, 1_000_000, 130_000, 0, 130_000)

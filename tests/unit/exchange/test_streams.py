@@ -16,15 +16,16 @@ import torch
 from stream_double import Device, DeviceLink
 
 import gradwire as gw
-from gradwire.collectives import Grid, Group, Lane, Link, ShardedSum
+from gradwire.collectives import ShardedSum
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
-from gradwire.exchange import Exchange, Lanes, host_codec
+from gradwire.exchange import Exchange, host_codec
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE
-from gradwire.exchange.flight import Flight
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.exchange.phases import take_shards
 from gradwire.kernels import cpu, kernels_for
+from gradwire.transport import Grid, Group, Lane, Lanes, Link
+from gradwire.transport.flight import Flight
 
 SHAPES = ((37, 19), (1,), (13, 23))
 

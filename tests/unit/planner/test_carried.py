@@ -10,12 +10,12 @@ from gradwire.core.plan import Bucket
 from gradwire.core.specs import example_specs
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of
+from gradwire.plan.grammar import DEVICES
+from gradwire.plan.options import tree
+from gradwire.plan.schemes import carries, tasks_of
 from gradwire.planner.drafts import Limits, PlanningJob
-from gradwire.planner.grammar import DEVICES
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import METHODS, RIVALS, make
-from gradwire.planner.options import tree
-from gradwire.planner.schemes import carries, tasks_of
 from gradwire.planner.starts import ddp
 from gradwire.sim.simulator import FS_PER_US
 

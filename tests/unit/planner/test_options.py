@@ -15,8 +15,8 @@ from gradwire.core import QSGD, Identity, PowerSGD, RandomK, TensorInfo
 from gradwire.core.collectives import CODEC_TASKS, LINK_TASKS
 from gradwire.core.schedules import Delayed
 from gradwire.errors import PlanError
-from gradwire.planner import Uniform
-from gradwire.planner.grammar import (
+from gradwire.plan import Uniform
+from gradwire.plan.grammar import (
     CONNECTIONS,
     DEVICES,
     PATTERNS,
@@ -27,8 +27,8 @@ from gradwire.planner.grammar import (
     endings,
     roots,
 )
-from gradwire.planner.options import option_of, select, tree
-from gradwire.planner.schemes import RESTRICTED, SYSTEMS, beside_tree, check_known, correction_plan, names_of
+from gradwire.plan.options import option_of, select, tree
+from gradwire.plan.schemes import RESTRICTED, SYSTEMS, beside_tree, check_known, correction_plan, names_of
 
 TREE = tree()
 PAGE = Path(__file__).parents[3] / "docs" / "options.md"

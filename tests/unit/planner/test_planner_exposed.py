@@ -11,7 +11,7 @@ from test_planner_bits import check, layers
 from gradwire.core import Cluster, Costs, Link, Profile, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.specs import innermost
-from gradwire.planner import AdaptiveBits
+from gradwire.plan import AdaptiveBits
 from gradwire.planner.bits import Sensitivity, error_budget, exact
 from gradwire.planner.exposed import shortest, step_times, with_specs
 from gradwire.sim.simulator import Simulator

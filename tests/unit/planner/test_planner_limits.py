@@ -8,11 +8,11 @@ from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noq
 
 from gradwire.core import Costs, Identity
 from gradwire.errors import PlanError
+from gradwire.plan.options import option_of
+from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import every_start, joint
 from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.options import option_of
-from gradwire.planner.schemes import RESTRICTED
 from gradwire.sim.simulator import FS_PER_US
 
 

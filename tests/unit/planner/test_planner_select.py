@@ -19,8 +19,8 @@ from gradwire.core import (
     fingerprint,
 )
 from gradwire.costs.prices import bytes_of
+from gradwire.plan.options import select
 from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.options import select
 from gradwire.planner.programs import Pricer
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.sim.events import COMPUTE, INTER

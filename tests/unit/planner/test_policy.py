@@ -24,7 +24,7 @@ from gradwire.core import (
 )
 from gradwire.core.payload import RAW
 from gradwire.errors import FormatError, PlanError, SpecError
-from gradwire.planner import Policy, Uniform, Where
+from gradwire.plan import Policy, Uniform, Where
 
 TWO_PHASES = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
 

@@ -10,7 +10,7 @@ from small_steps import BYTE_A_US, GATHERED, SPLIT, TWO_PHASE, cluster, codec, p
 
 from gradwire.core import Cast, Cluster, CodecCosts, Costs, Delayed, Link, Pipelined
 from gradwire.core.launch import launch_tasks
-from gradwire.planner.options import tree
+from gradwire.plan.options import tree
 from gradwire.sim.rules import Rules
 from gradwire.sim.simulator import Simulator
 from gradwire.sim.timeline import simulate

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 
 import torch
 
-from gradwire.collectives import Meter
-from gradwire.core.schedules import Backward
+from gradwire.core import Backward
 from gradwire.engine.control import RankReport
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
+from gradwire.transport import Meter
 
 
 class BackwardSchedule:

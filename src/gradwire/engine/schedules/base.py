@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from gradwire.engine.control import BackwardState, RankReport
-from gradwire.exchange import Exchange
-from gradwire.exchange.layout import BucketBuffers
-from gradwire.exchange.states import Saved
+from gradwire.exchange import BucketBuffers, Exchange, Saved
 
 
 @dataclass(frozen=True)

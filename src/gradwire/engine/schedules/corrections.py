@@ -8,13 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import torch
 
-from gradwire.core.schedules import Delayed
-from gradwire.exchange import Exchange
-from gradwire.exchange.layout import BucketBuffers
-from gradwire.exchange.memory import Remembered
-from gradwire.exchange.mixed import mixed, take_turn
-from gradwire.exchange.plans import info_of
-from gradwire.planner.schemes import correction_plan, with_buckets
+from gradwire.core import Delayed
+from gradwire.exchange import BucketBuffers, Exchange, Remembered, info_of, mixed, take_turn
+from gradwire.plan import correction_plan, with_buckets
 
 
 class Corrections:

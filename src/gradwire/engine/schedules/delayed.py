@@ -29,9 +29,7 @@ from functools import partial
 
 import torch
 
-from gradwire.collectives import Meter
-from gradwire.core.checks import printable
-from gradwire.core.schedules import Delayed
+from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport, used_anywhere
 from gradwire.engine.leaving import told_to_all
@@ -53,15 +51,13 @@ from gradwire.engine.schedules.weights import (
     has_local_update,
     local_moves,
 )
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.seams.settling import SettleFirst
-from gradwire.engine.seams.splitting import why_at_once
-from gradwire.engine.seams.stepping import Stepping, Whole, snapshot, step_later
+from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.settling import SettleFirst
+from gradwire.engine.torch_hooks.splitting import why_at_once
+from gradwire.engine.torch_hooks.stepping import Stepping, Whole, snapshot, step_later
 from gradwire.errors import StepStateError
-from gradwire.exchange import StepReport
-from gradwire.exchange.layout import BucketBuffers
-from gradwire.exchange.memory import added_up
-from gradwire.exchange.states import CORRECTION, Saved, divided
+from gradwire.exchange import CORRECTION, BucketBuffers, Saved, StepReport, added_up, divided
+from gradwire.transport import Meter
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""

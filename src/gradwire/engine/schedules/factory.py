@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire.core import named
 from gradwire.core import schedules as data
-from gradwire.core.entry_points import named
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob

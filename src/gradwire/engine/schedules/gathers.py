@@ -11,8 +11,8 @@ import torch
 from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import ScheduleEvents
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.seams.later import raise_later
+from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.lazy_tensors import raise_later
 from gradwire.errors import GradwireError
 from gradwire.exchange import Exchange, StepReport
 

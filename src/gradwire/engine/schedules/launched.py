@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.collectives.streams import Mark
-from gradwire.core.plan import Plan
-from gradwire.core.schedules import Delayed
+from gradwire.core import Delayed, Plan
 from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.weights import TwoWeights, check_local_updates
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange
-from gradwire.exchange.layout import Slot
+from gradwire.exchange import Exchange, Slot
+from gradwire.transport import Mark
 
 Update = Callable[[Sequence[torch.nn.Parameter]], None]
 """Makes the global weights of these parameters, with the gradients that they hold."""

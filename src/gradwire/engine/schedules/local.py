@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Meter
-from gradwire.core.schedules import LocalSteps
+from gradwire.core import LocalSteps
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.leaving import told_to_all
@@ -35,11 +34,11 @@ from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.launched import Launched, by_bucket, finish_quietly, show_for_forward
 from gradwire.engine.schedules.outer import OuterOptimizer
 from gradwire.engine.schedules.weights import TwoWeights, check_local
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.seams.settling import SettleFirst
+from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import StepReport
-from gradwire.exchange.states import LOCAL, OUTER, Saved, by_tensor
+from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor
+from gradwire.transport import Meter
 
 
 class LocalSchedule:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from gradwire.core.checks import printable
-from gradwire.core.schedules import Nesterov
-from gradwire.engine.seams.stepped import own_steps
+from gradwire.core import Nesterov, printable
+from gradwire.engine.torch_hooks.stepped import own_steps
 
 _BUFFER = "momentum_buffer"
 """The key under which torch's SGD keeps momentum."""

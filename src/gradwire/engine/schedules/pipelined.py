@@ -22,20 +22,21 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Link, TwoPhase, transfer
-from gradwire.core.schedules import Pipelined
+from gradwire.collectives import TwoPhase
+from gradwire.core import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import AnyGradient
 from gradwire.engine.leaving import told_to_all
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.seams.later import is_later, looking, make_current, use_later
-from gradwire.engine.seams.settling import SettleFirst
-from gradwire.engine.seams.splitting import why_whole
-from gradwire.engine.seams.stepping import Groups, Stepping, outermost, snapshot, step_only
+from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.lazy_tensors import is_later, looking, make_current, use_later
+from gradwire.engine.torch_hooks.settling import SettleFirst
+from gradwire.engine.torch_hooks.splitting import why_whole
+from gradwire.engine.torch_hooks.stepping import Groups, Stepping, outermost, snapshot, step_only
 from gradwire.exchange import Exchange
+from gradwire.transport import Link, transfer
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gradwire.core.schedules import Pipelined
+from gradwire.core import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.leaving import leave, told_to_all
 from gradwire.engine.prepare import Prepared, check_one_optimizer
@@ -30,16 +30,15 @@ from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
 from gradwire.engine.schedules.pipelined import PipelinedSchedule, clip_coefficient, norm_over_ranks, warn_once
 from gradwire.engine.schedules.shards import Shard, Shards
-from gradwire.engine.seams.hooks import ModelHook
-from gradwire.engine.seams.later import looking, make_current, use_later
-from gradwire.engine.seams.settling import SettleFirst
-from gradwire.engine.seams.splitting import why_none_later, why_not_sharded
-from gradwire.engine.seams.stepping import Stepping, outermost, step_in_place_of
 from gradwire.engine.shared import shared_parameters
 from gradwire.engine.step_state import StepState
+from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.lazy_tensors import looking, make_current, use_later
+from gradwire.engine.torch_hooks.settling import SettleFirst
+from gradwire.engine.torch_hooks.splitting import why_none_later, why_not_sharded
+from gradwire.engine.torch_hooks.stepping import Stepping, outermost, step_in_place_of
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange
-from gradwire.exchange.options import check_sharded
+from gradwire.exchange import Exchange, check_sharded
 
 
 class ShardedSchedule:

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.collectives import Link
-from gradwire.engine.seams.splitting import in_order, part_of_state
-from gradwire.exchange.agreement import broadcast_bytes, gather_bytes
-from gradwire.exchange.layout import BucketBuffers, Slot
-from gradwire.exchange.phases import shards_of
+from gradwire.engine.torch_hooks.splitting import in_order, part_of_state
+from gradwire.exchange import BucketBuffers, Slot, shards_of
+from gradwire.transport import Link, broadcast_bytes, gather_bytes
 
 State = Mapping[str, Any]
 """What an optimizer keeps of one parameter."""

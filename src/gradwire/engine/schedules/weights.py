@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core.checks import printable
-from gradwire.core.delayed import Delayed
+from gradwire.core import Delayed, printable
 from gradwire.engine.drift import checksums
-from gradwire.engine.seams.stepping import outermost
+from gradwire.engine.torch_hooks.stepping import outermost
 from gradwire.errors import PlanError
-from gradwire.exchange.states import LOCAL
+from gradwire.exchange import LOCAL
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]

@@ -7,7 +7,7 @@ bit (index >> low) + i, up to a whole byte. Bits count from the lowest of the fi
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import index_low_bits
+from gradwire.core import index_low_bits
 
 DAMAGED = "the payload's indices are damaged"
 

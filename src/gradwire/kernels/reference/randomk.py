@@ -8,7 +8,7 @@ sent for the stretch, and its residual does not change.
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import kept_of
+from gradwire.core import kept_of
 from gradwire.kernels.reference.numbers import given, narrow
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.reference.sparse import write_sparse

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import code_bytes, coded_bytes, in_base_3
+from gradwire.core import code_bytes, coded_bytes, in_base_3
 from gradwire.kernels.reference.numbers import (
     HUGE,
     equal_blocks,

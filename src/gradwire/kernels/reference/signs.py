@@ -13,7 +13,7 @@ residual does not change. Payloads without means cannot express this, and send t
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import SIGN_UNIT, coded_bytes
+from gradwire.core import SIGN_UNIT, coded_bytes
 from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, unpack
 from gradwire.kernels.segments import Segments, State
 

@@ -8,7 +8,7 @@ that rounds to Inf or NaN in the gradient's dtype is sent as such, and its resid
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import index_bytes, kept_of
+from gradwire.core import index_bytes, kept_of
 from gradwire.kernels.reference.indices import DAMAGED, read_indices, write_indices
 from gradwire.kernels.reference.numbers import bits_of, equal_blocks, given, narrow, norms
 from gradwire.kernels.segments import Segments, State

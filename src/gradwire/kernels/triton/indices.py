@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import index_bytes, index_low_bits, kept_of
+from gradwire.core import index_bytes, index_low_bits, kept_of
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.launch import ELEMENTS, launch, made_once, reach_of, table_of
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import code_bytes, coded_bytes
+from gradwire.core import code_bytes, coded_bytes
 from gradwire.kernels import is_float
 from gradwire.kernels.segments import Segments
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import kept_of
+from gradwire.core import kept_of
 from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import (

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import SIGN_UNIT, coded_bytes
+from gradwire.core import SIGN_UNIT, coded_bytes
 from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_byte, load_scale, load_value, store_value
 from gradwire.kernels.triton.launch import (

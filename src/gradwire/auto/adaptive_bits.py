@@ -1,0 +1,317 @@
+"""Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
+
+In one step of each period every rank encodes and decodes all that it is about to send with every number of bits: its own
+gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, the error of that encode follows from the
+norm of the mean. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in place; new
+buckets are made only if tensors get blocks of different sizes.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check, columns, of_both_encodes
+from gradwire.auto.decision import say, unlike
+from gradwire.auto.job_times import JobTimes, JobTiming
+from gradwire.auto.live import Live
+from gradwire.core import ElementRun, Latest, Plan, TensorInfo, innermost
+from gradwire.engine import EndsLater, Session
+from gradwire.errors import FormatError, PlanError
+from gradwire.exchange import Saved
+from gradwire.plan import AdaptiveBits, Policy
+from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
+from gradwire.planner.exposed import shortest, step_times, with_specs
+from gradwire.record import Decision
+
+UNIFORM = WIDTHS.index(4)
+"""The index of 4 bits among the ways, whose error sets the error budget."""
+_FIRST = 10
+"""The first step that is measured: gradients of the first steps are not typical."""
+_RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
+"""Those of bytes. time: until the times of the job are known."""
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Bits by tensor from a step on."""
+
+    step: int
+    rule: str
+    bits: Mapping[str, int]
+    blocks: Mapping[str, int]
+    """Elements that share one scale."""
+    nbytes: int
+    """Payload bytes of these tensors, encoded once."""
+    uniform_nbytes: int
+    """Payload bytes with 4 bits for all tensors."""
+    error: float
+    """The error over that of 4 bits for all tensors: square roots of squared errors summed over ranks."""
+    proven: bool
+    """Whether fewer bytes would break the budget."""
+    measured_us: float
+    """Time of measuring, on rank 0."""
+    chosen_us: float
+    """Time of choosing, on rank 0."""
+    predicted_us: float | None = None
+    """The predicted step, where bits were chosen for it."""
+    uniform_us: float | None = None
+    """The predicted step with 4 bits for all tensors."""
+
+    def __str__(self) -> str:
+        counts = {width: list(self.bits.values()).count(width) for width in WIDTHS}
+        widths = ", ".join(f"{count} of {width}" for width, count in counts.items() if count)
+        if len(sizes := sorted(set(self.blocks.values()))) > 1:
+            widths += f", in blocks of {', '.join(map(str, sizes))}"
+        size = self.nbytes / max(1, self.uniform_nbytes)
+        step = ""
+        if self.predicted_us is not None and self.uniform_us is not None:
+            step = f"; predicted {self.predicted_us / 1e3:.1f} ms a step, {self.uniform_us / 1e3:.1f} with 4 bits"
+        return (
+            f"bits by tensor from step {self.step}: {widths}; {size:.2f} of the bytes of 4 bits for all at {self.error:.2f} "
+            f"times their error{step}. Measured in {self.measured_us / 1e3:.1f} ms, chosen in {self.chosen_us / 1e3:.1f} ms."
+        )
+
+
+def sensitivities(
+    adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
+) -> list[Sensitivity]:
+    """The input of the rules. Rows are sums of `measured` over ranks, one for each tensor."""
+    tensors, ways = [], adaptive.ways(WIDTHS)
+    for info, row in zip(infos, rows, strict=True):
+        sizes = [spec.payload_bytes([ElementRun(info.numel, spec.element_bits)], 4) for spec in ways]
+        errors, (square, top) = tuple(row[: len(ways)]), row[len(ways) :]
+        tensors.append(Sensitivity(info.name, tuple(sizes), errors, info.numel, math.sqrt(square), math.sqrt(top)))
+    return tensors
+
+
+def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
+    """The index of each tensor's way, from rows as in `sensitivities`. Raises PlanError if an error is not finite."""
+    tensors = sensitivities(adaptive, infos, rows)
+    return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
+
+
+def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:
+    """The plan with these bits; other tensors keep their specs."""
+    specs = {name: adaptive.spec(width, adaptive.block) for name, width in bits.items()}
+    buckets = tuple(with_specs(bucket, specs) for bucket in plan.buckets)
+    return msgspec.structs.replace(plan, buckets=buckets, prediction=None)
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """The field `measuring` of a state."""
+
+    errors: ErrorsSoFar | None = None
+    times: dict[str, Any] | None = None
+
+
+class _Chosen(NamedTuple):
+    """What rank 0 tells the others."""
+
+    assignment: Assignment
+    predicted_us: float | None = None
+    uniform_us: float | None = None
+
+
+def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
+    """What a state keeps of measurements. Raises ValueError if that is damaged."""
+    if not saved.measuring:
+        return _Kept(), None
+    try:
+        kept = msgspec.json.decode(saved.measuring, type=_Kept)
+        return kept, None if kept.times is None else JobTimes.from_dict(kept.times)
+    except (msgspec.MsgspecError, FormatError) as error:
+        raise ValueError(
+            f"the field measuring of the state is no measurement: {error} Pass what handle.state_dict() returned."
+        ) from error
+
+
+class Bits:
+    """The driver of one handle."""
+
+    searching = False
+
+    def __init__(self, adaptive: AdaptiveBits) -> None:
+        self.adaptive = adaptive
+        self.later_specs = adaptive.ways(WIDTHS)
+        self.decisions = Latest[Assigned]()
+        self._errors: Errors | None = None
+        self._timing = JobTiming(self.later_specs) if adaptive.rule == "time" else None
+
+    def __repr__(self) -> str:
+        return repr(self.adaptive)
+
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """The policy until the first measurement."""
+        return self.adaptive.policy
+
+    def recorded(self) -> Decision:
+        """The last assignment, if there is one."""
+        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
+
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why a saved plan cannot come from the policy with other bits; '' if it can."""
+        return unlike(plan, own, self.adaptive.ways(WIDTHS))
+
+    def state(self, session: Session) -> dict[str, torch.Tensor]:
+        """A measurement that has begun, and the times of the job."""
+        pending = isinstance(session.schedule, EndsLater) and session.schedule.untold
+        errors, sums = self._errors.so_far(pending) if self._errors is not None else (None, {})
+        times = self._timing.times if self._timing is not None else None
+        if errors is None and times is None:
+            return {}
+        text = msgspec.json.encode(_Kept(errors, times.to_dict() if times is not None else None))
+        return {"measuring": torch.frombuffer(bytearray(text), dtype=torch.uint8), **sums}
+
+    def check(self, session: Session, saved: Saved) -> None:
+        """Raises ValueError for measurements that are not as `state` returns them."""
+        kept, _ = _read(saved)
+        if kept.errors is not None and kept.errors.by == repr(self.adaptive):
+            check(kept.errors, saved.measured, self.adaptive, session.tensors)
+
+    def resumed(self, session: Session, saved: Saved) -> None:
+        """Measure gradients where the run that saved would have done so, and go on with a measurement that has begun."""
+        self._stop()
+        kept, times = _read(saved)
+        if self._timing is not None:
+            self._timing.take(Live(session), times)
+        if kept.errors is not None and kept.errors.by == repr(self.adaptive):
+            self._errors = self._errors_of(session)
+            self._errors.load(kept.errors, saved.measured)
+            if self._errors.done:
+                self._choose(Live(session), self._errors)
+        elif 0 < (since := self._since_first(session)) < self.adaptive.measured_steps and session.group.rank == 0:
+            step, steps = session.reducer.step, self.adaptive.measured_steps
+            say(
+                f"the bits of all tensors stay unchanged until step {step - since + self.adaptive.period + steps}: the state was "
+                f"saved at step {step}, while errors of {steps} steps were measured, and has nothing of them that counts here. "
+                "It was saved by other ranks, with other adaptive bits, or by an older gradwire."
+            )
+        self._measure_if_due(session)
+
+    def detached(self) -> None:
+        """Stop measuring."""
+        self._stop()
+        if self._timing is not None:
+            self._timing.stop()
+
+    def finished(self, session: Session) -> None:
+        """A step ended."""
+        live = Live(session)
+        if self._timing is not None and self._errors is None:
+            self._timing.finished(live)
+        elif self._timing is not None:
+            self._timing.pause()  # measuring errors makes a step longer
+        if self._errors is not None and self._errors.step_ended():
+            self._choose(live, self._errors)
+        self._measure_if_due(session)
+
+    def _since_first(self, session: Session) -> int:
+        """Steps of this period since its first one that is measured; 0 just before it."""
+        first = min(_FIRST, self.adaptive.period - self.adaptive.measured_steps)
+        return session.reducer.step % self.adaptive.period - first
+
+    def _measure_if_due(self, session: Session) -> None:
+        if not self._since_first(session) and self._errors is None:
+            self._errors = self._errors_of(session)
+
+    def _errors_of(self, session: Session) -> Errors:
+        return Errors(self.adaptive, session, self._adapting(Live(session)))
+
+    def _adapting(self, live: Live) -> set[str]:
+        """The tensors whose bits are chosen: those that match no rule of the policy."""
+        ways = set(self.adaptive.ways(WIDTHS))
+        ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
+        found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
+        return found - ruled
+
+    def _stop(self) -> None:
+        if self._errors is not None:
+            self._errors.remove()
+            self._errors = None
+
+    def _assigned(self, live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> str:
+        try:
+            return msgspec.json.encode(self._chosen(live, infos, rows)).decode()
+        except PlanError as error:  # gradients were not finite
+            say(f"the bits of all tensors stay unchanged: {error}")
+            return ""
+
+    def _chosen(self, live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> _Chosen:
+        times = self._timing.times_for(live) if self._timing is not None else None
+        if times is None:
+            return _Chosen(assign(self.adaptive, infos, rows))
+        tensors = sensitivities(self.adaptive, infos, rows)
+        step_us = step_times(live.plan, times.simulator(), [info.name for info in infos], self.adaptive.ways(WIDTHS))
+        place = {name: index for index, bucket in enumerate(live.plan.buckets) for name in bucket.tensors}
+        budget, buckets = error_budget(tensors, UNIFORM, self.adaptive.alpha), [place[info.name] for info in infos]
+        found = shortest(tensors, budget, buckets, step_us)
+        return _Chosen(found, step_us(found.choices), step_us([UNIFORM] * len(infos)))
+
+    def _choose(self, live: Live, errors: Errors) -> None:
+        self._stop()
+        adapting = self._adapting(live)
+        infos = [info for info in live.infos if info.name in adapting]
+        ways = self.adaptive.ways(WIDTHS)
+        zeros = [0.0] * columns(self.adaptive)
+        flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
+        if not flat:
+            return
+        began = time.perf_counter()
+        summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
+        rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
+        # tensors without gradient in this step keep their bits
+        told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
+        if not told_of:
+            return
+        infos = [info for info, _ in told_of]
+        bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
+        rows = [
+            of_both_encodes(
+                row,
+                bucket_of[info.name].option,
+                live.group.world_size,
+                ways.index(bucket_of[info.name].spec_of(info.name)),
+                not self.adaptive.feedback,
+            )
+            for info, row in told_of
+        ]
+        told = live.made_by_first(partial(self._assigned, live, infos, rows), "the bits of all tensors stay unchanged")
+        if not told:
+            return
+        found, predicted_us, uniform_us = msgspec.json.decode(told, type=_Chosen)
+        specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
+        bits = {name: spec.element_bits for name, spec in specs.items()}
+        if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:
+            present = {name: bucket.spec_of(name) for bucket in live.plan.buckets for name in bucket.tensors}
+            stay = {name: present[name] for name in adapting}
+            live.change_to(live.plan_of(self.adaptive.policy_of(stay | specs)))
+        else:
+            live.change_to(with_bits(live.plan, self.adaptive, bits))
+        uniform = math.fsum(row[UNIFORM] for row in rows)
+        assigned = Assigned(
+            step=live.step,
+            rule=self.adaptive.rule,
+            bits=bits,
+            blocks={name: getattr(innermost(spec), "block", 0) for name, spec in specs.items()},
+            nbytes=found.nbytes,
+            uniform_nbytes=sum(ways[UNIFORM].payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos),
+            error=math.sqrt(found.error / uniform) if uniform else 1.0,
+            proven=found.proven,
+            measured_us=errors.us,
+            chosen_us=1e6 * (time.perf_counter() - began),
+            predicted_us=predicted_us,
+            uniform_us=uniform_us,
+        )
+        if live.group.rank == 0:
+            if self.decisions:
+                logging.getLogger("gradwire").debug(str(assigned))
+            else:
+                say(str(assigned))
+        self.decisions.append(assigned)

@@ -1,0 +1,339 @@
+"""The work of a rank before and after each exchange, made once and run in every step; and schemes made of such exchanges."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from gradwire.collectives.codec_state import Memory
+from gradwire.collectives.piece import Codec, Piece
+from gradwire.kernels import Scattered, cpu
+from gradwire.kernels.cpu import Call
+from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams, refused
+
+if TYPE_CHECKING:
+    from gradwire.transport import Wire
+
+__all__ = [
+    "Add",
+    "Copy",
+    "Decode",
+    "Encoding",
+    "Gather",
+    "Scale",
+    "Transfer",
+    "Transfers",
+    "Work",
+    "joined",
+    "payload_buffers",
+]
+
+ALIGNMENT = 16
+"""Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
+
+
+class Work(Protocol):
+    """One operation on fixed tensors."""
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        """Run the operation, on CUDA on the current stream, which is `stream`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy values to `into`, in the dtype of `into`."""
+
+    into: torch.Tensor
+    source: torch.Tensor
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        self.into.copy_(self.source)
+
+    def calls(self) -> list[Call]:
+        """The same for C++, here and below."""
+        return [cpu.call("copy_into", self.into, self.source)]
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add one term to a sum."""
+
+    into: torch.Tensor
+    source: torch.Tensor
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        self.into.add_(self.source)
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("add_into", self.into, self.source)]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Copy elements that lie apart to `into`, times their factor and in the dtype of `into`, or add them."""
+
+    into: torch.Tensor
+    source: Scattered
+    segments: Any
+    add: bool
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        cpu.run(self.calls())
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("gather_rows", self.source, self.segments, self.add, self.into)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply elements that lie apart by their factor, where they are. float32."""
+
+    elements: Scattered
+    segments: Any
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        cpu.run(self.calls())
+
+    def calls(self) -> list[Call]:
+        return [cpu.call("scale_rows", self.elements, self.segments)]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Encode `source` into `payload`."""
+
+    codec: Codec
+    source: torch.Tensor | Scattered
+    memory: Memory
+    segments: Any
+    context: Any
+    payload: torch.Tensor
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        source = self.source
+        if isinstance(source, Scattered):
+            gathered = torch.empty(source.count, dtype=source.dtype)
+            Gather(gathered, source, self.segments, False).run(streams, stream)
+            source = gathered
+        with self.memory.open(streams, source) as state:
+            self.codec.encode(source, state, self.segments, self.context.on(stream), self.payload)
+
+    def calls(self) -> list[Call]:
+        return self.codec.encode_calls(self.source, self.memory.state, self.segments, self.context, self.payload)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decode a payload into `into`. `add`: add the values to `into` instead of overwriting."""
+
+    codec: Codec
+    payload: torch.Tensor
+    segments: Any
+    dtype: torch.dtype
+    """Of the values that were encoded."""
+    add: bool
+    into: torch.Tensor | Scattered
+    context: Any
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        if isinstance(self.into, Scattered):
+            try:
+                cpu.run(self.calls())
+            except RuntimeError as error:
+                raise refused(str(error)) from error
+            return
+        self.codec.decode(self.payload, self.segments, self.dtype, self.add, self.into, self.context.on(stream))
+
+    def calls(self) -> list[Call]:
+        return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, self.into, self.context)
+
+
+@dataclass
+class Transfer:
+    """One exchange with the work before and after it."""
+
+    before: list[Work]
+    """Work before the send."""
+    sent: list[torch.Tensor]
+    """The part for each rank."""
+    received: list[torch.Tensor]
+    """The buffer for the part from each rank."""
+    arrivals: dict[int, list[Work]] = field(default_factory=dict)
+    """Work on the part from each rank. The ranks' parts are awaited in the order of this dict, which has a key for each rank
+    that sends a part: [] where there is nothing to do."""
+    after: list[Work] = field(default_factory=list)
+    """Work after all parts have arrived."""
+
+    @staticmethod
+    def empty(before: list[Work], world_size: int, nothing: torch.Tensor) -> "Transfer":
+        """A transfer that sends and receives `nothing`."""
+        return Transfer(before, [nothing] * world_size, [nothing] * world_size)
+
+
+class Transfers:
+    """A scheme whose phases are lists of transfers, one after another."""
+
+    runs_in_c = False
+    """Whether C++ runs the phases where the lane has a wire. The same on all ranks: each of their works has `calls`."""
+
+    aliases: list[torch.Tensor]
+
+    def __init__(self, phases: list[list[Transfer]], rank: int, world_size: int) -> None:
+        self.phases, self.rank = phases, rank
+        self.shared: dict[str, torch.Tensor] = {}
+        every = [transfer for phase in phases for transfer in phase]
+        for each in every:
+            for source, part in enumerate(each.received):
+                if part.numel() and source != rank and source not in each.arrivals:
+                    raise ValueError(
+                        f"a transfer of rank {rank} has a buffer for rank {source} and no arrivals[{source}]: nobody would wait "
+                        f"for this part. Set arrivals[{source}] to the list of work on the part, or to [] if there is none."
+                    )
+        self.exchanges = len(every)
+        self.bytes_to = [sum(each.sent[to].nbytes for each in every if to != rank) for to in range(world_size)]
+        self._done: Mark = None
+        self._posted: dict[int, list[AllToAll]] = {}
+        self._tag = 0
+        self._listed: dict[int, Operations] = {}
+        self._listed_at = 0
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        self._tag = tag
+        if self.runs_in_c and link.wire is not None:
+            return
+        self._posted = {}
+        for number, phase in enumerate(self.phases):
+            if number in phases:
+                self._posted[number] = [link.expect(at, each.received) for at, each in enumerate(phase, tag)]
+            tag += len(phase)
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if self.runs_in_c and link.wire is not None:
+            link.wire.run(self._operations(phase, link.wire), meter)
+            return
+        done = ready if phase == 0 else self._done
+        for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
+            with link.streams.encoding(done) as stream:
+                _run_all(transfer.before, link.streams, stream, meter)
+                exchange.send(transfer.sent)
+            with link.streams.decoding() as stream:
+                for source, works in transfer.arrivals.items():
+                    exchange.wait(source)
+                    _run_all(works, link.streams, stream, meter)
+                exchange.finish()
+                _run_all(transfer.after, link.streams, stream, meter)
+                done = self._done = link.streams.mark()
+
+    def _operations(self, phase: int, wire: "Wire") -> Operations:
+        """What C++ runs. Made anew when the bucket's memory has moved."""
+        address = self.aliases[0].data_ptr()
+        if address != self._listed_at:
+            self._listed, self._listed_at = {}, address
+        if phase not in self._listed:
+            self._listed[phase] = made = Operations()
+            tag = self._tag + sum(map(len, self.phases[:phase]))
+            for at, each in enumerate(self.phases[phase], tag):
+                self._add(each, at, made, wire.shared_with)
+        return self._listed[phase]
+
+    def _add(self, transfer: Transfer, tag: int, operations: Operations, shared_with: Sequence[int]) -> None:
+        """As `run` does it; but a part leaves as soon as it is encoded, and elements that come through shared memory are copied
+        or added straight from there."""
+        world_size = len(transfer.sent)
+        others = [(self.rank + step) % world_size for step in range(1, world_size)]
+        targets = unsent = [to for to in others if transfer.sent[to].numel()]
+        for work in transfer.before:
+            _call_all([work], operations)
+            encoded = getattr(work, "payload", None)
+            for to in [to for to in unsent if transfer.sent[to] is encoded]:
+                operations.send(to, transfer.sent[to], tag)
+            unsent = [to for to in unsent if transfer.sent[to] is not encoded]
+        for to in unsent:
+            operations.send(to, transfer.sent[to], tag)
+        for source, works in transfer.arrivals.items():
+            arriving = transfer.received[source]
+            if source != self.rank and arriving.numel():
+                if source in shared_with and (only := self._only_use(arriving, works)):
+                    operations.receive_elements(source, only.into, tag, isinstance(only, Add), only.source.dtype)
+                    continue
+                operations.receive(source, arriving, tag)
+            _call_all(works, operations)
+        if targets:
+            operations.flush()
+        _call_all(transfer.after, operations)
+
+    def _only_use(self, arriving: torch.Tensor, works: Sequence[Work]) -> "Add | Copy | None":
+        """The work that copies or adds the whole part, if nothing else in any phase reads the part's memory."""
+        only = works[0] if len(works) == 1 else None
+        if not isinstance(only, (Add, Copy)) or _place(only.source) != _place(arriving):
+            return None
+        memory, uses = arriving.untyped_storage().data_ptr(), 0
+        for each in (transfer for phase in self.phases for transfer in phase):
+            every = [*each.before, *(work for several in each.arrivals.values() for work in several), *each.after]
+            held = [tensor for work in every for tensor in vars(work).values()]
+            tensors = [tensor for tensor in [*each.sent, *held] if isinstance(tensor, torch.Tensor)]
+            uses += sum(tensor.untyped_storage().data_ptr() == memory for tensor in tensors)
+        return only if uses == 1 else None
+
+
+def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> bool:
+    """Whether works with these codecs on this piece are calls of C++."""
+    dtypes = {piece.flat.dtype, piece.reduce_dtype}
+    return (
+        piece.flat.is_cpu
+        and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+        and cpu.available() is None
+        and all(codec.runs_in_c for codec in codecs)
+        and not any(each.narrow for each in memory)
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _call_all(works: Sequence[Any], operations: Operations) -> None:
+    for work in works:
+        operations.call(work.calls())
+
+
+def _run_all(works: Sequence[Work], streams: Streams, stream: torch.Stream | None, meter: Meter) -> None:
+    if works:
+        with meter.codec():
+            for work in works:
+                work.run(streams, stream)
+
+
+def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Payloads of these sizes, uint8, one after another in one allocation."""
+    starts, end = _places(sizes)
+    # zeros, since the gaps are sent too
+    memory = torch.zeros(end, dtype=torch.uint8, device=device)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, list[Work]]:
+    """One tensor of several payloads, placed as by `payload_buffers`. If the payloads lie elsewhere: also the copies to it."""
+    if not payloads:
+        return nothing, []
+    first = payloads[0]
+    if len(payloads) == 1:
+        return first, []
+    starts, end = _places([payload.numel() for payload in payloads])
+    at = [payload.storage_offset() - first.storage_offset() for payload in payloads]
+    if at == starts and len({payload.untyped_storage().data_ptr() for payload in payloads}) == 1:
+        return first.as_strided((end,), (1,), first.storage_offset()), []
+    together = payload_buffers([payload.numel() for payload in payloads], first.device)
+    copies: list[Work] = [Copy(into, source) for into, source in zip(together, payloads, strict=True)]
+    return together[0].as_strided((end,), (1,), 0), copies
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """The start of each payload, and the end of the last one."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = starts[-1] + size
+    return starts, end

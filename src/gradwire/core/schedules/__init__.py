@@ -1,0 +1,246 @@
+"""Schedules: when the phases of a bucket run. Frozen data for planner, simulator and engine.
+
+Another package adds a schedule with one class: a frozen subclass of `Schedule` with a `kind` of its own. The class is an entry
+point of the group `gradwire.schedules`, and its `engine` names the class that runs the schedule.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import msgspec
+
+from gradwire.core import entry_points
+from gradwire.core.checks import near, number, show, under, whole
+from gradwire.core.entry_points import SCHEDULES
+from gradwire.core.schedules.base import Schedule, check_flag
+from gradwire.core.schedules.delayed import Delayed
+from gradwire.core.strict import convert
+from gradwire.errors import FormatError, PlanError
+
+__all__ = [
+    "Backward",
+    "Delayed",
+    "LocalSteps",
+    "Nesterov",
+    "Pipelined",
+    "Schedule",
+    "as_schedule",
+    "schedule_class",
+    "schedule_kinds",
+]
+
+
+class Backward(Schedule, frozen=True, tag="backward"):
+    """Both phases as soon as the bucket's gradients are ready: wait-free backpropagation."""
+
+    engine: ClassVar[str] = "gradwire.engine.schedules.backward:BackwardSchedule"
+    lends_gradients: ClassVar[bool] = True
+
+
+class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True):
+    """The reduce phase in backward, the gather phase in the next forward (DeAR).
+
+    >>> Pipelined(), Pipelined(shard_optimizer=True)
+    (Pipelined(), Pipelined(shard_optimizer=True))
+    """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("shard_optimizer",)
+    gathers_in_forward: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
+    lends_gradients: ClassVar[bool] = True
+
+    shard_optimizer: bool = False
+    """Whether each rank updates only its shard of every bucket and keeps only that shard of the optimizer's state. The gather
+    phase then sends parameters in place of gradients (ZeRO stage 1; Rajbhandari et al. 2020, section 5). True: 1/ranks of the
+    optimizer's state, the same bytes on the wire, no rank holds the whole mean gradient."""
+
+    def __post_init__(self) -> None:
+        check_flag(self, "shard_optimizer")
+
+    @property
+    def engine(self) -> str:
+        if self.shard_optimizer:
+            return "gradwire.engine.schedules.sharded:ShardedSchedule"
+        return "gradwire.engine.schedules.pipelined:PipelinedSchedule"
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.shard_optimizer
+
+
+class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outer optimizer of `LocalSteps`: SGD with Nesterov momentum, computed as torch.optim.SGD(nesterov=True) does.
+
+    >>> Nesterov(lr=1.0, momentum=0.0)
+    Nesterov(lr=1.0, momentum=0.0)
+    """
+
+    lr: float = 0.7
+    """Learning rate of the outer step. 1 with no momentum: the new global weights are the mean of the local ones."""
+    momentum: float = 0.9
+    """Momentum of the outer step. 0: plain SGD."""
+
+    def __post_init__(self) -> None:
+        number("lr", self.lr, "the learning rate of the outer step", positive=True)
+        number("momentum", self.momentum, "the momentum of the outer step")
+
+
+class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
+    """Each rank trains alone; every H-th step they average the weights' changes (DiLoCo; Douillard et al. 2023).
+
+    The optimizer of the script steps a rank's own weights L with the rank's own gradients. W are the global weights, the same on
+    all ranks. After every H-th step:
+
+        W <- outer step by the mean over ranks of (W - L), as it was sent
+        L <- L + mixing * (W - L)
+
+    With `delay` the mean is sent while that many more steps compute, and with `fragments` each part of the model has an exchange
+    of its own, at its own time in the period (Streaming DiLoCo; Douillard et al. 2025, section 2).
+
+    >>> LocalSteps(every=100, outer=Nesterov(lr=0.4))
+    LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
+    """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("outer", "fragments", "delay", "mixing")
+    engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
+    needs_optimizer: ClassVar[bool] = True
+    costs_accuracy: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
+    sends_at_end: ClassVar[bool] = True
+
+    every: int = 30
+    """Local steps from one exchange to the next (H). More: fewer bytes, ranks drift further apart."""
+    outer: Nesterov = Nesterov()
+    """The optimizer of the global weights."""
+    fragments: int = 1
+    """Parts of the model that are exchanged apart, one after another in each period. More: a lower peak of bytes."""
+    delay: int = 0
+    """Local steps that run beside an exchange before its mean is used. More: slower links are hidden, staler means."""
+    mixing: float = 1.0
+    """The share of the global weights in what a rank goes on with. 1: the global weights; less keeps a part of the rank's own."""
+
+    def __post_init__(self) -> None:
+        whole("every", self.every, "the local steps from one exchange to the next", low=1)
+        if not isinstance(self.outer, Nesterov):
+            raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=...).")
+        whole("fragments", self.fragments, "parts of the model, at most `every`", low=1, high=self.every)
+        what = "local steps beside an exchange, at most every // fragments"
+        whole("delay", self.delay, what, high=self.every // self.fragments)
+        number("mixing", self.mixing, "the share of the global weights", positive=True)
+        if self.mixing > 1:
+            raise FormatError(f"mixing is {show(self.mixing)}: it must be a share, above 0 and at most 1.")
+
+    @classmethod
+    def diloco(cls, every: int = 500) -> "LocalSteps":
+        """The values of DiLoCo (Douillard et al. 2023).
+
+        >>> LocalSteps.diloco()
+        LocalSteps(every=500)
+        """
+        return cls(every=every)
+
+    @classmethod
+    def streaming(cls, every: int = 100, fragments: int = 8, delay: int = 5) -> "LocalSteps":
+        """The values of Streaming DiLoCo (Douillard et al. 2025). Its outer gradients have 4 bits: `gw.QSGD(bits=4)`."""
+        return cls(every, Nesterov(lr=0.4, momentum=0.9), fragments, delay, mixing=0.5)
+
+    @classmethod
+    def sparseloco(cls, every: int = 30) -> "LocalSteps":
+        """The values of SparseLoCo (Sarfi et al. 2025), where error feedback takes the place of outer momentum."""
+        return cls(every, Nesterov(lr=1.0, momentum=0.0))
+
+    @property
+    def hides_exchange(self) -> bool:
+        return self.delay > 0
+
+    @property
+    def overlapped_steps(self) -> int:
+        return self.delay
+
+    @property
+    def period(self) -> int:
+        return self.every
+
+    @property
+    def exchanges(self) -> int:
+        return self.fragments
+
+    @property
+    def fewest_buckets(self) -> int:
+        return self.fragments
+
+    def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
+        begins = [self.begins_after(place) - 1 for place in range(self.fragments)]
+        return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
+
+    def begins_after(self, exchange: int) -> int:
+        """The local steps after which the exchange of this number begins, counted from 0; 0 for the one before the first."""
+        period, place = divmod(exchange, self.fragments)
+        return period * self.every + (place + 1) * self.every // self.fragments
+
+    def fragments_of(self, numels: Sequence[int]) -> list[range]:
+        """The buckets of each fragment: consecutive ones, of nearly as many elements as every other fragment.
+
+        >>> LocalSteps(fragments=2).fragments_of([30, 10, 10, 30])
+        [range(0, 2), range(2, 4)]
+        """
+        if len(numels) < self.fragments:
+            raise PlanError(
+                f"fragments is {self.fragments} and the plan has {len(numels)} buckets: a fragment is at least one bucket. Use "
+                f"fragments={len(numels)}, or a policy with smaller buckets (bucket_bytes)."
+            )
+        ends, cuts = [0, *accumulate(numels)], [0]
+        for left in range(self.fragments - 1, 0, -1):
+            target = ends[-1] * (self.fragments - left) / self.fragments
+            possible = range(cuts[-1] + 1, len(numels) - left + 1)
+            cuts.append(min(possible, key=lambda cut: abs(ends[cut] - target)))
+        return [range(*pair) for pair in pairwise([*cuts, len(numels)])]
+
+
+_BY_WORD: dict[str, type[Schedule]] = {
+    "backward": Backward,
+    "pipelined": Pipelined,
+    "delayed": Delayed,
+    "local": LocalSteps,
+}
+
+
+def schedule_kinds() -> tuple[str, ...]:
+    """The names of all schedules, with those of other packages."""
+    return (*_BY_WORD, *(name for name in entry_points.names(SCHEDULES) if name not in _BY_WORD))
+
+
+def schedule_class(kind: str) -> type[Schedule]:
+    """The class of a schedule by its name. Raises FormatError with the package if the class cannot be loaded."""
+    if kind not in _BY_WORD:
+        _BY_WORD[kind] = entry_points.load(SCHEDULES, kind, lambda made: _usable(made, kind), FormatError)
+    return _BY_WORD[kind]
+
+
+def _usable(made: Any, kind: str) -> type[Schedule]:
+    if not (isinstance(made, type) and issubclass(made, Schedule) and made.__struct_config__.tag == kind):
+        raise FormatError(f"{show(made)} is not a subclass of gradwire.core.schedules.Schedule with tag={kind!r}.")
+    return made
+
+
+def as_schedule(value: object) -> Schedule:
+    """The schedule of a `Schedule`, of a name or of a JSON object. Raises FormatError for any other value.
+
+    >>> as_schedule("backward"), as_schedule({"kind": "delayed", "k": 2})
+    (Backward(), Delayed(k=2))
+    """
+    if isinstance(value, Schedule):
+        return value
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    kinds = schedule_kinds()
+    if not isinstance(kind, str) or kind not in kinds:
+        raise FormatError(
+            f"schedule is {show(value)}: it must be Backward(), Pipelined(), Delayed(...) or LocalSteps(...), one of the words "
+            f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
+            f"{entry_points.absent(SCHEDULES, kind)}"
+        )
+    if isinstance(value, str):
+        return schedule_class(kind)()
+    with under("schedule"):
+        return convert(value, schedule_class(kind))

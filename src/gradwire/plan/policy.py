@@ -1,0 +1,392 @@
+"""Policies: rules by tensor name from which a plan follows without measurement.
+
+>>> from gradwire.core import QSGD, Identity, TensorInfo
+>>> policy = Policy(default=QSGD(bits=4), rules=[("*.bias", Identity())])
+>>> plan = policy.plan([TensorInfo("fc.bias", (10,), "float32"), TensorInfo("fc.weight", (10, 64), "float32")])
+>>> [(bucket.tensors, bucket.option) for bucket in plan.buckets][0]
+(('fc.bias', 'fc.weight'), ('comp:cpu', 'alltoall:inter', 'decomp:cpu', 'comp:cpu', 'allgather:inter', 'decomp:cpu'))
+>>> plan.launch
+((0, 'alltoall'), (0, 'allgather'))
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import msgspec
+
+from gradwire.core import (
+    ALL_REDUCE,
+    DTYPE_BYTES,
+    RESIDUAL_DTYPES,
+    Backward,
+    Bucket,
+    Document,
+    Identity,
+    Plan,
+    Schedule,
+    Spec,
+    TensorInfo,
+    as_schedule,
+    as_spec,
+    changed,
+    collective,
+    convert,
+    fingerprint,
+    freeze,
+    show,
+    text,
+    uncompressed,
+    under,
+    unique,
+    whole,
+    word,
+)
+from gradwire.errors import FormatError, PlanError
+from gradwire.plan.schemes import FLAT, HIERARCHICAL, between_nodes, carries, check_scheme, tasks_of
+
+if TYPE_CHECKING:
+    SpecField: TypeAlias = Spec
+    RulesField: TypeAlias = Sequence[tuple["str | Where", Spec]]
+    ScheduleField: TypeAlias = Schedule | str
+else:
+    SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
+
+
+_EXEMPT = Identity()
+_FEW_RANKS = 4
+"""All-gather sends every payload to each of the other ranks. With more of them, vectors have all-reduces of their own."""
+_MOST_CARRIED = 2**20
+"""Bytes of a vector that travels in a payload. All-reduce sums larger ones without copying them."""
+_PATTERN = frozenset("*?[|")
+"""What makes a pattern of a name, as `Where` reads them."""
+
+
+class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors by name, size, number of dimensions and dtype; a tensor must fulfil all that is given.
+
+    >>> Where("*embed*|*head*", min_numel=10_000).matches(TensorInfo("embed.weight", (1000, 64), "float32"))
+    True
+    """
+
+    names: str = "*"
+    """Patterns as in fnmatch, case counts, on whole tensor names; | between alternatives."""
+    min_numel: int = 0
+    """Elements, at least."""
+    max_numel: int | None = None
+    """Elements, at most."""
+    min_dims: int = 0
+    """Dimensions, at least."""
+    max_dims: int | None = None
+    """Dimensions, at most: 1 for biases and norms."""
+    dtype: str | None = None
+    """As 'float32' or 'bfloat16'."""
+
+    def __post_init__(self) -> None:
+        text("names", self.names, "a pattern of tensor names")
+        whole("min_numel", self.min_numel, "elements")
+        whole("min_dims", self.min_dims, "dimensions")
+        for field in ("max_numel", "max_dims"):
+            if (most := getattr(self, field)) is not None:
+                whole(field, most, "elements" if field == "max_numel" else "dimensions")
+        if self.dtype is not None:
+            word("dtype", self.dtype, tuple(DTYPE_BYTES))
+
+    def matches(self, tensor: TensorInfo) -> bool:
+        """Whether the tensor is one of those."""
+        return (
+            any(fnmatchcase(tensor.name, pattern) for pattern in self.names.split("|"))
+            and self.min_numel <= tensor.numel
+            and (self.max_numel is None or tensor.numel <= self.max_numel)
+            and self.min_dims <= len(tensor.shape)
+            and (self.max_dims is None or len(tensor.shape) <= self.max_dims)
+            and self.dtype in (None, tensor.dtype)
+        )
+
+    def __repr__(self) -> str:
+        return f"Where({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+
+def as_rule(index: int, rule: Any) -> tuple[str | Where, Spec]:
+    """(pattern or Where, spec) from what a user or a JSON file gives."""
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
+    which, field = rule[0], f"rules[{index}][0]"
+    if isinstance(which, Mapping):
+        with under(field):
+            which = convert(dict(which), Where)
+    elif not isinstance(which, Where):
+        text(field, which, "a pattern of tensor names or a Where")
+    return which, as_spec(f"rules[{index}][1]", rule[1])
+
+
+def useless(which: str | Where, spec: Spec, matched: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
+    """What to say of a rule without effect; `matched` are the tensors that it matches."""
+    rule = f"rule ({which!r}, {spec!r})"
+    if matched:
+        return (
+            f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
+        )
+    names = [tensor.name for tensor in tensors]
+    pattern = which if isinstance(which, str) else which.names
+    close = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+    return f"{rule} matches none of the {len(names)} tensors. Nearest names: {', '.join(close)}. Correct or remove it."
+
+
+class _Default(Document, frozen=True):
+    """The field of a policy that may be given without its name."""
+
+    default: SpecField
+    """Spec of the tensors that no rule matches."""
+
+
+class Policy(_Default, frozen=True, kw_only=True):
+    """Which spec each tensor gets, by the first rule whose pattern matches its name, and how buckets are made."""
+
+    what: ClassVar[str] = "policy"
+    remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
+
+    rules: RulesField = ()
+    """(which, spec) pairs; the first match wins. `which` is a fnmatch pattern of whole tensor names; case counts, and | stands
+    between alternatives ("*.bias|*norm*"). Or `which` is a `Where`, which also compares sizes, dimensions and dtypes."""
+    exempt_vectors: bool = True
+    """Whether vectors and scalars (biases, norms) that no rule matches stay uncompressed, as in CGX. They are few bytes, and
+    errors in them cost most. They travel in the payloads of compressed tensors, or in buckets of their own if the compressor
+    takes whole buckets (`Spec.carries_uncompressed`)."""
+    schedule: ScheduleField = Backward()
+    """A schedule or its bare word."""
+    scheme: str | None = None
+    """How all buckets travel. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
+    added uncompressed inside each node, and nodes exchange the compressed sums in this way; specs that cannot encode a sum
+    travel flat. None: "hierarchical" if all nodes have equally many ranks and more than one, else "flat". Or the name of a
+    collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of
+    any option of docs/options.md, with spaces between. Uncompressed buckets use the same links."""
+    bucket_bytes: int | None = None
+    """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
+    None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
+    has a price. The value is a plain guess; the planner's search finds better ones."""
+    edge_bytes: int = 256 * 1024
+    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early, the
+    last since nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as
+    all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets alike."""
+    chunk_bytes: int = 8 * 2**20
+    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
+    there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
+    residual_dtype: str = "float32"
+    """How the residuals of specs with error feedback are stored: float32, bfloat16 or int8 (a byte an element and a bfloat16
+    scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "default", as_spec("default", self.default))
+        freeze(self, "rules")
+        msgspec.structs.force_setattr(self, "rules", tuple(as_rule(i, rule) for i, rule in enumerate(self.rules)))
+        msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        if self.scheme is not None:
+            check_scheme(self.scheme)
+        if self.bucket_bytes is not None:
+            whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
+        whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
+        whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
+        word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
+
+    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2, ranks_per_node: int = 1) -> Plan:
+        """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
+
+        Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. Vectors that are
+        not compressed travel in the payloads of others (docs/decisions/029-vectors-in-payloads.md). The
+        launch order is the order in which buckets become ready, both link tasks of a bucket one after the other. In the
+        pipelined schedule all reduce phases come first, then the gather phases in the reverse order, in which forward needs
+        them; an indivisible option has no gather phase.
+
+        Raises PlanError if a rule matches nothing, or if the scheme cannot carry a spec.
+        """
+        if not tensors:
+            raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
+        unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
+        schedule = as_schedule(self.schedule)
+        if self.scheme is None:
+            shared = 1 < ranks_per_node < ranks and not schedule.shards_optimizer  # whose shards are of all ranks
+            chosen = msgspec.structs.replace(self, scheme=HIERARCHICAL if shared else FLAT)
+            return chosen.plan(tensors, ranks)
+        specs = self._assign(tensors)
+        buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
+        launch = launch_of(buckets, schedule)
+        return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
+
+    def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
+        specs: dict[str, Spec] = {}
+        by_name = {tensor.name: [tensor] for tensor in tensors}
+        for which, spec in self.rules:
+            where = which if isinstance(which, Where) else Where(which)
+            # a name that is no pattern is looked up: there may be a rule for each tensor
+            candidates = tensors if _PATTERN.intersection(where.names) else by_name.get(where.names, [])
+            matched = [tensor.name for tensor in candidates if where.matches(tensor)]
+            fresh = [name for name in matched if name not in specs]
+            if not fresh:
+                raise PlanError(useless(which, spec, matched, tensors))
+            specs.update(dict.fromkeys(fresh, spec))
+        exempt = [tensor.name for tensor in tensors if self.exempt_vectors and len(tensor.shape) < 2]
+        specs = dict.fromkeys(exempt, _EXEMPT) | specs
+        return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
+
+    def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
+        """Buckets in the order in which they become ready (each closes with the tensor that fills it; smaller at both ends).
+
+        A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all.
+        No bucket becomes ready later for it. Where none can carry it, exempt tensors are little: two buckets at most but for
+        `bucket_bytes`, the second small, since nothing hides the last exchange.
+        """
+        place = {tensor.name: position for position, tensor in enumerate(tensors)}
+        carrying = {spec: self._may_carry(spec, ranks) for spec in {*specs.values()}}
+        classes = {(tensor.dtype, tensor.device) for tensor in tensors if carrying[specs[tensor.name]]}
+        carried = [
+            tensor
+            for tensor in tensors
+            if len(tensor.shape) < 2
+            and not specs[tensor.name].encodes
+            and tensor.nbytes <= _MOST_CARRIED
+            and (tensor.dtype, tensor.device) in classes
+        ]
+        names = {tensor.name for tensor in carried}
+        closed = self._close([tensor for tensor in tensors if tensor.name not in names], specs, ranks)
+        carriers: dict[tuple[str, str], list[tuple[int, list[TensorInfo]]]] = defaultdict(list)
+        last = place[closed[-1][-1].name]
+        for bucket in closed:
+            if any(carrying[specs[tensor.name]] for tensor in bucket):
+                carriers[bucket[0].dtype, bucket[0].device].append((place[bucket[-1].name], bucket))
+        left = []
+        for tensor in carried:
+            own = carriers[tensor.dtype, tensor.device]
+            after = bisect_right(own, place[tensor.name], key=itemgetter(0))
+            if after < len(own) or own[-1][0] == last:
+                own[min(after, len(own) - 1)][1].append(tensor)
+            else:
+                left.append(tensor)
+        if left:
+            closed += self._close(left, specs, ranks)
+        for bucket in closed:
+            bucket.sort(key=lambda tensor: place[tensor.name])
+        return sorted(closed, key=lambda bucket: place[bucket[-1].name])
+
+    def _may_carry(self, spec: Spec, ranks: int) -> bool:
+        """Whether payloads of this spec carry uncompressed vectors."""
+        correction = getattr(as_schedule(self.schedule), "correction", None)
+        if not spec.carries_uncompressed or not (correction is None or correction.carries_uncompressed):
+            return False
+        links = [task for task in self._option("cpu", spec) if not task.startswith(("comp:", "decomp:"))]
+        return ranks <= _FEW_RANKS or any(not task.startswith("allgather:") for task in links)
+
+    def _scheme(self, spec: Spec) -> str:
+        divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in spec.schemes
+        own = "alltoall" if divisible else spec.schemes[0]
+        return own if self.scheme in (None, FLAT, HIERARCHICAL) else self.scheme
+
+    def _option(self, device: str, spec: Spec) -> tuple[str, ...]:
+        flat = tasks_of(self._scheme(spec), device, spec)
+        if self.scheme != HIERARCHICAL:
+            return flat
+        nested = between_nodes(flat)
+        if not spec.encodes:
+            return uncompressed(nested)
+        return nested if carries(nested, spec, device) else flat
+
+    def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
+        """Fill and close buckets of one class each."""
+        full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
+        if (fewest := as_schedule(self.schedule).fewest_buckets) > 1:
+            # a bucket closes late, and few buckets are dealt out unevenly
+            full = min(full, max(1, sum(tensor.nbytes for tensor in tensors) // (4 * fewest)))
+        filling: dict[tuple[str, str, str], list[tuple[int, TensorInfo]]] = {}
+        filled: dict[tuple[str, str, str], int] = {}
+        exempt = sum(tensor.nbytes for tensor in tensors if specs[tensor.name] is _EXEMPT)
+        exempt_to_come = exempt
+        closed: list[list[tuple[int, TensorInfo]]] = []
+        sent, to_come = 0, sum(tensor.nbytes for tensor in tensors)
+        for position, tensor in enumerate(tensors):
+            to_come -= tensor.nbytes
+            key = (tensor.dtype, tensor.device, specs[tensor.name].family)
+            filling.setdefault(key, []).append((position, tensor))
+            filled[key] = filled.get(key, 0) + tensor.nbytes
+            least = max(min(sent, to_come), self.edge_bytes)
+            if specs[tensor.name] is _EXEMPT and 0 < exempt < sent + to_come:
+                exempt_to_come -= tensor.nbytes
+                least = filled[key] if 0 < exempt_to_come <= exempt // 8 < filled[key] else full
+            if filled[key] >= min(full, least):
+                sent += filled[key]
+                closed.append(filling.pop(key))
+                filled.pop(key)
+        closed.extend(filling.values())
+        closed.sort(key=lambda bucket: bucket[-1][0])
+        return [[tensor for _, tensor in bucket] for bucket in closed]
+
+    def _bucket(self, members: Sequence[TensorInfo], specs: dict[str, Spec]) -> Bucket:
+        own = {tensor.name: specs[tensor.name] for tensor in members}
+        first = next((tensor for tensor in members if own[tensor.name].encodes), members[0])
+        spec = own[first.name]
+        scheme, named = self._scheme(spec), collective(self._scheme(spec))
+        if named is not None and spec.encodes and not named.carries(spec):
+            raise PlanError(
+                f"scheme is {scheme!r}, but tensor {first.name!r} has spec {spec!r}, which that scheme cannot carry. "
+                f"Use scheme={' or '.join(map(repr, spec.schemes))}, or leave it out."
+            )
+        option = self._option(first.device, spec)
+        on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
+        cut = not on_wire and sum(tensor.nbytes for tensor in members) > self.chunk_bytes
+        # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
+        wide = not spec.encodes and (on_wire or first.dtype == "float64")
+        return Bucket(
+            tensors=tuple(own),
+            spec=own if len(set(own.values())) > 1 else spec,
+            reduce_dtype=first.dtype if wide else "float32",
+            residual_dtype=self.residual_dtype if spec.feedback else "float32",
+            option=option,
+            chunk_bytes=self.chunk_bytes if cut else 0,
+            numel=sum(tensor.numel for tensor in members),
+        )
+
+
+def launch_of(buckets: Sequence[Bucket], schedule: Schedule) -> tuple[tuple[int, str], ...]:
+    """The launch order of buckets that become ready in this order; see `Policy.plan`."""
+    if not schedule.gathers_in_forward:
+        return tuple((index, task) for index, bucket in enumerate(buckets) for task in bucket.link_tasks)
+    reduces: list[tuple[int, str]] = []
+    gathers: list[tuple[int, str]] = []
+    for index, bucket in enumerate(buckets):
+        border = len(bucket.link_tasks) - bucket.gathers
+        reduces += [(index, task) for task in bucket.link_tasks[:border]]
+        gathers = [*((index, task) for task in bucket.link_tasks[border:]), *gathers]
+    return (*reduces, *gathers)
+
+
+def Uniform(
+    spec: Spec,
+    schedule: Schedule | str = "backward",
+    scheme: str | None = None,
+    bucket_bytes: int | None = None,
+    edge_bytes: int = 256 * 1024,
+    chunk_bytes: int = 8 * 2**20,
+    residual_dtype: str = "float32",
+) -> Policy:
+    """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
+
+    >>> Uniform(Identity())
+    Policy(default=Identity(), exempt_vectors=False)
+    """
+    return Policy(
+        default=spec,
+        exempt_vectors=False,
+        schedule=schedule,
+        scheme=scheme,
+        bucket_bytes=bucket_bytes,
+        edge_bytes=edge_bytes,
+        chunk_bytes=chunk_bytes,
+        residual_dtype=residual_dtype,
+    )

@@ -1,0 +1,46 @@
+"""Transport between ranks: links and the lanes that submit to them, wires, shared memory, heartbeats, agreement at the start."""
+
+from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_of, copy_from, gather_bytes
+from gradwire.transport.devices import device_name, kind_of, standing_in
+from gradwire.transport.errors import DamagedError, LinkError, transfer
+from gradwire.transport.flight import FlightRecord
+from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.lane import Lane
+from gradwire.transport.lanes import Lanes
+from gradwire.transport.link import AllToAll, Group, Link, SilentLink
+from gradwire.transport.meter import Meter
+from gradwire.transport.operations import Operations, refused
+from gradwire.transport.slices import short_slices
+from gradwire.transport.streams import Mark, Streams
+from gradwire.transport.wire import Wire
+
+__all__ = [
+    "KERNELS",
+    "AllToAll",
+    "DamagedError",
+    "FlightRecord",
+    "Grid",
+    "Group",
+    "Lane",
+    "Lanes",
+    "Link",
+    "LinkError",
+    "Mark",
+    "Meter",
+    "Operations",
+    "SilentLink",
+    "Streams",
+    "Wire",
+    "agree",
+    "broadcast_bytes",
+    "bytes_of",
+    "copy_from",
+    "device_name",
+    "gather_bytes",
+    "kind_of",
+    "node_name",
+    "refused",
+    "short_slices",
+    "standing_in",
+    "transfer",
+]

@@ -1,0 +1,99 @@
+"""Ranks compare notes before the first exchange: same model, same plan, same versions; else all are told."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradwire.errors import DisagreementError
+from gradwire.transport.errors import transfer
+from gradwire.transport.link import Link
+
+KERNELS = "bytes that kernels make of the same gradient"
+"""The name of the fact in which ranks compare what their kernels encode."""
+
+
+def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
+    """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON, most telling first; collective.
+
+    A rank that could not prepare puts why under "error", so that nobody waits for it.
+    """
+    everybody = gather_bytes(link, json.dumps(facts).encode())
+    others = [json.loads(each) for each in everybody]
+    failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
+    if failed:
+        raise DisagreementError(
+            "all ranks stop, because some of them failed: "
+            + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
+        )
+    for rank, other in zip(global_ranks, others, strict=True):
+        for key, value in others[0].items():
+            if other.get(key) != value:
+                raise DisagreementError(_told(key, global_ranks[0], value, rank, other.get(key)))
+
+
+def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
+    if isinstance(first, list) and isinstance(other, list):
+        if len(first) != len(other):
+            first, other = f"{len(first)} tensors", f"{len(other)} tensors"
+        else:
+            first, other = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    cure = "Start every rank with the same script, arguments and environment."
+    if key == KERNELS:
+        cure = "Install the same build of gradwire, with its C++ library, and the same torch on every rank."
+    return (
+        f"ranks disagree on the {key}: rank {first_rank} has {first}, rank {rank} has {other}. Gradients would be added "
+        f"to the wrong ones or decoded wrongly. {cure}"
+    )
+
+
+def gather_bytes(link: Link, text: bytes) -> list[bytes]:
+    """Every rank's bytes: sizes first, then all padded to the longest."""
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    sizes = torch.empty(link.world_size, dtype=torch.int64)
+    with transfer():
+        link.all_gather(sizes, size).wait()
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = torch.empty(link.world_size * longest, dtype=torch.uint8)
+    with transfer():
+        link.all_gather(received, padded).wait()
+    rows = received.reshape(link.world_size, longest)
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, sizes.tolist(), strict=True)]
+
+
+def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
+    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
+    pending: list[torch.Tensor] = []
+    for at, tensor in enumerate(tensors):
+        pending.append(tensor)
+        if at + 1 == len(tensors) or sum(t.numel() * t.element_size() for t in pending) >= piece_bytes:
+            _broadcast_together(link, pending, root)
+            pending = []
+
+
+def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
+    with torch.no_grad():
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors])
+        with transfer():
+            link.broadcast(flat, root).wait()
+        if link.rank != root:
+            copy_from(flat, tensors)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values as a flat uint8 tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copy_from(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Give the tensors the values that lie one after another in `flat` (uint8)."""
+    at = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        # cloned, since a part may begin where the dtype's alignment does not allow a view
+        # and through .data, since autograd would take a change between two forwards for a mistake of the script
+        tensor.data.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))
+        at += size

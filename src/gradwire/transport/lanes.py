@@ -1,0 +1,351 @@
+"""The lanes of one group, and the failure that ended their work, if one did."""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
+from gradwire.transport.agreement import agree, gather_bytes
+from gradwire.transport.devices import kind_of, offload_lanes
+from gradwire.transport.errors import DamagedError, LinkError, transfer
+from gradwire.transport.flight import Flight
+from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.heartbeats import Heartbeats
+from gradwire.transport.lane import Lane
+from gradwire.transport.link import Group, Link
+from gradwire.transport.streams import Mark
+from gradwire.transport.wires import connect_wires
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 0.5
+"""For waits that fail by themselves when their connections are shut down: their errors say more."""
+CPU_LANES = 2
+"""A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
+
+
+class UsesLanes(Protocol):
+    """The user of lanes that must stop when they fail."""
+
+    def give_up(self) -> None:
+        """Stop waiting: the lanes do no more work."""
+        ...
+
+
+class Lanes:
+    """A control lane, and the lanes that carry gradients. All ranks of the group make them at the same point.
+
+    Exchanges that use the same lanes run one after another. After a failure all of them raise it, until `mend`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        """Connects the control lane. Collective. Raises StepStateError without torch.distributed, PlanError on a rank that is
+        not in the group."""
+        if not dist.is_initialized():
+            raise StepStateError(
+                "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
+                'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
+            )
+        if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
+            raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
+        self.group = Group.of(process_group)
+        try:
+            with transfer():
+                self._name = self.group.agree_on_name()
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
+                f"(The backend said: {error})"
+            ) from error
+        # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
+        self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
+        self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
+        """What the lanes did."""
+        self.control = self._lane("control", torch.device("cpu"))
+        """For what ranks tell each other."""
+        try:
+            names = self._told_first(lambda link: gather_bytes(link, node_name().encode()))
+        except CommunicationError:
+            self.control.stop()
+            raise
+        self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
+        _say_if_uneven(self.group)
+        self.data: list[Lane] = []
+        """For gradients."""
+        self.offload = 0
+        """How many of these, the last ones, take the buckets with codecs on CPUs."""
+        self.failure: GradwireError | None = None
+        self._ended: GradwireError | None = None
+        """Why another thread ended what is under way."""
+        self.mendable = False
+        """Whether `mend` can end the failure: nothing is under way on any rank."""
+        self.running: weakref.ref[UsesLanes] | None = None
+        """What used the lanes last."""
+        self._heartbeats: Heartbeats | None = None
+        self.hold = False
+        """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
+        self.watch: Callable[[Any, torch.Tensor], None] | None = None
+        """For measurements: called with each tensor that is about to be sent; in a slot it is divided by the ranks already."""
+        self.times: list[Any] | None = None
+        """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other lanes."""
+        return self._name
+
+    @property
+    def _own_rank(self) -> int:
+        """As messages name it."""
+        return self.group.global_ranks[self.group.rank]
+
+    def _lane(self, name: str, device: torch.device) -> Lane:
+        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, f"{self._name}/{name}", device, self._timeout))
+
+    def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
+        """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
+        failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
+        self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
+        if device is None:
+            return
+        self.offload = offload_lanes(device)
+        for number in range((CPU_LANES if device.type == "cpu" else 1) + self.offload):
+            self.data.append(self._lane(str(number), device))
+        if self.group.world_size > 1:
+            lanes, grid = CPU_LANES if kind_of(device) == "cpu" else 0, self.group.grid
+            wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
+            for lane, wire in zip(self.data, wires, strict=False):
+                lane.link.wire = wire
+            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence)
+        self._roll_call = RollCall(self.group, self._name)
+
+    def _told_first(self, job: Callable[[Link], T]) -> T:
+        """The result of a job on the control lane, before there is a roll call."""
+        try:
+            return self.control.submit(job).result()
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self._own_rank}: ranks could not compare models and plans: one died, stalled "
+                f"or did not make the same call; see its own log. (The backend said: {error})"
+            ) from error
+
+    def stop(self) -> None:
+        """End the threads. A collective that one of them is stuck in fails, here and on the other ranks."""
+        for lane in [*self.data, self.control]:
+            lane.stop()
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+
+    def run(self, lane: Lane, job: Callable[[Link], None]) -> None:
+        """Do something on a lane that touches tensors which the caller's stream has written. Returns when the caller's stream
+        may use what it wrote. Raises what the job does."""
+        streams = lane.link.streams
+        ready = streams.mark()
+
+        def run(link: Link) -> Mark:
+            with link.streams.encoding(ready):
+                job(link)
+                return link.streams.mark()
+
+        streams.wait(lane.submit(run).result())
+
+    # ---- failures
+
+    def begin(self, step: int) -> None:
+        """A step begins. Raises the failure, if there is one."""
+        self.check()
+        self.flight.begin(step)
+
+    def check(self) -> None:
+        """Raises the failure, if there is one."""
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+
+    def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
+        """From now on everything raises this error. Returns it."""
+        if not mendable:
+            with suppress(Exception):
+                words = f"{error} What lanes did is in {self.flight.write(str(error))}."
+                error = type(error)(words)
+        # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
+        self.failure, self.mendable = type(error)(*error.args), mendable
+        if self.running is not None and (running := self.running()) is not None:
+            running.give_up()
+        return error
+
+    def mend(self) -> None:
+        """Forget the failure."""
+        self.failure, self.mendable = None, False
+
+    def failed_here(self, what: str, cause: BaseException, step: int) -> GradwireError:
+        """The error to raise when this rank could not do its part. All other ranks get its words."""
+        kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
+        sizes = (
+            " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
+        )
+        error = kind(
+            f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
+            f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."
+        )
+        return self._fail_all(error)
+
+    def _fail_all(self, error: GradwireError) -> GradwireError:
+        """Tell all ranks this error, and end their waits."""
+        with suppress(Exception):  # no thread, no memory: the others then hear that this rank is gone
+            self._roll_call.sign(str(error), self._patience_s)
+        self._break_off()
+        return self.fail(error)
+
+    def end(self, error: GradwireError) -> None:
+        """End the waits of the thread that uses the lanes with this error, from another thread, and tell all ranks."""
+        self._ended = error
+        with suppress(Exception):
+            self._roll_call.sign(str(error), self._patience_s)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        for lane in [*self.data, self.control]:
+            lane.link.break_off()
+
+    def _silence(self) -> None:
+        """A machine fell silent: end all waits. In the thread of the heartbeats."""
+        self._break_off()
+        time.sleep(_GRACE_S)
+        for lane in [*self.data, self.control]:
+            lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
+
+    @property
+    def _patience_s(self) -> float:
+        """For the rendezvous store."""
+        return min(2.0, self.group.timeout.total_seconds() / 10)
+
+    def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
+        """The error to raise when what was waited for failed. It names the ranks that were waited for."""
+        if self._ended is not None:
+            return self.fail(type(self._ended)(*self._ended.args))
+        group = self.group
+        peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
+        if isinstance(cause, DamagedError):
+            return self._fail_all(
+                CommunicationError(
+                    f"step {step}: bytes of {what} were changed on their way from rank {peer} to rank {self._own_rank}: {cause}. "
+                    "No rank may use this step's gradients. Restart all ranks from a checkpoint; if this comes again, test the "
+                    "memory and the network adapters of the two machines."
+                )
+            )
+        self._break_off()  # ranks that wait for this one need not wait for the timeout
+        beats = self._heartbeats.silent() if self._heartbeats is not None else []
+        # the machine of a rank that is known to be dead may host the store
+        silent, told = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
+        dead = [rank for rank in silent if group.global_ranks.index(rank) in beats]
+        others = [rank for rank in silent if rank != peer]
+        if told:
+            who = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items())
+        elif dead:
+            who = f"{_ranks(dead)} did not answer, nor did the kernel of the machine: it lost power, or the network to it failed"
+        elif peer in silent:
+            who = f"rank {peer} did not answer"
+            if others:
+                who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
+        elif silent:
+            who = f"{_ranks(silent)} did not answer"
+        else:
+            who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
+        error = CommunicationError(
+            f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
+            "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
+            f"(The backend said: {str(cause).strip() or type(cause).__name__})"
+        )
+        return self.fail(error)
+
+    @contextmanager
+    def told(self, what: str, step: int) -> Iterator[None]:
+        """Around an exchange beside those of gradients: a link that fails becomes an error that names what was waited for."""
+        try:
+            yield
+        except LinkError as error:
+            raise self.broken(what, error, step) from error
+
+
+def _say_if_uneven(group: Group) -> None:
+    """One rank says why ranks that share a node exchange as if they did not."""
+    sizes = sorted({len(members) for members in group.grid.members})
+    if group.rank == 0 and len(sizes) > 1:
+        log.warning(
+            "nodes have %d to %d ranks. Policies then treat all ranks as one group, which sends more bytes between nodes. Start "
+            "equally many ranks on every node.",
+            sizes[0],
+            sizes[-1],
+        )
+
+
+class RollCall:
+    """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
+
+    The store has a connection of its own, made at the start, and is only asked from a thread with a deadline: the rank
+    that hosts it may be the one that died. A rank that could not do its part, or got other bytes than were sent, signs with
+    its error, which all others raise too.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._prefix = group, f"gradwire/{name}/failed"
+        self._signed = "here"
+        self._store: Any = None
+        with suppress(Exception):
+            store: Any = distributed_c10d._get_default_store()
+            self._store = store.clone()
+
+    def sign(self, words: str, patience_s: float) -> None:
+        """Tell ranks that look for who failed that it was this one, and why."""
+        self._signed = words
+        self._ask(lambda store: store.set(self._key(self._group.rank), words), patience_s)
+
+    def missing(self, patience_s: float) -> tuple[list[int], dict[int, str]]:
+        """Global ranks that did not sign within the patience, all others where the store is gone; and what ranks that failed
+        first said: when one did, nobody waits for others to sign."""
+        group = self._group
+        signed = {group.rank: self._signed}
+        told: dict[int, str] = {}
+
+        def call(store: Any) -> None:
+            deadline = time.monotonic() + patience_s
+            store.set(self._key(group.rank), self._signed)
+            while time.monotonic() < deadline and len(signed) < group.world_size and not told:
+                for rank in range(group.world_size):
+                    if rank not in signed and store.check([self._key(rank)]):
+                        signed[rank] = store.get(self._key(rank)).decode()
+                        if signed[rank] != "here":
+                            told[group.global_ranks[rank]] = signed[rank]
+                time.sleep(0.05)
+
+        self._ask(call, patience_s)
+        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in signed], told
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
+        def ask() -> None:
+            with suppress(Exception):
+                if self._store is not None:
+                    call(self._store)
+
+        caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
+        caller.start()
+        caller.join(patience_s + 0.5)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

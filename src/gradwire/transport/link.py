@@ -1,0 +1,372 @@
+"""Links: private communicators beside the caller's process group, each used by one thread.
+
+A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
+not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
+could connect to wrong ranks or wait for each other forever.
+
+Gloo neither shows its TCP connections nor closes them while a thread waits. Shutting them down is the only way to end such a
+wait: the waiting thread and the ranks at the other ends get an error.
+"""
+
+import ctypes
+import os
+import secrets
+import socket
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gradwire.kernels import crc32c
+from gradwire.transport.errors import DamagedError, LinkError, transfer
+from gradwire.transport.grid import Grid
+from gradwire.transport.slices import short_slices
+from gradwire.transport.streams import streams_for
+from gradwire.transport.wire import Wire
+
+_DESCRIPTORS = "/dev/fd"
+_CHECK_TAGS = 2**24
+"""What the tags of checksums begin with."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that synchronise: the caller's process group, seen from one rank."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    """Within the group, as everywhere in gradwire except in messages."""
+    global_ranks: tuple[int, ...]
+    timeout: timedelta
+    grid: Grid
+    """The ranks by node; a single node until ranks have exchanged their nodes' names."""
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None) -> "Group":
+        """The caller's group, or all ranks."""
+        pg = process_group if process_group is not None else distributed_c10d._get_default_group()
+        ranks = tuple(dist.get_process_group_ranks(pg))
+        return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg), Grid.even(1, len(ranks), dist.get_rank(pg)))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.global_ranks)
+
+    def agree_on_name(self) -> str:
+        """A random name of 16 hex digits from rank 0 of the group. Collective, on the caller's own group."""
+        device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
+        drawn = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
+        dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
+        return bytes(drawn.tolist()).hex()
+
+    def store(self, name: str) -> Any:
+        """The rendezvous store with the prefix gradwire/name."""
+        return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
+
+
+class Link:
+    """Collectives over a group's ranks, submitted by one thread. Each returns at once; `Work.wait()` blocks the thread on CPU and
+    the current stream on CUDA."""
+
+    def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
+        self.streams = streams_for(device)
+        self.wire: Wire | None = None
+        """What C++ runs phases on, where all ranks can."""
+        self._connections = Connections()
+        self._unfinished: AllToAll | None = None
+        self._broken = False
+        store = group.store(name)
+        self.backend: Any  # the backends share no typed base
+        if device.type == "cuda" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self.backend = dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
+        else:
+            with short_slices(), self._connections.opened_here(expected=group.world_size - 1):
+                self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
+
+    def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
+        """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready.
+        Receives are posted now: gloo sends only to a receiver that announced itself, and a late announcement would wait behind
+        the receiver's own payload, so that only one direction would run at a time.
+
+        `checked`: on the CPU a checksum follows each part, and `wait` compares it. Tags are below 2**24.
+        """
+        if self.backend.name() == "nccl":
+            return _Grouped(self, tag, received)
+        return (_Checked if checked and all(part.is_cpu for part in received) else AllToAll)(self, tag, received)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+        """Gather the tensor `sent` of all ranks, in rank order, in `received`. All have one size."""
+        work: dist.Work = self.backend._allgather_base(received, sent)
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
+        """Sum (or `op`) over ranks, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        work: dist.Work = self.backend.allreduce([tensor], options)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> dist.Work:
+        """Copy the root's values to all ranks, in place. `root` is a rank of the group."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        work: dist.Work = self.backend.broadcast([tensor], options)
+        return work
+
+    @property
+    def own_host(self) -> str | None:
+        """The address by which this rank reaches the others; None where gloo's connections are not known."""
+        return self._connections.own_host()
+
+    def finish_later(self, exchange: "AllToAll") -> None:
+        """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then.
+
+        Gloo never ends the wait for a send if the connection breaks while it begins to write.
+        """
+        self._unfinished = exchange
+
+    def close(self) -> None:
+        """Free the backend before the interpreter exits: a gloo thread that frees tensors during exit aborts the process."""
+        if self._unfinished is not None and not self._broken:
+            with suppress(LinkError):  # other ranks are gone
+                self._unfinished.finish()
+        self._unfinished = None
+        del self.backend
+        if self.wire is not None:
+            self.wire.close()
+
+    def break_off(self) -> None:
+        """Fail all waits on this link, here and on the other ranks, at once. For any thread; the link is unusable afterwards."""
+        self._broken = True
+        backend = self.__dict__.get("backend")
+        if backend is not None and backend.name() == "nccl":
+            backend.abort()
+        self._connections.shut_down()
+        if self.wire is not None:
+            self.wire.shut_down()
+
+    def abandon(self) -> None:
+        """Never destroy the backend: its destructor would wait for operations that cannot finish."""
+        if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        if self.wire is not None:  # the thread may still touch memory that ranks share
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.wire))
+
+
+class AllToAll:
+    """Every rank sends a part to every other, point to point, receives posted first. Empty parts are not sent. All calls raise
+    LinkError."""
+
+    def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
+        self.link, self.tag, self.received = link, tag, received
+        self._sends: dict[int, dist.Work] = {}
+        self._receives: dict[int, dist.Work] = {}
+        self.announce()
+
+    def announce(self) -> None:
+        """Post the receives."""
+        for source, part in enumerate(self.received):
+            if source != self.link.rank and part.numel():
+                with transfer(source):
+                    self._receives[source] = self.link.backend.recv([part], source, self.tag)
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        """Send `sent[j]` to rank j; the own part is not used."""
+        # begin with the next rank, so that not all send to rank 0 first
+        for step in range(1, self.link.world_size):
+            to = (self.link.rank + step) % self.link.world_size
+            if sent[to].numel():
+                with transfer(to):
+                    self._sends[to] = self.link.backend.send([sent[to]], to, self.tag)
+
+    def wait(self, source: int) -> None:
+        """Wait for the part of rank `source`. On CUDA the current stream waits, for the own part until the work queued before the
+        exchange is done."""
+        if source in self._receives:
+            with transfer(source):
+                self._receives[source].wait(self.link.timeout)
+
+    def finish(self) -> None:
+        """Wait until the sent tensors may be overwritten."""
+        for to, send in self._sends.items():
+            with transfer(to):
+                send.wait(self.link.timeout)
+
+
+class _Checked(AllToAll):
+    """With a checksum behind each part."""
+
+    def announce(self) -> None:
+        super().announce()
+        self._told = torch.zeros(len(self.received), dtype=torch.int64).split(1)
+        self._checks = AllToAll(
+            self.link,
+            self.tag + _CHECK_TAGS,
+            [told if source in self._receives else told[:0] for source, told in enumerate(self._told)],
+        )
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        super().send(sent)
+        sums = {
+            id(part): torch.tensor([crc32c(part)]) for part in {id(sent[to]): sent[to] for to in self._sends}.values()
+        }
+        self._checks.send([sums.get(id(part), self._told[0][:0]) for part in sent])
+
+    def wait(self, source: int) -> None:
+        super().wait(source)
+        self._checks.wait(source)
+        if source in self._receives and (now := crc32c(self.received[source])) != (sent := int(self._told[source])):
+            nbytes = self.received[source].nbytes
+            words = f"the checksum of {nbytes} bytes was {sent:08x} before they were sent and is {now:08x} now"
+            raise DamagedError(source, ValueError(words))
+
+    def finish(self) -> None:
+        super().finish()
+        self._checks.finish()
+
+
+class _Grouped(AllToAll):
+    """One grouped call on CUDA."""
+
+    def announce(self) -> None:
+        pass
+
+    def send(self, sent: Sequence[torch.Tensor]) -> None:
+        own = self.link.rank
+        none = self.received[own][:0]
+        outputs = [none if j == own else part for j, part in enumerate(self.received)]
+        inputs = [none if j == own else part for j, part in enumerate(sent)]
+        with transfer():
+            self.work: dist.Work = self.link.backend.alltoall(outputs, inputs)
+
+    def wait(self, source: int) -> None:
+        with transfer():
+            self.work.wait()
+
+    def finish(self) -> None:
+        pass
+
+
+class SilentLink:
+    """A link that sends nothing, to measure the codec work of a scheme alone."""
+
+    streams = streams_for(torch.device("cpu"))
+    wire = None
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def expect(self, *arguments: object) -> "SilentLink":
+        return self
+
+    all_reduce = expect
+
+    def send(self, *arguments: object) -> None:
+        pass
+
+    wait = finish = send
+
+
+class Connections:
+    """The connections that this process opened inside a block.
+
+    >>> connections = Connections()
+    >>> with connections.opened_here(expected=0):
+    ...     pass
+    >>> connections.shut_down()
+    """
+
+    def __init__(self) -> None:
+        self._inodes: dict[int, int] = {}
+        _all.add(self)
+
+    @contextmanager
+    def opened_here(self, expected: int) -> Iterator[None]:
+        """Remember the connections opened inside. If their number is not `expected`, because another thread opened one or the
+        backend connects later, remember none: connections of others must not be shut down."""
+        before = _connected()
+        yield
+        opened = {number: inode for number, inode in _connected().items() if before.get(number) != inode}
+        self._inodes = opened if len(opened) == expected else {}
+
+    def own_host(self) -> str | None:
+        """The address of this end of the first remembered connection."""
+        now = _connected()
+        for number, inode in self._inodes.items():
+            if now.get(number) == inode:
+                with suppress(OSError), _borrowed(number) as connection:
+                    return str(connection.getsockname()[0])
+        return None
+
+    def shut_down(self) -> None:
+        """Shut down both directions of the remembered connections. Their owner keeps the descriptors."""
+        now = _connected()
+        for number, inode in self._inodes.items():
+            if now.get(number) == inode:
+                with suppress(OSError), _borrowed(number) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._inodes = {}
+
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: close its copies. The numbers stay in use, since the backend's copy would close them
+        again."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number, inode in self._inodes.items():
+            with suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+        self._inodes = {}
+
+
+_all: "weakref.WeakSet[Connections]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
+    for each in _all:
+        each.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _connected() -> dict[int, int]:
+    """Descriptors of connected TCP sockets with their inodes, since numbers are reused."""
+    found = {}
+    with suppress(OSError):  # no such folder on this system
+        for entry in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile, or not connected
+                status = os.fstat(int(entry))
+                if stat.S_ISSOCK(status.st_mode):
+                    with _borrowed(int(entry)) as connection:
+                        if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
+                            connection.getpeername()
+                            found[int(entry)] = status.st_ino
+    return found
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    with socket.socket(fileno=os.dup(number)) as connection:
+        yield connection
+
+
+def _handles_cpu(pg: dist.ProcessGroup) -> bool:
+    return any(device.type == "cpu" for device in pg._device_types)
+
+
+def _timeout_of(pg: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cpu") if _handles_cpu(pg) else torch.device("cuda")
+    timeout = pg._get_backend(device).options._timeout
+    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout

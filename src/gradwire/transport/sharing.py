@@ -1,0 +1,182 @@
+"""Lets wires between ranks of a node pass messages through memory, where the system allows it (else TCP carries them)."""
+
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gradwire.transport.agreement import gather_bytes
+from gradwire.transport.grid import Grid
+from gradwire.transport.link import Link
+from gradwire.transport.rings import Handles, Rings, memory_bytes, ring_bytes
+from gradwire.transport.wire import Wire
+
+log = logging.getLogger(__name__)
+
+SWITCH = "GRADWIRE_SHARED_MEMORY"
+"""Ranks of a node use TCP where this variable is `off` for one of them."""
+_HELLO = struct.Struct("<16sI")
+"""A token of the listener, and the rank."""
+_PATIENCE_S = 10.0
+
+
+def share_memory_of_nodes(control: Link, grid: Grid, wires: Sequence[Wire]) -> None:
+    """Let the wires of all lanes pass messages through memory, on the nodes where every rank can. Collective, on the control
+    lane."""
+    if not wires or grid.nodes == grid.world_size:
+        return
+    until = time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
+    offer = MemoryOffer(grid, len(wires), until)
+    try:
+        problems = _problems(control, offer.make)
+        card = json.dumps({"address": offer.address.hex(), "token": offer.token.hex()})
+        cards = [json.loads(raw) for raw in gather_bytes(control, card.encode())]
+        # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
+        for step in (lambda: offer.give(cards), offer.get):
+            mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}
+            problems = _problems(control, (lambda: None) if mine else step, problems)
+        if not any(problems[rank] for rank in grid.group("intra")):
+            offer.attach(wires)
+        _tell(grid, problems)
+    finally:
+        offer.close()
+
+
+def _problems(control: Link, step: Callable[[], None], before: Sequence[str] = ()) -> list[str]:
+    """Do a step that may fail on some ranks; why it did, or a step `before`, by rank."""
+    problem = before[control.rank] if before else ""
+    try:
+        step()
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a system that lacks the call
+        problem = str(error)
+    return [raw.decode().strip() for raw in gather_bytes(control, problem.encode() or b" ")]
+
+
+class MemoryOffer:
+    """What a rank makes for the lower ranks of its node, and gets from the higher ones. The steps raise OSError."""
+
+    def __init__(self, grid: Grid, lanes: int, until: float) -> None:
+        self.address, self.token = b"\0gradwire-" + secrets.token_hex(8).encode(), secrets.token_bytes(16)
+        self._rank, self._lanes, self._until = grid.rank, lanes, until
+        self._mates = grid.group("intra")
+        place = self._mates.index(grid.rank)
+        self._lower, self._higher = self._mates[:place], self._mates[place + 1 :]
+        self._capacity = ring_bytes(len(self._mates))
+        self._made: dict[int, list[Handles]] = {}
+        """For each lower rank: of each lane."""
+        self._mapped: dict[int, list[Rings]] = {}
+        """With each rank, in the place of the handles."""
+        self._listener: socket.socket | None = None
+
+    def make(self) -> None:
+        """Listen, under a name that is in no folder, and make the memory."""
+        if os.environ.get(SWITCH) == "off":
+            raise OSError(f"{SWITCH} is off")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.address)
+        self._listener.listen(len(self._mates))
+        for peer in self._lower:
+            lanes = self._made[peer] = []
+            for _ in range(self._lanes):
+                try:
+                    lanes.append(Handles.make(self._capacity))
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}. {self._needs}") from error
+
+    @property
+    def _needs(self) -> str:
+        ranks, mib = len(self._mates), memory_bytes(self._capacity) / 2**20
+        pairs = self._lanes * ranks * (ranks - 1) // 2
+        return (
+            f"The {ranks} ranks of this node need {pairs * mib:.1f} MiB of shared memory ({mib:.1f} MiB for each of {pairs} "
+            "pairs of lanes) and 3 descriptors a pair; see the container's limit of memory and `ulimit -a`"
+        )
+
+    def give(self, cards: Sequence[dict[str, str]]) -> None:
+        """Give the lower ranks what was made for them."""
+        for peer in self._lower:
+            lanes = self._made[peer]
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(max(0.1, self._until - time.monotonic()))
+                try:
+                    connection.connect(bytes.fromhex(cards[peer]["address"]))
+                except OSError as error:
+                    raise OSError(
+                        error.errno,
+                        f"{error.strerror} by the Unix socket of rank {peer}. Ranks share memory inside one network namespace, "
+                        "not from one container to another, nor where two machines have one host name",
+                    ) from error
+                hello = _HELLO.pack(bytes.fromhex(cards[peer]["token"]), self._rank)
+                socket.send_fds(connection, [hello], [number for handles in lanes for number in handles.numbers])
+            self._map(peer, lanes, True)
+
+    def get(self) -> None:
+        """Get what the higher ranks made."""
+        assert self._listener is not None
+        while missing := [rank for rank in self._higher if rank not in self._mapped]:
+            self._listener.settimeout(max(0.1, self._until - time.monotonic()))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError as error:
+                raise OSError(f"no memory came from ranks {missing} in time") from error
+            told, numbers = self._heard(connection)
+            count, peer = 3 * self._lanes, _HELLO.unpack(told)[1] if len(told) == _HELLO.size else -1
+            if told.startswith(self.token) and peer in missing and len(numbers) == count:
+                lanes = zip(*[iter(numbers)] * 3, strict=True)
+                self._map(peer, [Handles(memory, (bell, other)) for memory, bell, other in lanes], False)
+                continue
+            for number in numbers:
+                os.close(number)
+            if told.startswith(self.token):  # else it was somebody else
+                raise OSError(
+                    errno.EMFILE, f"rank {peer} sent {count} descriptors and {len(numbers)} came. {self._needs}"
+                )
+
+    def _heard(self, connection: socket.socket) -> tuple[bytes, list[int]]:
+        with connection, suppress(OSError):
+            connection.settimeout(1.0)
+            told, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 3 * self._lanes, socket.MSG_CMSG_CLOEXEC)
+            return told, numbers
+        return b"", []
+
+    def _map(self, peer: int, lanes: list[Handles], maker: bool) -> None:
+        """Before ranks agree, since address space may be short too."""
+        self._made[peer], mapped = lanes, self._mapped.setdefault(peer, [])
+        while lanes:
+            mapped.append(Rings(lanes[0], maker, self._capacity))
+            del lanes[0]
+
+    def attach(self, wires: Sequence[Wire]) -> None:
+        """Let wires use it."""
+        for peer, mapped in self._mapped.items():
+            for wire, rings in zip(wires, mapped, strict=True):
+                wire.share(peer, rings)
+        self._mapped = {}
+
+    def close(self) -> None:
+        """Close what no wire uses."""
+        if self._listener is not None:
+            self._listener.close()
+        for handles in (each for lanes in self._made.values() for each in lanes):
+            handles.close()
+        for rings in (each for mapped in self._mapped.values() for each in mapped):
+            rings.close()
+        self._made, self._mapped = {}, {}
+
+
+def _tell(grid: Grid, problems: Sequence[str]) -> None:
+    """The first rank of a node says why its ranks use TCP."""
+    mates = grid.group("intra")
+    found = [f"rank {rank}: {problems[rank]}" for rank in mates if problems[rank]]
+    if found and grid.rank == mates[0]:
+        words = f"ranks {', '.join(map(str, mates))} share a node and no memory, so their messages go by TCP: {'; '.join(found)}."
+        if all(SWITCH in each for each in found):
+            log.info("%s", words)
+        else:
+            log.warning("%s TCP takes longer. %s=off keeps this quiet.", words, SWITCH)

@@ -1,0 +1,105 @@
+"""A wire: the TCP connections of one lane to all other ranks, on which C++ runs whole phases (`operations`).
+
+Gloo has a thread of its own for each link, which every message wakes, and Python submits and awaits message by message. On a core
+that also computes, these took more time than encoding and decoding. A wire needs neither: the lane's thread sends and
+receives in the same call that encodes and decodes. Messages to ranks of the same node may travel through memory (`share`).
+"""
+
+import ctypes
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from ctypes import c_double, c_int64
+from functools import cache
+from typing import Any
+
+from gradwire.core import native
+from gradwire.transport.errors import DamagedError, LinkError
+from gradwire.transport.meter import Meter
+from gradwire.transport.operations import Operations, Outcome, refused
+from gradwire.transport.rings import Connection, Rings
+
+
+class Wire:
+    """Used by one thread, but for `shut_down`."""
+
+    def __init__(self, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+        """`sockets`: of each other rank."""
+        self._sockets, self._timeout_s = dict(sockets), timeout_s
+        self._rings: dict[int, Rings] = {}
+        self._connections = (Connection * world_size)()
+        self._is_shut = False
+        for rank, each in enumerate(self._connections):
+            each.fd = self._sockets[rank].fileno() if rank in self._sockets else -1
+        _open.add(self)
+
+    def share(self, peer: int, rings: Rings) -> None:
+        """From now on messages to and from that rank pass through memory, and its connection tells only that the rank is gone.
+        Both ranks do this before they run anything."""
+        self._rings[peer] = rings
+        entry = self._connections[peer]
+        (entry.out, entry.into), (entry.bell, entry.peer_bell) = rings.addresses, rings.bells
+        entry.capacity = rings.capacity
+
+    @property
+    def shared_with(self) -> list[int]:
+        """The ranks with which this one shares memory."""
+        return sorted(self._rings)
+
+    @property
+    def shares_with_all(self) -> bool:
+        """Whether that is every other rank. The same on all ranks: they are one node, which shares memory as a whole."""
+        return len(self._rings) == len(self._connections) - 1
+
+    def run(self, operations: Operations, meter: Meter) -> None:
+        """Run a list of operations. Raises LinkError where a connection fails, DamagedError where it changed bytes, PayloadError
+        for what no encode writes, RuntimeError where a kernel refuses its arguments."""
+        if self._is_shut and self._rings:  # rings have room for messages that nobody will read
+            raise LinkError(min(self._rings), ConnectionError("the connection was shut down"))
+        outcome, array = Outcome(), operations.array
+        times = (c_double * (2 * len(array)))() if meter.spans is not None else None
+        world_size = len(self._connections)
+        if _run()(self._connections, world_size, self._timeout_s, array, len(array), times, ctypes.byref(outcome)):
+            words = outcome.words.decode(errors="replace")
+            if outcome.peer >= 0:
+                raise (DamagedError if outcome.damaged else LinkError)(outcome.peer, ConnectionError(words))
+            raise refused(words)
+        meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
+
+    def shut_down(self) -> None:
+        """Fail all waits, here and on the other ranks, at once. For any thread."""
+        self._is_shut = True
+        for each in self._sockets.values():
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections. Nothing may run."""
+        for each in self._sockets.values():
+            each.close()
+        for rings in self._rings.values():
+            rings.close()
+
+
+_open: "weakref.WeakSet[Wire]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
+    for wire in _open:
+        wire.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@cache
+def _run() -> Any:
+    function = native.library()["gw_run_operations"]
+    function.argtypes = (
+        *(ctypes.c_void_p, c_int64, c_double, ctypes.c_void_p, c_int64, ctypes.c_void_p, ctypes.c_void_p),
+    )
+    function.restype = c_int64
+    return function
