@@ -19,10 +19,10 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.common import RESULTS, write
-from benchmarks.search_times_page import search_times_page
 from benchmarks.figures import BYTECOMPS, Beds, Section, beds_of, fitted, percent
 from benchmarks.papers.scaled import gpt2, resnet101
 from benchmarks.papers.searches import PRUNINGS, fusion_searches, offload_search, option_search
+from benchmarks.search_times_page import search_times_page
 from benchmarks.testbeds import SYSTEMS_OF, Bed, Papers, alone_ms, free_step_ms, gathered, scaling, step_ms
 from gradwire.core import Costs, Profile
 from gradwire.core.files import write_whole

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search_times import EXPERIMENTS, duration, run, share_within, with_cpus
-from benchmarks.search_times_page import PARTS, PICTURES, search_times_page
 from benchmarks.papers.scaled import gpt2, resnet101
 from benchmarks.papers.searches import PRUNINGS, fusion_searches, offload_search, option_search
+from benchmarks.search_times import EXPERIMENTS, duration, run, share_within, with_cpus
+from benchmarks.search_times_page import PARTS, PICTURES, search_times_page
 from benchmarks.testbeds import Bed, Papers, gathered
 from gradwire.core import Profile, TensorProfile
 from gradwire.errors import FormatError, PlanError
