@@ -18,7 +18,7 @@ PARTS = {
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",
     "figures": "the papers' figures in simulation, from published profiles: writes docs/figures.md",
     "side_by_side": "docs/side_by_side.md, from what `gradwire bench --papers` measured",
-    "experiments": "the papers' search times and more of their figures: writes docs/experiments.md",
+    "search_times": "the papers' search times and more of their figures: writes docs/search_times.md",
     "offload": "codecs on a sleeping accelerator, on CPUs and on both: steps beside their predictions",
     "schemes": "one bucket by every scheme, flat and hierarchical, beside the prediction: docs/schemes.md",
     "uneven": "exchanges with one slow node and with slow uplinks, beside what they are priced with",

@@ -95,7 +95,7 @@ def written() -> list[Path]:
     folders = ("src", "csrc", "tests", "docs", "benchmarks", "examples")
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
     found = [path for path in found if path.suffix in {".py", ".cpp", ".hpp", ".md"}]
-    return found + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")]
+    return found + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 
 
 def test_no_text_refers_to_what_is_not_in_the_repository() -> None:
@@ -118,6 +118,39 @@ def test_the_rule_sees_what_it_is_for() -> None:
     assert [text for text in bad if not OUTSIDE.search(text)] == []
     good = ["decision 12", "each notes begin and end", "0xD3", "notes: list[str]", "Cupcake, section 4.1", "| D | 2 |"]
     assert [text for text in good if OUTSIDE.search(text)] == []
+
+
+DIARY = re.compile(
+    r"\b(?:this|last|next|previous|earlier|present)[\s#/*]+session\b|\bsession[\s#/*]+before\b"
+    r"|\b[Ii]ssues?[\s#/*]+#?\d{1,3}\b|\b(?:last|next|previous)[\s#/*]+stop\b|\bthe[\s#/*]+stop[\s#/*]+before\b"
+    r"|\bLOG\.md\b"
+)
+"""How a diary of the development speaks. Issues of other projects have longer numbers, or a # without the word."""
+
+
+def test_no_text_speaks_of_how_it_was_developed() -> None:
+    wrong = []
+    for path in written():
+        text = path.read_text(encoding="utf-8")
+        for match in DIARY.finditer(text):
+            number = text.count("\n", 0, match.start()) + 1
+            wrong.append(f"{path.relative_to(ROOT).as_posix()}:{number}: {match[0]!r}")
+    assert wrong == []
+
+
+def test_the_rule_about_diaries_sees_what_it_is_for() -> None:
+    bad = [
+        "in this " + "session",
+        "the next\n# " + "session starts",
+        "iss" + "ue 25",
+        "Iss" + "ues 25, 28",
+        "iss" + "ue #7",
+    ]
+    bad += ["the session " + "before", "since the last " + "stop", "the stop " + "before", "see LOG" + ".md"]
+    assert [text for text in bad if not DIARY.search(text)] == []
+    good = ["pytorch #74157", "pytorch issue 74157", "class Session:", "the session of a model", "a session holds both"]
+    good += ["attach the file to an issue", "the lanes stop before the links", "issue templates", "a last stop_at"]
+    assert [text for text in good if DIARY.search(text)] == []
 
 
 def test_every_page_that_is_named_in_a_comment_exists() -> None:
@@ -296,6 +329,16 @@ def test_workflows_and_templates_can_be_read(path: Path) -> None:
                 assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             for name in re.findall(r"\btests/[\w/]+\.py", script):
                 assert (ROOT / name).exists()
+
+
+def test_hooks_before_a_commit_run_the_tools_of_the_project() -> None:
+    hooks = [
+        hook
+        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repo["hooks"]
+    ]
+    assert [hook["language"] for hook in hooks] == ["system"] * len(hooks)
+    assert [re.findall(r"ruff (check|format)\b", hook["entry"]) for hook in hooks] == [["check"], ["format"]]
 
 
 OF_TODAY = [page for page in PAGES if page.parent.name not in ("decisions", "papers")]

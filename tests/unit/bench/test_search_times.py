@@ -1,4 +1,4 @@
-"""docs/experiments.md is what its benchmark makes of its results, and the parts of that benchmark do what they say."""
+"""docs/search_times.md is what its benchmark makes of its results, and the parts of that benchmark do what they say."""
 
 import json
 import math
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import EXPERIMENTS, duration, run, share_within, with_cpus
-from benchmarks.experiments_page import PARTS, PICTURES, experiments_page
 from benchmarks.papers.scaled import gpt2, resnet101
 from benchmarks.papers.searches import PRUNINGS, fusion_searches, offload_search, option_search
+from benchmarks.search_times import EXPERIMENTS, duration, run, share_within, with_cpus
+from benchmarks.search_times_page import PARTS, PICTURES, search_times_page
 from benchmarks.testbeds import Bed, Papers, gathered
 from gradwire.core import Profile, TensorProfile
 from gradwire.errors import FormatError, PlanError
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_is_made_from_the_results():
-    result = json.loads((ROOT / "benchmarks" / "results" / "experiments.json").read_text())
-    page = experiments_page(result)
-    assert (ROOT / "docs" / "experiments.md").read_text() == page
+    result = json.loads((ROOT / "benchmarks" / "results" / "search_times.json").read_text())
+    page = search_times_page(result)
+    assert (ROOT / "docs" / "search_times.md").read_text() == page
     assert [make.__name__ for make in EXPERIMENTS] == list(PARTS)
     for name in PICTURES.values():
         assert (ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size < 100_000

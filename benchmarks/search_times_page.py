@@ -1,4 +1,4 @@
-"""The text of docs/experiments.md: tables from the results, beside what was published."""
+"""The text of docs/search_times.md: tables from the results, beside what was published."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ again with gradwire's planner and simulator. Search times are CPU time of one th
 from the profiles and codec times that ByteComp's authors published. Made on {date} by the command below; do not edit.
 
 ```
-python -m benchmarks experiments --data DIR
+python -m benchmarks search_times --data DIR
 ```
 
 DIR and what is assumed are those of [the other figures](figures.md). The two fitted rates are {cupcake_pcie_gbps:.1f} Gb/s (PCIe)
@@ -90,8 +90,8 @@ tensors. gradwire's joint plan is within 10 % in all jobs with NVLink and in 9 o
 PICTURES = {"bytecomp_figure_13": "distance"}
 
 
-def experiments_page(result: Mapping[str, Any]) -> str:
-    """The whole page, from results/experiments.json."""
+def search_times_page(result: Mapping[str, Any]) -> str:
+    """The whole page, from results/search_times.json."""
     text = HEAD.format(**{name: result["made"][name] for name in ("date", "cpu")}, **result["fitted"])
     for name, (title, words) in PARTS.items():
         text += f"\n## {title}\n\n"

@@ -1,10 +1,10 @@
-"""The papers' tables of search times and three more of their figures, in search and simulation: docs/experiments.md.
+"""The papers' tables of search times and three more of their figures, in search and simulation: docs/search_times.md.
 
-    python -m benchmarks experiments --data DIR [--only NAME ...] [--seconds 20] [--out docs]
+    python -m benchmarks search_times --data DIR [--only NAME ...] [--seconds 20] [--out docs]
 
 DIR as for `python -m benchmarks figures`. --only: these parts alone; the others stay as they were measured. --seconds: how long
 Cupcake's search may take in each of its forms. All parts take some 10 minutes of CPU time. What each number means is in
-`docs/experiments.md`, which this writes.
+`docs/search_times.md`, which this writes.
 """
 
 import argparse
@@ -19,10 +19,10 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.common import RESULTS, write
-from benchmarks.experiments_page import experiments_page
 from benchmarks.figures import BYTECOMPS, Beds, Section, beds_of, fitted, percent
 from benchmarks.papers.scaled import gpt2, resnet101
 from benchmarks.papers.searches import PRUNINGS, fusion_searches, offload_search, option_search
+from benchmarks.search_times_page import search_times_page
 from benchmarks.testbeds import SYSTEMS_OF, Bed, Papers, alone_ms, free_step_ms, gathered, scaling, step_ms
 from gradwire.core import Costs, Profile
 from gradwire.core.files import write_whole
@@ -278,9 +278,9 @@ EXPERIMENTS = (cupcake_table_1, bytecomp_table_5, bytecomp_table_6, time_to_accu
 
 
 def run(arguments: list[str]) -> int:
-    """Search, simulate, draw, and write results/experiments.json and the page."""
+    """Search, simulate, draw, and write results/search_times.json and the page."""
     names = [make.__name__ for make in EXPERIMENTS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks experiments")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks search_times")
     parser.add_argument("--data", type=Path, default=os.environ.get("GRADWIRE_DATA"), help="default: $GRADWIRE_DATA")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -288,10 +288,10 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.data is None or not (options.data / "profiles").is_dir():
         raise FormatError(
-            f"--data is {options.data}: no folder with profiles, and the experiments are made from ByteComp's. Name the folder "
+            f"--data is {options.data}: no folder with profiles, and the tables are made from ByteComp's. Name the folder "
             "that holds profiles/ and v100-compressor-overheads.json, or set GRADWIRE_DATA."
         )
-    pictures, path = options.out / "pictures", RESULTS / "experiments.json"
+    pictures, path = options.out / "pictures", RESULTS / "search_times.json"
     pictures.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     with Console(stderr=True).status("fitting link rates") as status:
@@ -309,6 +309,6 @@ def run(arguments: list[str]) -> int:
                 found[make.__name__] = make(bench)._asdict()
                 write(path, {name: part for name, part in found.items() if name != "made"}, quiet=True)
     if all(name in found for name in names):
-        write_whole(options.out / "experiments.md", experiments_page(json.loads(path.read_text())))
-        print(f"written to {options.out / 'experiments.md'}")
+        write_whole(options.out / "search_times.md", search_times_page(json.loads(path.read_text())))
+        print(f"written to {options.out / 'search_times.md'}")
     return 0
