@@ -130,6 +130,74 @@ def test_rooms_import_only_what_they_may(module: str) -> None:
     assert not wrong, f"{module} reaches {wrong}"
 
 
+OWN_FACES = (
+    "gradwire.bench",
+    "gradwire.cli",
+    "gradwire.integrations",
+    "gradwire.report",
+    "gradwire.kernels.cpu",
+    "gradwire.kernels.reference",
+    "gradwire.kernels.triton",
+    "gradwire.planner.bits",
+    "gradwire.planner.exposed",
+    "gradwire.record.recording",
+    "gradwire.record.tensorboard",
+)
+"""Modules that others name, since the face of their package would load what few need: torch, numpy, frameworks."""
+
+
+def test_a_package_is_entered_through_its_face() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                not isinstance(node, ast.ImportFrom)
+                or node.module not in MODULES
+                or room_of(node.module) in ("", room_of(module))
+            ):
+                continue
+            shown = all_of(parse(node.module)) if node.module.count(".") == 1 else []
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
+                if name.count(".") > 1 and alias.name not in (shown or []) and not within(name, OWN_FACES):
+                    wrong.append(f"{module}:{node.lineno} imports {alias.name} from {node.module}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["collectives", "engine", "exchange", "transport"])
+def test_nothing_that_runs_in_a_step_imports_the_planner(room: str) -> None:
+    """A plan arrives made; `gradwire.plan` has what users write."""
+    wrong = {module for module in MODULES if room_of(module) == room and "gradwire.planner" in reached(module)}
+    assert not wrong
+
+
+def file_circles() -> list[set[str]]:
+    """Modules that import each other in a circle, `if TYPE_CHECKING` included; faces are doors and not files."""
+    files = {name for name, path in MODULES.items() if path.name != "__init__.py"}
+    above = {name: typed_imports(name) & files - {name} for name in files}
+    while free := [name for name, others in above.items() if not others & above.keys()]:
+        for name in free:
+            del above[name]
+    below = {name: {other for other in above if name in above[other]} for name in above}
+    while free := [name for name, others in below.items() if not others & below.keys()]:
+        for name in free:
+            del below[name]
+    return [below.keys() & {name, *above[name]} for name in below]
+
+
+def typed_imports(module: str) -> set[str]:
+    """The modules that a file names in any import, those for types included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & MODULES.keys()
+
+
+def test_no_files_import_each_other() -> None:
+    assert file_circles() == []
+
+
 def test_nothing_imports_the_cli_but_main() -> None:
     importers = {name for name in MODULES if within_any_cli(direct(name))}
     assert importers <= {"gradwire.__main__", "gradwire.cli"} | {n for n in MODULES if n.startswith("gradwire.cli.")}

@@ -1,5 +1,6 @@
 """The pure formats: specs, profile, cluster, costs and plan. Strict, frozen, JSON in and out; no torch."""
 
+from gradwire.core import entry_points, native, schedules, specs
 from gradwire.core.checks import (
     DTYPE_BYTES,
     changed,
@@ -167,6 +168,7 @@ __all__ = [
     "collective",
     "collective_of",
     "convert",
+    "entry_points",
     "example_specs",
     "fingerprint",
     "freeze",
@@ -184,6 +186,7 @@ __all__ = [
     "launch_tasks",
     "make_folder",
     "named",
+    "native",
     "near",
     "number",
     "only_version",
@@ -195,9 +198,11 @@ __all__ = [
     "register_spec",
     "schedule_class",
     "schedule_kinds",
+    "schedules",
     "show",
     "spec_from_dict",
     "spec_from_text",
+    "specs",
     "tasks_by_lane",
     "text",
     "uncompressed",
