@@ -11,8 +11,12 @@ GradwireError
 ├── WriteError           a file could not be written; the old one is whole
 └── TestbedError         an emulated cluster could not be made or run
 
-Each message says what happened with the values, why it matters, and what to do.
+Each message says what happened with the values, why it matters, and what to do. Every error also carries what a program can act on:
+`ranks`, `step` and `bucket`.
 """
+
+from collections.abc import Iterable
+from typing import Self
 
 __all__ = [
     "CommunicationError",
@@ -29,7 +33,31 @@ __all__ = [
 
 
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on purpose."""
+    """Base of every error that gradwire raises on purpose.
+
+    >>> error = CommunicationError("rank 3 did not answer").about(ranks=[3], step=41, bucket=2)
+    >>> error.ranks, error.step, error.bucket
+    ((3,), 41, 2)
+    """
+
+    ranks: tuple[int, ...] = ()
+    """The global ranks that caused the error; empty if the error has no known rank."""
+    step: int | None = None
+    """The step that failed, counted from 0; None outside of steps."""
+    bucket: int | None = None
+    """The index of the bucket in the plan; None if the error concerns no single bucket."""
+
+    def about(self, ranks: Iterable[int] = (), step: int | None = None, bucket: int | None = None) -> Self:
+        """Set `ranks`, `step` and `bucket`, and return the error."""
+        self.ranks, self.step, self.bucket = tuple(ranks), step, bucket
+        return self
+
+    def again(self, words: str | None = None) -> Self:
+        """Return a new error of the same class, ranks, step and bucket, with the same or other words.
+
+        A raised error holds the frames it passed, and through them the model. Keep such a copy to raise it later.
+        """
+        return type(self)(*(self.args if words is None else (words,))).about(self.ranks, self.step, self.bucket)
 
 
 class FormatError(GradwireError, ValueError):

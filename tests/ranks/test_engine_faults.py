@@ -25,8 +25,8 @@ MARGIN_S = 4.0
 
 def step_until_told(
     plan: gw.Policy, victim: int, how: int, at_step: int, busy_s: list[float], buffers: bool
-) -> tuple[str, str, float]:
-    """Train; the victim sends itself a signal. The others tell the error's type and words, and how long it took.
+) -> tuple[str, str, float, tuple[Any, ...]]:
+    """Train; the victim sends itself a signal. The others return the error's type, words, seconds, and (ranks, step, bucket).
 
     `busy_s` is how long each rank computes before that step.
     """
@@ -46,11 +46,13 @@ def step_until_told(
             try:
                 model(gradients).backward()
             except gw.GradwireError as error:
-                first = type(error).__name__, str(error), time.monotonic() - started
+                about = error.ranks, error.step, error.bucket
+                first = type(error).__name__, str(error), time.monotonic() - started, about
                 try:
                     model(gradients).backward()
                 except gw.GradwireError as again:
                     assert str(again) == first[1], f"the next backward says something else: {again}"
+                    assert (again.ranks, again.step, again.bucket) == about
                     return first
                 raise AssertionError("the next backward went on after a failure") from None
         model(gradients).backward()
@@ -103,7 +105,7 @@ def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
         if rank == victim:
             continue
         assert outcome.kind == "returned", outcome.value
-        kind, words, seconds = outcome.value
+        kind, words, seconds, (ranks, of_step, bucket) = outcome.value
         assert kind == "CommunicationError"
         assert seconds < TIMEOUT_S + MARGIN_S
         what = "rank 0's buffers before forward" if "buffers" in name else "bucket"
@@ -113,6 +115,9 @@ def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
         blamed = [int(word) for word in who[1].split(", ")]
         # with rank 0 the roll call is gone too: then whoever did not answer may be blamed beside it
         assert victim in blamed if victim == 0 else blamed == [victim], words
+        assert victim in ranks and of_step == step
+        named = re.search(r"waited for bucket (\d+)", words)
+        assert bucket == (int(named[1]) if named else None)
 
 
 def killed_with_a_worker(plan: gw.Policy) -> float:
@@ -265,7 +270,7 @@ def test_one_backward_too_many_raises(leave: bool) -> None:
     assert "did not run the same number of backward passes" in first.value
 
 
-def codec_fails(in_c: bool) -> tuple[str, str, float]:
+def codec_fails(in_c: bool) -> tuple[str, str, float, tuple[int, ...]]:
     """On rank 1 an encode raises; rank 0 waits for its part, and is told while rank 1 still holds its handle."""
     model = Given([300, 5])
     handle = gw.parallelize(model, plan=gw.QSGD())
@@ -283,14 +288,14 @@ def codec_fails(in_c: bool) -> tuple[str, str, float]:
     waited_s = time.monotonic() - began
     dist.barrier()
     handle.detach()
-    return type(caught.value).__name__, str(caught.value), waited_s
+    return type(caught.value).__name__, str(caught.value), waited_s, caught.value.ranks
 
 
 @pytest.mark.parametrize("in_c", [True, False], ids=["kernel", "python"])
 def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
     world = World(2, 20.0)
     try:
-        (other, waited, waited_s), (kind, words, _) = world.run(codec_fails, in_c)
+        (other, waited, waited_s, blamed), (kind, words, _, own) = world.run(codec_fails, in_c)
     finally:
         world.close()
     assert waited_s < 5  # not the group's timeout
@@ -299,6 +304,7 @@ def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
     assert ("reaches past the flat buffer" if in_c else "size of tensor a") in words
     assert other == "CommunicationError"
     assert "rank 0 waited for bucket 0" in waited
+    assert blamed == own == (1,)
 
 
 def different_steps() -> str:

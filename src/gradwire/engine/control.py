@@ -110,7 +110,8 @@ class ControlExchange:
             for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
             if report.state is BackwardState.DONE
         }
-        raise lanes.fail(DisagreementError(self._drift.difference(trained, self._names, step)))
+        words = self._drift.difference(trained, self._names, step)
+        raise lanes.fail(DisagreementError(words).about(trained, step))
 
 
 def used_anywhere(reports: Sequence[RankReport]) -> set[int]:

@@ -25,8 +25,8 @@ def lane_error(executor: Executor, failed: TaskFailed, step: int) -> GradwireErr
     """The error to raise for a task that failed."""
     what = executor.in_words(failed.task)
     if isinstance(failed.cause, LinkError):
-        return executor.lanes.broken(what, failed.cause, step)
-    return executor.lanes.failed_here(what, failed.cause, step)
+        return executor.lanes.broken(what, failed.cause, step, failed.task.bucket)
+    return executor.lanes.failed_here(what, failed.cause, step, failed.task.bucket)
 
 
 def not_ready(names: Sequence[str]) -> StepStateError:

@@ -26,11 +26,12 @@ def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -
         raise DisagreementError(
             "all ranks stop, because some of them failed: "
             + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
-        )
+        ).about(rank for rank, _ in failed)
     for rank, other in zip(global_ranks, others, strict=True):
         for key, value in others[0].items():
             if other.get(key) != value:
-                raise DisagreementError(_told(key, global_ranks[0], value, rank, other.get(key)))
+                words = _told(key, global_ranks[0], value, rank, other.get(key))
+                raise DisagreementError(words).about([global_ranks[0], rank])
 
 
 def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:

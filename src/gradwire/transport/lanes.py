@@ -171,16 +171,15 @@ class Lanes:
     def check(self) -> None:
         """Raises the failure, if there is one."""
         if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+            raise self.failure.again()
 
     def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
         """From now on everything raises this error. Returns it."""
         if not mendable:
             with suppress(Exception):
                 words = f"{error} What lanes did is in {self.flight.write(str(error))}."
-                error = type(error)(words)
-        # a copy, never raised itself: an error that was raised holds the frames it passed, and with them the model
-        self.failure, self.mendable = type(error)(*error.args), mendable
+                error = error.again(words)
+        self.failure, self.mendable = error.again(), mendable
         if self.running is not None and (running := self.running()) is not None:
             running.give_up()
         return error
@@ -189,7 +188,7 @@ class Lanes:
         """Forget the failure."""
         self.failure, self.mendable = None, False
 
-    def failed_here(self, what: str, cause: BaseException, step: int) -> GradwireError:
+    def failed_here(self, what: str, cause: BaseException, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
         sizes = (
@@ -199,7 +198,7 @@ class Lanes:
             f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
             f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."
         )
-        return self._fail_all(error)
+        return self._fail_all(error.about([self._own_rank], step, bucket))
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
@@ -231,10 +230,10 @@ class Lanes:
         """For the rendezvous store."""
         return min(2.0, self.group.timeout.total_seconds() / 10)
 
-    def broken(self, what: str, cause: Exception, step: int) -> GradwireError:
+    def broken(self, what: str, cause: Exception, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
         if self._ended is not None:
-            return self.fail(type(self._ended)(*self._ended.args))
+            return self.fail(self._ended.again())
         group = self.group
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
         if isinstance(cause, DamagedError):
@@ -243,7 +242,7 @@ class Lanes:
                     f"step {step}: bytes of {what} were changed on their way from rank {peer} to rank {self._own_rank}: {cause}. "
                     "No rank may use this step's gradients. Restart all ranks from a checkpoint; if this comes again, test the "
                     "memory and the network adapters of the two machines."
-                )
+                ).about([] if peer is None else [peer], step, bucket)
             )
         self._break_off()  # ranks that wait for this one need not wait for the timeout
         beats = self._heartbeats.silent() if self._heartbeats is not None else []
@@ -252,23 +251,25 @@ class Lanes:
         dead = [rank for rank in silent if group.global_ranks.index(rank) in beats]
         others = [rank for rank in silent if rank != peer]
         if told:
-            who = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items())
+            who, blamed = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items()), [*told]
         elif dead:
             who = f"{_ranks(dead)} did not answer, nor did the kernel of the machine: it lost power, or the network to it failed"
+            blamed = dead
         elif peer in silent:
-            who = f"rank {peer} did not answer"
+            who, blamed = f"rank {peer} did not answer", [rank for rank in silent if rank == peer]
             if others:
                 who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
         elif silent:
-            who = f"{_ranks(silent)} did not answer"
+            who, blamed = f"{_ranks(silent)} did not answer", silent
         else:
+            blamed = []
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
         error = CommunicationError(
             f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
             "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
             f"(The backend said: {str(cause).strip() or type(cause).__name__})"
         )
-        return self.fail(error)
+        return self.fail(error.about(blamed, step, bucket))
 
     @contextmanager
     def told(self, what: str, step: int) -> Iterator[None]:
