@@ -11,8 +11,8 @@ GradwireError
 ├── WriteError           a file could not be written; the old one is whole
 └── TestbedError         an emulated cluster could not be made or run
 
-Each message says what happened with the values, why it matters, and what to do. Every error also carries what a program can act on:
-`ranks`, `step` and `bucket`.
+Each message says what happened with the values, why it matters, and what to do. Every error also carries `ranks`, `step` and
+`bucket`, for programs.
 """
 
 from collections.abc import Iterable
