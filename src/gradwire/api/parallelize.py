@@ -42,9 +42,9 @@ def parallelize(
     process_group: the ranks that train together.
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
-    accuracy: what "auto" may choose from. "exact": no compression. "safe": also QSGD with 4 bits, and with 2 bits and error
-    feedback, whose measured losses on two ranks are within 3 % of DDP's (docs/measured.md, also for four). "aggressive": also
-    PowerSGD, EF-SignSGD and Top-k 1 %.
+    accuracy: what "auto" may choose from. "exact": no compression. "safe": also QSGD with 4 bits and, on two ranks, with 2
+    bits and error feedback: the specs whose measured loss on that number of ranks is at most 1 % above DDP's (docs/measured.md).
+    "aggressive": also 2 bits on more ranks, PowerSGD, EF-SignSGD and Top-k 1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
@@ -65,7 +65,7 @@ def parallelize(
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
         if isinstance(plan, str) and plan == "auto":
-            driver = Auto(accuracy, schedules)
+            driver = Auto(accuracy, schedules, lanes.group.world_size)
         elif (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
             raise PlanError(
                 f"plan is {show(plan)}, and accuracy={accuracy!r}, schedules={schedules!r} say what plan='auto' may choose from: "

@@ -66,12 +66,12 @@ _Told = tuple[list[_Planned], list[Candidate], _Planned | None]
 class Auto:
     """The driver of one handle."""
 
-    def __init__(self, accuracy: str, schedules: Sequence[str]) -> None:
+    def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
         word("accuracy", accuracy, ACCURACIES, error=PlanError)
-        self.accuracy = accuracy
+        self.accuracy, self._ranks = accuracy, ranks
         self.schedules = check_schedules(schedules)
-        self.later_specs = later_specs(accuracy, self.schedules)
+        self.later_specs = later_specs(accuracy, self.schedules, ranks)
         self.decisions = Latest[AutoDecision]()
         self._watcher = Watcher()
         self._infos: list[TensorInfo] | None = None
@@ -97,7 +97,7 @@ class Auto:
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """The policy until the first decision. A single rank sends nothing and encodes nothing."""
-        return first_policy(self.accuracy, tensors) if ranks > 1 else Uniform(Identity())
+        return first_policy(self.accuracy, tensors, ranks) if ranks > 1 else Uniform(Identity())
 
     def recorded(self) -> Recorded:
         """The last decision and its reason."""
@@ -115,9 +115,9 @@ class Auto:
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
-        allowed = specs_under(plan.schedule, all_specs(self.accuracy))
+        allowed = specs_under(plan.schedule, all_specs(self.accuracy, self._ranks))
         lossy = sorted(map(repr, specs - {Identity(), *allowed}))
-        delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules)
+        delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks)
         if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
         cure = "Load the state with the accuracy= that it was saved with."
@@ -230,9 +230,9 @@ class Auto:
         """The offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
         cluster = self._watcher.cluster
         assert self._profile is not None and cluster is not None
-        specs = specs_of(self.accuracy, live.infos)
-        allowed = [s for s in schedules_of(self.accuracy, self.schedules) if s.word not in self._refused]
-        missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules])
+        specs = specs_of(self.accuracy, live.infos, self._ranks)
+        allowed = [s for s in schedules_of(self.accuracy, self.schedules, self._ranks) if s.word not in self._refused]
+        missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules], self._ranks)
         others = list({schedule.word: schedule for schedule in missing}.values())  # of each kind the fastest
         if self._costs is None:
             schedules = [Backward(), *allowed, *others]
@@ -261,7 +261,7 @@ class Auto:
         if self._stepped is not None:
             self._stepped.remove()
             local = [LocalSteps()] if "local" in self.schedules and self.accuracy != "exact" else []
-            for schedule in [*schedules_of(self.accuracy, self.schedules), *local]:
+            for schedule in [*schedules_of(self.accuracy, self.schedules, self._ranks), *local]:
                 own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
         told = [
             msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())

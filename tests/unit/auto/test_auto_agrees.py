@@ -126,7 +126,7 @@ def run(seed: int) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
     """The plans and the decisions of both ranks."""
     job = MadeUpJob(seed)
     plans: list[list[str]] = [[], []]
-    drivers = [Auto("safe", ("backward",)) for _ in range(2)]
+    drivers = [Auto("safe", ("backward",), 2) for _ in range(2)]
     failures: list[BaseException] = []
 
     def train(rank: int) -> None:

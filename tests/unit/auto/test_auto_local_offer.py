@@ -91,4 +91,4 @@ def test_local_steps_are_the_last_resort(
 
 def test_local_steps_are_allowed_by_name_and_not_among_those_that_are_tried() -> None:
     assert check_schedules(("backward", "local")) == ("backward", "local")
-    assert schedules_of("safe", ("backward", "local")) == ()
+    assert schedules_of("safe", ("backward", "local"), 2) == ()

@@ -12,7 +12,7 @@ from gradwire.auto.adaptive_bits import with_bits
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
-from gradwire.core.schedules import Backward, Delayed
+from gradwire.core.schedules import Backward, Delayed, Pipelined
 from gradwire.core.specs import Spec
 from gradwire.plan import AdaptiveBits
 from gradwire.planner.joint import joint
@@ -43,7 +43,7 @@ def costs(specs: tuple[Spec, ...]) -> Costs:
 @pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
 @pytest.mark.parametrize("gbps", [0.1, 10.0])
 def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -> None:
-    specs = specs_of(accuracy, TENSORS)
+    specs = specs_of(accuracy, TENSORS, 2)
     made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.2)
     digests = [offer.plan.digest() for offer in made]
     assert 1 <= len(made) <= MOST_TRIED + 1 and len(set(digests)) == len(digests)
@@ -56,7 +56,7 @@ def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -
 
 @pytest.mark.parametrize(("gbps", "lossy"), [(0.0001, True), (1.0, False)])
 def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_pays(gbps: float, lossy: bool) -> None:
-    specs = specs_of("aggressive", TENSORS)
+    specs = specs_of("aggressive", TENSORS, 2)
     made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.2)
     steps = [offer.candidate.steps_for_one for offer in made]
     assert (steps[0] > 1.0) == lossy and set(steps) <= {1.0, *STEPS_FOR_ONE.values()}
@@ -75,7 +75,7 @@ def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_p
 def test_where_ranks_share_nodes_the_faster_way_comes_first_and_plain_stays_flat(
     accuracy: str, links: tuple[Link, Link], hierarchical: bool
 ) -> None:
-    specs = specs_of(accuracy, TENSORS)
+    specs = specs_of(accuracy, TENSORS, 2)
     made = offers(profile(), shared_nodes(*links), costs(specs), specs, seconds=0.0)
     fastest = min(made, key=lambda offer: offer.candidate.predicted_us)
     assert ("hierarchical" in fastest.candidate.name) == hierarchical
@@ -83,7 +83,7 @@ def test_where_ranks_share_nodes_the_faster_way_comes_first_and_plain_stays_flat
 
 
 def test_a_running_plan_is_offered_once() -> None:
-    specs = specs_of("safe", TENSORS)
+    specs = specs_of("safe", TENSORS, 2)
     first, *_ = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0)
     again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, current=first.plan)
     assert [offer.plan.digest() for offer in again].count(first.plan.digest()) == 1
@@ -94,8 +94,8 @@ def test_a_running_plan_is_offered_once() -> None:
 
 @pytest.mark.parametrize("gbps", [0.1, 100.0])
 def test_a_plan_that_was_seen_keeps_its_time_and_takes_no_turn_of_its_own(gbps: float) -> None:
-    specs = specs_of("safe", TENSORS)
-    plan = first_policy("safe", TENSORS).plan(TENSORS, 2)
+    specs = specs_of("safe", TENSORS, 2)
+    plan = first_policy("safe", TENSORS, 2).plan(TENSORS, 2)
     without = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.0)
     made = offers(profile(), cluster(gbps), costs(specs), specs, seconds=0.0, seen=Seen(plan, 70_000.0))
     (own,) = [offer for offer in made if offer.plan.digest() == plan.digest()]
@@ -107,7 +107,7 @@ def test_a_plan_that_was_seen_keeps_its_time_and_takes_no_turn_of_its_own(gbps: 
 
 def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner finds it again, with another prediction since times were measured again."""
-    specs = specs_of("safe", TENSORS)
+    specs = specs_of("safe", TENSORS, 2)
     found: list[Any] = []
 
     def once(*arguments: Any) -> Any:
@@ -125,9 +125,9 @@ def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.Mon
 
 def test_what_compressors_cannot_take_is_never_compressed() -> None:
     wide = [TensorInfo(t.name, t.shape, "float64") for t in TENSORS]
-    assert specs_of("safe", wide) == ()
+    assert specs_of("safe", wide, 2) == ()
     mixed = [*wide[:4], *TENSORS[4:]]
-    plan = first_policy("safe", mixed).plan(mixed)
+    plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {
         ErrorFeedback(QSGD(bits=2))
@@ -139,9 +139,18 @@ def plan_spec(plan, name: str) -> Spec:
 
 
 def test_safe_is_what_the_table_of_convergence_says() -> None:
-    assert specs_of("safe", TENSORS) == (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
-    assert set(specs_of("safe", TENSORS)) < set(specs_of("aggressive", TENSORS))
-    assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS))
+    assert specs_of("safe", TENSORS, 2) == (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+    assert set(specs_of("safe", TENSORS, 2)) < set(specs_of("aggressive", TENSORS, 2))
+    assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8, 16])
+def test_safe_leaves_out_what_loses_more_than_a_hundredth_on_so_many_ranks(ranks: int) -> None:
+    assert specs_of("safe", TENSORS, ranks) == (QSGD(bits=4),)
+    assert schedules_of("safe", ("backward", "pipelined", "delayed"), ranks) == (Pipelined(),)
+    plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
+    assert {spec for bucket in plan.buckets for spec in bucket.specs} <= {QSGD(bits=4), Identity()}
+    assert set(specs_of("aggressive", TENSORS, ranks)) == set(specs_of("aggressive", TENSORS, 2))
 
 
 def test_words_count_widths_rather_than_name_them_all() -> None:
@@ -152,7 +161,7 @@ def test_words_count_widths_rather_than_name_them_all() -> None:
 
 @pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
 def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: str) -> None:
-    specs, schedules = specs_of(accuracy, TENSORS), schedules_of(accuracy, ("backward", "pipelined", "delayed"))
+    specs, schedules = specs_of(accuracy, TENSORS, 2), schedules_of(accuracy, ("backward", "pipelined", "delayed"), 2)
     every = costs((*specs, ErrorFeedback(QSGD(bits=4)), QSGD(bits=8)))
     made = offers(profile(), cluster(0.5), every, specs, seconds=0.2, schedules=schedules)
     kinds = [offer.plan.schedule.word for offer in made]
@@ -168,13 +177,13 @@ def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: st
 
 
 def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
-    delayed = [schedule for schedule in schedules_of("safe", ("delayed",)) if isinstance(schedule, Delayed)]
+    delayed = [schedule for schedule in schedules_of("safe", ("delayed",), 2) if isinstance(schedule, Delayed)]
     assert {(schedule.k, schedule.correction) for schedule in delayed} == {
         (k, correction) for k in (2, 5) for correction in (None, QSGD(bits=8))
     }
 
 
-@pytest.mark.parametrize("schedule", schedules_of("safe", ("delayed",)), ids=repr)
+@pytest.mark.parametrize("schedule", schedules_of("safe", ("delayed",), 2), ids=repr)
 def test_safe_delays_only_as_was_trained(schedule: Delayed) -> None:
     trained = [
         name
@@ -186,7 +195,7 @@ def test_safe_delays_only_as_was_trained(schedule: Delayed) -> None:
 
 
 def test_delayed_runs_only_with_specs_that_have_a_row_of_losses() -> None:
-    specs, schedules = specs_of("safe", TENSORS), schedules_of("safe", ("delayed",))
+    specs, schedules = specs_of("safe", TENSORS, 2), schedules_of("safe", ("delayed",), 2)
     four = ErrorFeedback(QSGD(bits=4))
     made = offers(profile(), cluster(0.2), costs((*specs, four, QSGD(bits=8))), specs, seconds=0.2, schedules=schedules)
     later = [offer.plan for offer in made if offer.plan.schedule.word == "delayed"]
@@ -194,6 +203,6 @@ def test_delayed_runs_only_with_specs_that_have_a_row_of_losses() -> None:
 
 
 def test_wide_gradients_are_offered_in_all_schedules_but_delayed_as_they_are() -> None:
-    schedules = schedules_of("safe", ("pipelined", "delayed"))
+    schedules = schedules_of("safe", ("pipelined", "delayed"), 2)
     made = offers(profile("float64"), cluster(0.1), costs(()), (), seconds=0.0, schedules=schedules)
     assert {offer.plan.schedule.word for offer in made} == {"backward", "pipelined"}
