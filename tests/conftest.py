@@ -6,6 +6,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -63,8 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         many = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES
         if many and item.get_closest_marker("slow") is None:
             cases[str(item.path), item.originalname].append(item)
+    left = config.stash.setdefault(_SAMPLED, {})
     for of_one_test in cases.values():
         slow = sorted(set(of_one_test) - sample(of_one_test), key=_chance)
+        if slow:
+            folder = slow[0].path.parent.name
+            tests, kept, total = left.get(folder, (0, 0, 0))
+            left[folder] = tests + 1, kept + len(of_one_test) - len(slow), total + len(of_one_test)
         for item in slow:
             item.add_marker("slow")
         if slow and slow[0].path.parent.name == "ranks" and "GRADWIRE_ALL_CASES" not in os.environ:
@@ -74,6 +80,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in out]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+_SAMPLED = pytest.StashKey[dict[str, tuple[int, int, int]]]()
+"""By folder: the tests with more cases than `make test` runs, how many cases it runs of them, and how many there are."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send what was sampled from a worker to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["sampled"] = session.config.stash.get(_SAMPLED, {})
+
+
+class Workers:
+    """Receives what workers of pytest-xdist sampled; every worker samples alike."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._config.stash[_SAMPLED] = getattr(node, "workeroutput", {}).get("sampled", {})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Workers(config))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say which folders' cases are a sample, so that a green run is not taken for all cases."""
+    sampled = config.stash.get(_SAMPLED, {})
+    if sampled and "GRADWIRE_ALL_CASES" not in os.environ:
+        terminalreporter.section("sampled cases")
+        for folder, (tests, kept, total) in sorted(sampled.items()):
+            terminalreporter.write_line(f"{folder}: `make test` runs {kept} of {total} cases of {tests} tests")
+        terminalreporter.write_line("`make test-slow` runs more of them, `make test-all` every case.")
 
 
 def sample(cases: list[pytest.Function]) -> set[pytest.Function]:
