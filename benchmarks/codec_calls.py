@@ -1,4 +1,4 @@
-"""Encode and decode of one spec as the engine calls them, with the tensors that they write. Loads nothing but torch and gradwire."""
+"""Encode and decode of one spec as the engine calls them, with the tensors that they write."""
 
 import math
 from collections.abc import Callable

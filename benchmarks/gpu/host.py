@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import gradwire as gw
 from benchmarks.gpu.findings import MEASURED, SKIPPED, Job
-from benchmarks.gpu.training import LARGE_PLANS, free_port, group, large_backward, large_model, synchronize
+from benchmarks.gpu.training import (
+    LARGE_PLANS,
+    free_port,
+    group,
+    large_backward,
+    large_model,
+    parallelized,
+    synchronize,
+)
 
 
 def codec_kernels() -> set[str]:
@@ -31,10 +38,7 @@ def launches(step: Any) -> dict[str, Any]:
 
 
 def measure(job: Job, name: str, model: torch.nn.Module, x: torch.Tensor) -> None:
-    plan = LARGE_PLANS[name]
-    if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    handle = None if plan is None else gw.parallelize(model, plan=plan)
+    """Measure the steps of one plan."""
 
     def step() -> tuple[float, float]:
         backward = large_backward(model, x)
@@ -46,16 +50,19 @@ def measure(job: Job, name: str, model: torch.nn.Module, x: torch.Tensor) -> Non
         model.zero_grad()
         return 1e3 * queued, 1e3 * done
 
-    times = [step() for _ in range(5 if job.small else 12)][2 if job.small else 4 :]
-    queued, done = (round(statistics.median(each), 2) for each in zip(*times, strict=True))
-    found: dict[str, Any] = {"queued_ms": queued, "done_ms": done, "buckets": len(handle.plan.buckets) if handle else 0}
     if job.device == "cuda":
-        found |= {"memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)}
-    job.write(name, MEASURED, **found)
-    if job.device == "cuda":
-        job.write(f"{name}, launches", MEASURED, **launches(step))
-    if handle is not None:
-        handle.detach()
+        torch.cuda.reset_peak_memory_stats()
+    with parallelized(model, LARGE_PLANS[name]) as handle:
+        times = [step() for _ in range(5 if job.small else 12)][2 if job.small else 4 :]
+        queued, done = (round(statistics.median(each), 2) for each in zip(*times, strict=True))
+        found: dict[str, Any] = {"queued_ms": queued, "done_ms": done}
+        if handle is not None:
+            found |= {"buckets": len(handle.plan.buckets)}
+        if job.device == "cuda":
+            found |= {"memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)}
+        job.write(name, MEASURED, **found)
+        if job.device == "cuda":
+            job.write(f"{name}, launches", MEASURED, **launches(step))
 
 
 def run(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The tests that are marked `gpu`, over several processes where pytest-xdist is installed. Each outcome is written as the test ends."""
+"""The tests that are marked `gpu`, over several processes where pytest-xdist is installed."""
 
 import os
 import sys
@@ -24,7 +24,6 @@ def run(job: Job) -> None:
     options = ["-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.recorder"]
     if find_spec("xdist") is not None:
         options += ["-n", str(max(2, min(WORKERS, len(os.sched_getaffinity(0)) - 2))), "--dist", "load"]
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     code = pytest.main([*options, f"--gpu-job={job.to_json()}", str(TESTS)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         sys.exit(int(code))

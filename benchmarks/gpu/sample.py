@@ -6,9 +6,16 @@ import time
 from collections import Counter
 from types import FrameType
 
-import gradwire as gw
 from benchmarks.gpu.findings import MEASURED, Job
-from benchmarks.gpu.training import LARGE_PLANS, free_port, group, large_backward, large_model, synchronize
+from benchmarks.gpu.training import (
+    LARGE_PLANS,
+    free_port,
+    group,
+    large_backward,
+    large_model,
+    parallelized,
+    synchronize,
+)
 
 KEPT = 30
 """So many of the most frequent places are kept."""
@@ -25,10 +32,10 @@ class Sampler(threading.Thread):
         """Lines that a thread was at."""
         self.samples = 0
         self._names: dict[int, str] = {}
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._stop.wait(0.001):
+        while not self._ended.wait(0.001):
             self.samples += 1
             self._names |= {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
             for ident, frame in sys._current_frames().items():
@@ -49,7 +56,7 @@ class Sampler(threading.Thread):
         self.inside.update(places)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 
@@ -66,8 +73,7 @@ def run(job: Job) -> None:
         for name, plan in LARGE_PLANS.items():
             if plan is None:
                 continue
-            with job.failures(name):
-                handle = gw.parallelize(model, plan=plan)
+            with job.failures(name), parallelized(model, plan):
                 for _ in range(2 if job.small else 4):
                     step()
                 sampler = Sampler()
@@ -77,8 +83,5 @@ def run(job: Job) -> None:
                     step()
                 took = time.perf_counter() - began
                 sampler.stop()
-                found = {"samples": sampler.samples, "ms_a_step": round(1e3 * took / steps, 1)}
-                job.write(
-                    name, MEASURED, **found, at=sampler.at.most_common(KEPT), inside=sampler.inside.most_common(KEPT)
-                )
-                handle.detach()
+                places = {"at": sampler.at.most_common(KEPT), "inside": sampler.inside.most_common(KEPT)}
+                job.write(name, MEASURED, samples=sampler.samples, ms_a_step=round(1e3 * took / steps, 1), **places)

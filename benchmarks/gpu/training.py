@@ -49,6 +49,19 @@ def group(device: str, rank: int, world_size: int, port: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def parallelized(
+    model: torch.nn.Module, plan: Spec | gw.Policy | None, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[gw.Handle | None]:
+    """Parallelize a model with one plan for a while. `plan` None: leave it as it is."""
+    handle = None if plan is None else gw.parallelize(model, optimizer, plan=plan)
+    try:
+        yield handle
+    finally:
+        if handle is not None:
+            handle.detach()
+
+
 def trained(plan: Spec | gw.Policy | None, device: str, width: int, layers: int, watch: bool = False) -> torch.Tensor:
     """The weights after six steps, on the CPU. `plan` None: without gradwire.
 
@@ -60,28 +73,25 @@ def trained(plan: Spec | gw.Policy | None, device: str, width: int, layers: int,
     ]
     model = torch.nn.Sequential(*parts).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = None if plan is None else gw.parallelize(model, optimizer, plan=plan)
-    for step in range(6):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        x = torch.randn(64, width, generator=generator).to(device)
-        loss = model(x).square().mean()
-        if watch and step == 5:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            loss.backward()
-        finally:
-            if watch:
-                torch.cuda.set_sync_debug_mode("default")
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).cpu()
-    if handle is not None:
-        handle.detach()
-    return weights
+    with parallelized(model, plan, optimizer):
+        for step in range(6):
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            x = torch.randn(64, width, generator=generator).to(device)
+            loss = model(x).square().mean()
+            if watch and step == 5:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                loss.backward()
+            finally:
+                if watch:
+                    torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).cpu()
 
 
 def large_model(device: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model with the matrices of BERT-large's 24 layers, 302 M parameters, and a batch. On a CPU: two layers, 16 times narrower."""
+    """A model with the matrices of BERT-large's 24 layers, 302 M parameters, and a batch. On a CPU: two narrow layers."""
     layers, width, batch = (24, 1024, 2048) if device == "cuda" else (2, 64, 32)
     torch.manual_seed(0)
     parts: list[torch.nn.Module] = []
