@@ -20,15 +20,13 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.gpu.findings import ABORTED, Job, killed_group, mend, rows_of
+from benchmarks.gpu.findings import ABORTED, PRINTED, Job, killed_group, last_printed, mend, rows_of
 from benchmarks.gpu.table import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-PRINTED = 2000
-"""So many characters of what a section printed last are kept."""
 TO_END = 3.0
 """Seconds of the whole time that are left for ending the last section and for the table."""
 
@@ -83,12 +81,6 @@ def file_name(device: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", device.lower())
     return "-".join([word for word in words if word != "nvidia"] or ["gpu"]) + ".jsonl"
-
-
-def last_printed(output: IO[bytes]) -> str:
-    """The end of what a section printed."""
-    output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * PRINTED))
-    return output.read().decode(errors="replace").strip()[-PRINTED:]
 
 
 def run_section(job: Job) -> bool:

@@ -1,6 +1,7 @@
 """Findings: lines of JSON, each appended to the file as soon as it is known. A run that is killed leaves those before it."""
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 PASSED, NEAR, DIFFERS, FAILED = "passed", "near", "differs", "failed"
 """Outcomes of a comparison or a test. Near: floats were added up in another order."""
@@ -18,6 +19,8 @@ SKIPPED, MEASURED, ABORTED = "skipped", "measured", "aborted"
 """Other outcomes: what a device cannot do; a number that nothing is compared with; a section that did not end well."""
 MESSAGE = 1500
 """So many characters of an error's message, and of its traceback, are kept."""
+PRINTED = 6000
+"""So many characters of what a process printed last are kept."""
 
 
 class Job(NamedTuple):
@@ -90,6 +93,19 @@ def rows_of(file: str, run: str, section: str | None = None) -> list[dict[str, A
 def die_with_parent() -> None:
     """Ask Linux to end this process when its parent ends. A killed run leaves no process on the device."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def end_by(until: float) -> None:
+    """Print the stacks of all threads shortly before a time, and end this process after the time, whatever its parent does."""
+    left = max(2.0, until - time.time())
+    faulthandler.dump_traceback_later(left - 1, file=os.dup(2))  # a copy, since pytest redirects standard error
+    signal.alarm(int(left) + 5)
+
+
+def last_printed(output: IO[bytes]) -> str:
+    """The end of what a process printed into a file."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * PRINTED))
+    return output.read().decode(errors="replace").strip()[-PRINTED:]
 
 
 def killed_group(process: subprocess.Popen[Any]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.gpu.findings import SKIPPED, Job
@@ -14,15 +14,24 @@ WORKERS = 14
 """So many processes at most: each keeps about half a gigabyte on the GPU."""
 
 
+def imports(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        import_module(package)
+    except ImportError:
+        return False
+    return True
+
+
 def run(job: Job) -> None:
-    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    missing = [name for name in ("pytest", "hypothesis") if not imports(name)]
     if missing:
         job.write("the tests", SKIPPED, why=f"not installed: {', '.join(missing)}")
         return
     import pytest
 
     options = ["-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.recorder"]
-    if find_spec("xdist") is not None:
+    if imports("xdist"):
         options += ["-n", str(max(2, min(WORKERS, len(os.sched_getaffinity(0)) - 2))), "--dist", "load"]
     code = pytest.main([*options, f"--gpu-job={job.to_json()}", str(TESTS)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -7,6 +7,7 @@ a CPU 2 and 4 ranks use gloo, and their means are compared with the exact ones.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from hashlib import sha256
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PASSED, Job, die_with_parent
+from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PASSED, Job, die_with_parent, end_by, last_printed
 from benchmarks.gpu.kernels import differing, largest_difference, outcome_of
 from benchmarks.gpu.training import PLANS, SUMS, free_port, group, trained
 
@@ -81,6 +82,7 @@ def exchange_on(job: Job, name: str, rank: int, world_size: int) -> tuple[str, d
 def rank_main(job: Job, rank: int, world_size: int, port: int) -> None:
     """One rank. Rank 0 writes what all found. A rank writes its own error and ends, since the others wait for it."""
     die_with_parent()
+    end_by(job.until)
     torch.set_num_threads(1)
     width, layers = (64, 2) if job.small else (1024, 8)
     what = f"{world_size} ranks"
@@ -103,35 +105,40 @@ def rank_main(job: Job, rank: int, world_size: int, port: int) -> None:
         os._exit(1)  # without waiting for collectives that cannot end
 
 
-def run_world(job: Job, world_size: int, until: float) -> None:
+def run_world(job: Job, world_size: int) -> None:
     """Start the ranks, and end those that are not done in time, or some seconds after one has failed."""
-    port = free_port()
+    port, until, failed = free_port(), job.until, False
     own = NCCL if job.device == "cuda" else {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.ranks", job.to_json(), str(rank), str(world_size), str(port)],
-            env=os.environ | own | {"NCCL_HOSTID": f"host{rank}"},
-        )
-        for rank in range(world_size)
-    ]
-    failed = False
-    while time.time() < until and any(rank.poll() is None for rank in ranks):
-        if not failed and any(rank.poll() for rank in ranks):
-            failed, until = True, min(until, time.time() + GRACE)
-        time.sleep(0.2)
-    late = [number for number, rank in enumerate(ranks) if rank.poll() is None]
-    for number in late:
-        ranks[number].kill()
-    codes = [rank.wait() for rank in ranks]
-    if any(codes):
-        job.write(f"{world_size} ranks", ABORTED, exit_status=codes, killed=late)
+    command = [sys.executable, "-m", "benchmarks.gpu.ranks", job.to_json()]
+    with tempfile.TemporaryFile() as output:
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world_size), str(port)],
+                env=os.environ | own | {"NCCL_HOSTID": f"host{rank}"},
+                stdout=output,
+                stderr=output,
+            )
+            for rank in range(world_size)
+        ]
+        while time.time() < until and any(rank.poll() is None for rank in ranks):
+            if not failed and any(rank.poll() for rank in ranks):
+                failed, until = True, min(until, time.time() + GRACE)
+            time.sleep(0.2)
+        late = [number for number, rank in enumerate(ranks) if rank.poll() is None]
+        for number in late:
+            ranks[number].kill()
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            printed = last_printed(output)
+            job.write(f"{world_size} ranks", ABORTED, exit_status=codes, killed=late, printed=printed)
 
 
 def run(job: Job) -> None:
     worlds = {number: weight for number, weight in WORLDS.items() if number <= 4 or not job.small}
     for world_size, weight in worlds.items():
         rest = sum(other for number, other in worlds.items() if number >= world_size)
-        run_world(job, world_size, time.time() + max(0.0, job.left() - 2) * weight / rest)
+        until = time.time() + max(0.0, job.left() - 2) * weight / rest
+        run_world(job._replace(until=until), world_size)
 
 
 if __name__ == "__main__":

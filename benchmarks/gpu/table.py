@@ -45,13 +45,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[str]:
         return []
     sizes = sorted({mb for _, mb, _ in speeds}, reverse=True)
     heads = [f"{mb} MB" for mb in sizes]
-    lines = [
-        "",
-        "speed as a part of a copy's, encode and decode-and-add:",
-        f"{'':<34}" + "".join(f"{head:>14}" for head in heads),
-    ]
+    width = max(len(spec) for spec, _, _ in speeds)
+    lines = ["", "speed as a part of a copy's, encode and decode-and-add:"]
+    lines.append(" " * width + "".join(f"{head:>14}" for head in heads))
     for spec in dict.fromkeys(spec for spec, _, _ in speeds):
         pairs = [[speeds.get((spec, mb, call)) for call in ("encode", "decode and add")] for mb in sizes]
         cells = [" ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in pair) for pair in pairs]
-        lines.append(f"{spec:<34}" + "".join(f"{cell:>14}" for cell in cells))
+        lines.append(f"{spec:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
     return lines
