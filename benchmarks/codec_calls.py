@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from gradwire.collectives import Program
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import compressor_for
+from gradwire.compressors.base import Context
 from gradwire.core import Spec
 from gradwire.core.specs import ElementRun
-from gradwire.kernels import Segment, Segments
+from gradwire.kernels.segments import Segment, Segments
 
 
 class CodecCalls(NamedTuple):

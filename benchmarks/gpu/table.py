@@ -28,10 +28,11 @@ def summary(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
 
 
 def reason_of(row: dict[str, Any]) -> str:
-    """What is wrong, in a line."""
-    keys = ("why", "error", "relative", "differ", "equal_on_ranks", "exit_status", "largest_difference")
-    found = next((str(row[key]) for key in keys if key in row), row["outcome"])
-    return " ".join(found.split())[:150]
+    """What is wrong, in a line. For a section that was aborted also the last line that it printed."""
+    keys = ("why", "error", "relative", "equal_on_ranks", "exit_status", "largest_difference")
+    found = next((str(row[key]) for key in keys if row.get(key)), row["outcome"])
+    printed = str(row.get("printed", "")).splitlines()[-1:]
+    return " ".join(": ".join([found, *printed]).split())[:150]
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:
