@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,6 +39,7 @@ def done_us(call: Callable[[], object], tries: int = 15) -> float:
 
 
 def small_calls(job: Job) -> None:
+    """The host's time of calls on a few numbers."""
     a, b = torch.randn(1024, device="cuda"), torch.zeros(1024, device="cuda")
     pinned = torch.zeros(1024, pin_memory=True)
     event, stream = torch.cuda.Event(), torch.cuda.Stream()
@@ -59,7 +61,15 @@ def small_calls(job: Job) -> None:
     job.write("host time of small calls", MEASURED, us={name: host_us(call) for name, call in calls.items()})
 
 
+def on_streams(calls: list[tuple[torch.cuda.Stream, Callable[[], object]]]) -> None:
+    """Queue each call on its stream."""
+    for stream, call in calls:
+        with torch.cuda.stream(stream):
+            call()
+
+
 def copies(job: Job) -> None:
+    """Copies of several sizes, one way and both ways at once."""
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     for kilobytes in KILOBYTES:
         numel = kilobytes * 1024
@@ -67,17 +77,13 @@ def copies(job: Job) -> None:
         out, back = (torch.zeros(numel, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         pageable = torch.zeros(numel, dtype=torch.uint8)
 
-        def both(a=a, b=b, out=out, back=back) -> None:  # type: ignore[no-untyped-def]
-            with torch.cuda.stream(first):
-                out.copy_(a, non_blocking=True)
-            with torch.cuda.stream(second):
-                b.copy_(back, non_blocking=True)
-
+        to_host = partial(out.copy_, a, non_blocking=True)
+        to_device = partial(b.copy_, back, non_blocking=True)
         us = {
-            "to the host": done_us(lambda out=out, a=a: out.copy_(a, non_blocking=True)),
-            "to the device": done_us(lambda b=b, back=back: b.copy_(back, non_blocking=True)),
-            "both at once": done_us(both),
-            "to pageable memory": done_us(lambda to=pageable, a=a: to.copy_(a)),
+            "to the host": done_us(to_host),
+            "to the device": done_us(to_device),
+            "both at once": done_us(partial(on_streams, [(first, to_host), (second, to_device)])),
+            "to pageable memory": done_us(partial(pageable.copy_, a)),
         }
         job.write("copies of host memory", MEASURED, kb=kilobytes, us=us)
 
@@ -87,7 +93,8 @@ def beside_products(job: Job) -> None:
     big, out = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     encode = codec_calls(gw.QSGD(bits=4), 2**24, "cuda").encode
     for priority in (0, -1):
-        side, times = torch.cuda.Stream(priority=priority), {0: [0.0] * 0, 6: [0.0] * 0}
+        side = torch.cuda.Stream(priority=priority)
+        times: dict[int, list[float]] = {0: [], 6: []}
         for _ in range(12):
             for products, into in times.items():
                 torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from benchmarks.gpu.findings import MEASURED, SKIPPED, Job
 from benchmarks.gpu.training import (
     LARGE_PLANS,
     free_port,
-    group,
+    init_group,
     large_backward,
     large_model,
     parallelized,
@@ -30,7 +30,7 @@ def launches(step: Any) -> dict[str, Any]:
     """What the GPU did in one step, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         step()
-    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in seen.events() if event.device_type.name == "CUDA"]
     own = codec_kernels()
     codecs = [event for event in events if event.name in own]
     us = round(sum(event.device_time for event in codecs))
@@ -68,8 +68,8 @@ def measure(job: Job, name: str, model: torch.nn.Module, x: torch.Tensor) -> Non
 def run(job: Job) -> None:
     if job.device == "cpu":
         job.write("launches and memory", SKIPPED, why="a CPU launches no kernels and has no memory of its own")
-    with group(job.device, 0, 1, free_port()):
-        model, x = large_model(job.device)
-        for name in LARGE_PLANS:
-            with job.failures(name):
-                measure(job, name, model, x)
+    init_group(job.device, 0, 1, free_port())
+    model, x = large_model(job.device)
+    for name in LARGE_PLANS:
+        with job.failures(name):
+            measure(job, name, model, x)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import gradwire as gw
 from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PASSED, Job, die_with_parent, end_by, last_printed
 from benchmarks.gpu.kernels import differing, largest_difference, outcome_of
-from benchmarks.gpu.training import PLANS, SUMS, free_port, group, trained
+from benchmarks.gpu.training import PLANS, SUMS, free_port, init_group, trained
 
 WORLDS = {2: 1.0, 4: 1.5, 8: 3.0}
 """Numbers of ranks, and their shares of the section's time."""
@@ -87,19 +87,19 @@ def rank_main(job: Job, rank: int, world_size: int, port: int) -> None:
     width, layers = (64, 2) if job.small else (1024, 8)
     what = f"{world_size} ranks"
     try:
-        with group(job.device, rank, world_size, port):
-            for name in PLANS:
-                what = f"{world_size} ranks, exchange, {name}"
-                outcome, facts = exchange_on(job, name, rank, world_size)
-                if rank == 0:
-                    job.write(what, outcome, **facts)
-            for name in ("Identity", "4 bits"):
-                what = f"{world_size} ranks, training, {name}"
-                began = time.perf_counter()
-                equal = alike([trained(PLANS[name], job.device, width, layers)])
-                if rank == 0:
-                    took = round(time.perf_counter() - began, 2)
-                    job.write(what, PASSED if equal else DIFFERS, equal_on_ranks=equal, s=took)
+        init_group(job.device, rank, world_size, port)
+        for name in PLANS:
+            what = f"{world_size} ranks, exchange, {name}"
+            outcome, facts = exchange_on(job, name, rank, world_size)
+            if rank == 0:
+                job.write(what, outcome, **facts)
+        for name in ("Identity", "4 bits"):
+            what = f"{world_size} ranks, training, {name}"
+            began = time.perf_counter()
+            equal = alike([trained(PLANS[name], job.device, width, layers)])
+            if rank == 0:
+                took = round(time.perf_counter() - began, 2)
+                job.write(what, PASSED if equal else DIFFERS, equal_on_ranks=equal, s=took)
     except Exception as error:
         job.write(what, FAILED, rank=rank, error=f"{type(error).__name__}: {error}"[:1500])
         os._exit(1)  # without waiting for collectives that cannot end

@@ -10,7 +10,7 @@ from benchmarks.gpu.findings import MEASURED, Job
 from benchmarks.gpu.training import (
     LARGE_PLANS,
     free_port,
-    group,
+    init_group,
     large_backward,
     large_model,
     parallelized,
@@ -62,26 +62,26 @@ class Sampler(threading.Thread):
 
 def run(job: Job) -> None:
     steps = 3 if job.small else 10
-    with group(job.device, 0, 1, free_port()):
-        model, x = large_model(job.device)
+    init_group(job.device, 0, 1, free_port())
+    model, x = large_model(job.device)
 
-        def step() -> None:
-            large_backward(model, x)()
-            synchronize(job.device)
-            model.zero_grad()
+    def step() -> None:
+        large_backward(model, x)()
+        synchronize(job.device)
+        model.zero_grad()
 
-        for name, plan in LARGE_PLANS.items():
-            if plan is None:
-                continue
-            with job.failures(name), parallelized(model, plan):
-                for _ in range(2 if job.small else 4):
-                    step()
-                sampler = Sampler()
-                sampler.start()
-                began = time.perf_counter()
-                for _ in range(steps):
-                    step()
-                took = time.perf_counter() - began
-                sampler.stop()
-                places = {"at": sampler.at.most_common(KEPT), "inside": sampler.inside.most_common(KEPT)}
-                job.write(name, MEASURED, samples=sampler.samples, ms_a_step=round(1e3 * took / steps, 1), **places)
+    for name, plan in LARGE_PLANS.items():
+        if plan is None:
+            continue
+        with job.failures(name), parallelized(model, plan):
+            for _ in range(2 if job.small else 4):
+                step()
+            sampler = Sampler()
+            sampler.start()
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+            took = time.perf_counter() - began
+            sampler.stop()
+            places = {"at": sampler.at.most_common(KEPT), "inside": sampler.inside.most_common(KEPT)}
+            job.write(name, MEASURED, samples=sampler.samples, ms_a_step=round(1e3 * took / steps, 1), **places)

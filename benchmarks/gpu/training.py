@@ -16,7 +16,7 @@ PLANS: dict[str, Spec | gw.Policy] = {
     "4 bits": gw.QSGD(bits=4),
     "2 bits, feedback": gw.ErrorFeedback(gw.QSGD(bits=2)),
     "TopK, feedback": gw.ErrorFeedback(gw.TopK(0.01)),
-    "PowerSGD": gw.PowerSGD(rank=4),
+    "PowerSGD": gw.PowerSGD(rank=4, start_step=0),
     "4 bits, residual in int8": gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=4)), residual_dtype="int8"),
 }
 SUMS = ("Identity", "PowerSGD")
@@ -36,17 +36,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@contextmanager
-def group(device: str, rank: int, world_size: int, port: int) -> Iterator[None]:
-    """The default process group; on a GPU with gloo for tensors on the CPU."""
+def init_group(device: str, rank: int, world_size: int, port: int) -> None:
+    """Make the default process group; on a GPU with gloo for tensors on the CPU."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -106,7 +101,7 @@ def large_backward(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], obje
     """Run forward in bfloat16, and return backward."""
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = model(x).float().square().mean()
-    return loss.backward
+    return lambda: loss.backward()
 
 
 def synchronize(device: str) -> None:
