@@ -8,9 +8,7 @@ allows, its "encode" is both rounds and its "decode" what follows them.
 """
 
 import argparse
-import math
 import statistics
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,16 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.catalogue import ENTRIES, Entry
+from benchmarks.codec_calls import codec_calls
 from benchmarks.common import RESULTS, write
 from benchmarks.kernels import seconds
-from gradwire.collectives import Program
-from gradwire.compressors import compressor_for
-from gradwire.compressors.base import Context
-from gradwire.core import Spec
 from gradwire.core.provenance import processor_name
-from gradwire.core.specs import ElementRun
 from gradwire.kernels import cpu
-from gradwire.kernels.segments import Segment, Segments
 
 
 class Row(NamedTuple):
@@ -46,37 +39,10 @@ class Row(NamedTuple):
     ok: bool
 
 
-def calls(spec: Spec, numel: int, device: str = "cpu") -> tuple[Callable[[], object], Callable[[], object], int]:
-    """Encode, decode-and-add, payload bytes."""
-    compressor = compressor_for(spec)
-    rows = 2 ** (int(math.log2(numel)) // 2)
-    segments = Segments(
-        (Segment(0, numel, 1, 0, spec.element_bits),), torch.device(device), ("w",), ((rows, numel // rows),)
-    )
-    gradient = (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
-    state = [(torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 1e-3).to(device) for _ in spec.state]
-    context = Context(torch.tensor([0, 1, 0, 0], device=device))
-    size = spec.payload_bytes([ElementRun(numel, spec.element_bits, segments.shapes[0])], 4)
-    if spec.rounds:
-        program: Program = compressor.program(gradient, state, segments)  # type: ignore[attr-defined]
-
-        def fill() -> None:
-            for number in range(spec.rounds):
-                program.fill(number, context)
-
-        return fill, lambda: program.finish(context), size
-    payload, total = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(numel, device=device)
-    return (
-        lambda: compressor.encode(gradient, state, segments, context, payload),
-        lambda: compressor.decode(payload, segments, torch.float32, True, total, context),
-        size,
-    )
-
-
 def measure(entry: Entry, megabytes: int, pairs: int) -> Row:
     numel = megabytes * 2**18
     source, target = torch.randn(numel), torch.zeros(numel)
-    encode, decode, size = calls(entry.spec, numel)
+    encode, decode, size, _ = codec_calls(entry.spec, numel)
     found: list[float] = []
     for call in (encode, decode):
         copy = lambda: target.copy_(source)  # noqa: E731

@@ -1,0 +1,145 @@
+"""2, 4 and 8 ranks on one GPU over NCCL: means beside those of CPU ranks, and training that ends with equal weights.
+
+NCCL refuses two ranks on one GPU, unless each has a host name of its own (NCCL_HOSTID); then it sends through sockets. On
+a CPU 2 and 4 ranks use gloo, and their means are compared with the exact ones.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PASSED, Job, die_with_parent, end_by, last_printed
+from benchmarks.gpu.kernels import differing, largest_difference, outcome_of
+from benchmarks.gpu.training import PLANS, SUMS, free_port, init_group, trained
+
+WORLDS = {2: 1.0, 4: 1.5, 8: 3.0}
+"""Numbers of ranks, and their shares of the section's time."""
+NCCL = {
+    **{f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")},
+    **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_PROTO": "Simple", "NCCL_MAX_NCHANNELS": "1"},
+    "NCCL_DEBUG": "WARN",
+}
+GRACE = 5.0
+"""Seconds that ranks get to end after one of them has failed."""
+
+
+def tensors(rank: int, device: str) -> dict[str, torch.Tensor]:
+    """One rank's tensors."""
+    return {
+        f"t{n}": torch.randn(n, n + 1, generator=torch.Generator().manual_seed(10 * n + rank)).to(device)
+        for n in (3, 130, 700)
+    }
+
+
+def means(plan: Any, rank: int, device: str) -> dict[str, torch.Tensor]:
+    """The means of the second of two exchanges, so that residuals have an effect; the second averages the means of the first."""
+    values = tensors(rank, device)
+    exchange = gw.Exchange(values, plan=plan)
+    exchange.average_()
+    exchange.average_()
+    exchange.close()
+    return {name: value.cpu() for name, value in values.items()}
+
+
+def alike(values: list[torch.Tensor]) -> bool:
+    """Whether all ranks have the same bits."""
+    digest = sha256(b"".join(value.contiguous().view(torch.uint8).numpy().tobytes() for value in values)).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8)
+    seen = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(seen, own)
+    return all(torch.equal(own, other) for other in seen)
+
+
+def exchange_on(job: Job, name: str, rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
+    """The outcome of one plan's exchange, the same on all ranks, and its facts."""
+    began = time.perf_counter()
+    found = means(PLANS[name], rank, job.device)
+    took = round(time.perf_counter() - began, 2)
+    equal = alike(list(found.values()))
+    if job.device == "cuda":
+        other, against = means(PLANS[name], rank, "cpu"), "CPU ranks"
+    else:
+        each = [tensors(number, "cpu") for number in range(world_size)]
+        other, against = {key: torch.stack([own[key] for own in each]).mean(0) for key in found}, "exact means"
+    differ = {key: differing(value, other[key]) for key, value in found.items()}
+    relative = {key: largest_difference(value, other[key]) for key, value in found.items()}
+    outcome = outcome_of(differ, relative, name in SUMS)
+    if job.device == "cpu" and name != "Identity":
+        # a plan that encodes loses something, but no more than everything
+        outcome = PASSED if all(each <= 1.5 for each in relative.values()) else DIFFERS
+    facts = {"against": against, "differ": differ, "relative": relative, "equal_on_ranks": equal, "s": took}
+    return (outcome if equal else DIFFERS), facts
+
+
+def rank_main(job: Job, rank: int, world_size: int, port: int) -> None:
+    """One rank. Rank 0 writes what all found. A rank writes its own error and ends, since the others wait for it."""
+    die_with_parent()
+    end_by(job.until)
+    torch.set_num_threads(1)
+    width, layers = (64, 2) if job.small else (1024, 8)
+    what = f"{world_size} ranks"
+    try:
+        init_group(job.device, rank, world_size, port)
+        for name in PLANS:
+            what = f"{world_size} ranks, exchange, {name}"
+            outcome, facts = exchange_on(job, name, rank, world_size)
+            if rank == 0:
+                job.write(what, outcome, **facts)
+        for name in ("Identity", "4 bits"):
+            what = f"{world_size} ranks, training, {name}"
+            began = time.perf_counter()
+            equal = alike([trained(PLANS[name], job.device, width, layers)])
+            if rank == 0:
+                took = round(time.perf_counter() - began, 2)
+                job.write(what, PASSED if equal else DIFFERS, equal_on_ranks=equal, s=took)
+    except Exception as error:
+        job.write(what, FAILED, rank=rank, error=f"{type(error).__name__}: {error}"[:1500])
+        os._exit(1)  # without waiting for collectives that cannot end
+
+
+def run_world(job: Job, world_size: int) -> None:
+    """Start the ranks, and end those that are not done in time, or some seconds after one has failed."""
+    port, until, failed = free_port(), job.until, False
+    own = NCCL if job.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu.ranks", job.to_json()]
+    with tempfile.TemporaryFile() as output:
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world_size), str(port)],
+                env=os.environ | own | {"NCCL_HOSTID": f"host{rank}"},
+                stdout=output,
+                stderr=output,
+            )
+            for rank in range(world_size)
+        ]
+        while time.time() < until and any(rank.poll() is None for rank in ranks):
+            if not failed and any(rank.poll() for rank in ranks):
+                failed, until = True, min(until, time.time() + GRACE)
+            time.sleep(0.2)
+        late = [number for number, rank in enumerate(ranks) if rank.poll() is None]
+        for number in late:
+            ranks[number].kill()
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            printed = last_printed(output)
+            job.write(f"{world_size} ranks", ABORTED, exit_status=codes, killed=late, printed=printed)
+
+
+def run(job: Job) -> None:
+    worlds = {number: weight for number, weight in WORLDS.items() if number <= 4 or not job.small}
+    for world_size, weight in worlds.items():
+        rest = sum(other for number, other in worlds.items() if number >= world_size)
+        until = time.time() + max(0.0, job.left() - 2) * weight / rest
+        run_world(job._replace(until=until), world_size)
+
+
+if __name__ == "__main__":
+    rank_main(Job.from_json(sys.argv[1]), *map(int, sys.argv[2:]))
