@@ -110,6 +110,26 @@ def test_ddp_learns_as_with_gloo(worlds: Worlds, layers: dict[str, int] | None) 
     assert ours[0][0] == pytest.approx(gloo[0][0], rel=0.01)
 
 
+def second_model_excluded(features: int) -> float:
+    """The error of an all-reduce for an excluded layer of a second model, whose names are those of the first."""
+    group = group_of(min_numel=1000)
+    for model, excluded in ((nn.Linear(100, 50), False), (nn.Linear(features, 50), True)):
+        c10d.register_model(model)
+        if excluded:
+            c10d.exclude_layer("weight")
+        model.weight.grad = torch.randn(model.weight.shape, generator=seeded(dist.get_rank()))
+        exact = model.weight.grad.clone()
+        dist.all_reduce(exact)
+        dist.all_reduce(model.weight.grad, group=group)
+    end(group)
+    return (model.weight.grad - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("features", [100, 120])
+def test_a_second_model_has_the_settings_and_shapes_of_its_own(worlds: Worlds, features: int) -> None:
+    assert worlds.run(2, second_model_excluded, features) == [0.0, 0.0]
+
+
 def logged() -> str:
     group = group_of()
     name: str = DistributedDataParallel(network(), process_group=group)._get_ddp_logging_data()["backend_name"]

@@ -148,14 +148,14 @@ class QuantisingGroup(dist.ProcessGroup):
         return None
 
     def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange:
-        key = tuple((name, part.dtype) for name, part in parts.items())
+        of_parts = ((name, part.dtype, part.shape, _settings.layers.get(name)) for name, part in parts.items())
+        key = (_settings.bits, bool(_settings.parameters), *of_parts)
         if key not in self._exchanges:
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
             default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
             policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
             fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
-            lanes = self._lanes
-            infos = [info_of(*each) for each in parts.items()]
+            lanes, infos = self._lanes, [info_of(*each) for each in parts.items()]
             plan = policy.plan(infos, self.size(), lanes.group.grid.ranks_per_node_if_even)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))

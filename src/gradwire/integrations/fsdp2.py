@@ -1,7 +1,7 @@
 """gradwire in FSDP2: compressed collectives of `fully_shard`, and compressed exchanges between the replicas of HSDP.
 
-FSDP2 reduces and gathers a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules, no
-policy can tell parameters apart, and blocks of a quantiser cross them.
+FSDP2 reduces and gathers a module as one flat tensor. So a spec is for whole modules, no policy can tell parameters apart, and
+blocks of a quantiser cross them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,13 @@ from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, Lanes
 from gradwire.exchange.plans import info_of
 from gradwire.integrations.handles import from_bytes, to_bytes
+from gradwire.integrations.packs import ModulePacks, pack_of
 from gradwire.planner.policy import Policy
 
 __all__ = ["ModuleExchanges", "compress", "replicate"]
 
 _ALL, _LAST_STEP = 2**62, 2**61
-_GRADIENTS, _PARAMETERS = "gradients", "parameters"
+_GRADIENTS, _PARAMETERS, _RANKS = "gradients", "parameters", "ranks"
 _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
@@ -69,7 +70,8 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
     exchanges = ModuleExchanges(model, spec, None)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(_local(tensor), dist.get_global_rank(group, 0), group=group)
+            shard = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+            dist.broadcast(shard, dist.get_global_rank(group, 0), group=group)
     for name, module in exchanges.modules.items():
         module.set_all_reduce_hook(_between_replicas(exchanges, name, group))
     return exchanges
@@ -91,54 +93,57 @@ class ModuleExchanges:
         self._policies = {_GRADIENTS: _policy(spec, scheme)}
         if parameters is not None:  # rounded to nearest: the weights of forward and backward are the same
             self._policies[_PARAMETERS] = _policy(parameters.under_feedback(), scheme)
-        self._lanes: Lanes | None = None
-        self._exchanges: dict[str, Exchange] = {}
-        self._saved: dict[str, dict[str, Tensor]] = {}
+        self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
+        self._packs = {f"{what} of {module}": ModulePacks() for what in self._policies for module in self.modules}
 
     def exchange_of(
         self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS
     ) -> Exchange:
-        """The exchange of a module; made when its first tensors come, which is at the same point on all ranks of the group."""
-        key = f"{what} of {module}"
-        if key not in self._exchanges:
+        """The exchange of a module's buffer. All ranks of the group ask for it at the same point, inside a call of FSDP2."""
+        pack = pack_of(next(iter(tensors.values())), group)
+
+        def make() -> Exchange:
             plan = self._policies[what].plan([info_of(*each) for each in tensors.items()], group.size())
-            if self._lanes is None:
-                self._lanes = Lanes(group)
-                specs = {name: repr(policy.default) for name, policy in self._policies.items()}
-                facts = {"gradwire version": __version__, "specs": repr(specs), "modules": [*self.modules]}
-                self._lanes.open(facts, next(iter(tensors.values())).device)
-            made = self._exchanges[key] = Exchange.on(self._lanes, tensors, plan, 0)
-            if (saved := self._saved.pop(key, None)) is not None:
-                made.load_state_dict(saved)
-        return self._exchanges[key]
+            if pack.ranks not in self._lanes:
+                self._lanes[pack.ranks] = Lanes(group)
+                specs = repr({name: repr(policy.default) for name, policy in self._policies.items()})
+                facts = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
+                self._lanes[pack.ranks].open(facts, next(iter(tensors.values())).device)
+            return Exchange.on(self._lanes[pack.ranks], tensors, plan, 0)
+
+        return self._packs[f"{what} of {module}"].exchange_of(pack, tensors, make)
 
     def state_dict(self) -> dict[str, bytes]:
         """This rank's steps and residuals, `torch.save`d: key `rank{r}`. Between steps. Save those of all ranks."""
-        own = {name: exchange.state_dict() for name, exchange in self._exchanges.items()}
-        return {f"rank{dist.get_rank()}": to_bytes({**self._saved, **own})}
+        own = {name: packs.state() for name, packs in self._packs.items()}
+        return {f"rank{dist.get_rank()}": to_bytes(own | {_RANKS: dist.get_world_size()})}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Take up what `state_dict` returned on this rank, with the same ranks. Before the first forward. Raises PlanError after
         it, and ValueError for another rank's or model's; backward raises ValueError for what else does not fit."""
-        if self._exchanges:
+        if self._lanes:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"
         if own not in state:
             raise ValueError(f"the state has no {own}, only {', '.join(state) or 'nothing'}: other ranks saved it.")
         saved = from_bytes(state[own])
-        known = {f"{what} of {module}" for what in self._policies for module in self.modules}
-        if unknown := sorted(saved.keys() - known):
-            raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(known))}.")
-        self._saved = saved
+        if (ranks := saved.pop(_RANKS, None)) not in (None, dist.get_world_size()):
+            raise ValueError(f"{ranks} ranks saved the state, and these are {dist.get_world_size()}. Leave it out.")
+        if unknown := sorted(saved.keys() - self._packs.keys()):
+            raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(self._packs))}.")
+        for name, packs in saved.items():
+            self._packs[name].load(packs)
 
     def stats(self) -> dict[str, ExchangeStats]:
-        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`. Each prints as a line."""
-        return {name: exchange.stats() for name, exchange in self._exchanges.items()}
+        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`, and for a module with
+        several buffers also `gradients of MODULE (2)`. Each prints as a line."""
+        found = [(name, at, each) for name, p in self._packs.items() for at, each in enumerate(p.exchanges.values(), 1)]
+        return {name if at == 1 else f"{name} ({at})": exchange.stats() for name, at, exchange in found}
 
     def close(self) -> None:
         """End the threads. No backward may follow."""
-        if self._lanes is not None:
-            self._lanes.stop()
+        for lanes in self._lanes.values():
+            lanes.stop()
 
 
 class _ModuleComm:
@@ -192,8 +197,3 @@ def _between_replicas(exchanges: ModuleExchanges, module: str, group: ProcessGro
         exchanges.exchange_of(module, {module: shard}, group).average_({module: shard})
 
     return average
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
