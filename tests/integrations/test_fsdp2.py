@@ -1,5 +1,6 @@
 """FSDP2 with gradwire: its own numbers under an identity plan, residuals, states; HSDP on 2 x 2 ranks."""
 
+import gc
 import io
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
@@ -396,3 +397,25 @@ def resumed_in_turns(folder: str, last: int, first: int) -> bool:
 @pytest.mark.parametrize(("last", "first"), [(0, 0), (0, 1)])
 def test_heads_in_turns_resume_bit_for_bit(worlds: Worlds, tmp_path: Path, last: int, first: int) -> None:
     assert worlds.run(2, resumed_in_turns, str(tmp_path / "saved"), last, first) == [True] * 2
+
+
+def compressed_again() -> tuple[bool, int]:
+    """Whether a second `compress` without `parameters` gathers exact ones, and the threads beside those of one model."""
+    model, inputs = sharded(network()), torch.randn(4, 7, generator=seeded(1))
+    with torch.no_grad():
+        exact = model(inputs)
+    exchanges = fsdp2.compress(model, FEEDBACK, gw.QSGD(bits=4))
+    model(inputs).square().mean().backward()
+    before = len(gradwire_threads())
+    exchanges = fsdp2.compress(model, FEEDBACK)
+    with torch.no_grad():
+        same = torch.equal(model(inputs), exact)
+    model(inputs).square().mean().backward()
+    gc.collect()
+    more = len(gradwire_threads()) - before
+    exchanges.close()
+    return same, more
+
+
+def test_a_second_call_replaces_the_first_one(worlds: Worlds) -> None:
+    assert worlds.run(2, compressed_again) == [(True, 0)] * 2

@@ -42,6 +42,12 @@ class Handle:
         self.session = session
         """What the handle works on: the reducer, the exchange and the lanes of the model. For those who extend gradwire."""
         self._recording: Recording | None = None
+        self._detached = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether the handle synchronises gradients: its model lives, and `detach()` was not called."""
+        return not self._detached and self.session.model is not None
 
     @property
     def plan(self) -> Plan:
@@ -286,6 +292,6 @@ class Handle:
 
     def detach(self) -> None:
         """Make the model an ordinary one again. Gradients are no longer synchronised."""
-        session = self.session
+        session, self._detached = self.session, True
         session.detach()
         REGISTRY.forget(session.model, session.parameters.values())

@@ -4,7 +4,8 @@ FSDP2 reduces and gathers a module as one flat tensor. So a spec is for whole mo
 blocks of a quantiser cross them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.nn import Module
 
 from gradwire._version import __version__
@@ -37,7 +39,8 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
     with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
-    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
+    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly. Another
+    call for the same model replaces the first one.
 
     Raises PlanError for a model without such modules, and for a spec that cannot travel so or changes from step to step. Backward
     raises DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
@@ -54,6 +57,8 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
         module.set_custom_reduce_scatter(_ModuleReduceScatter(exchanges, name))
         if parameters is not None:
             module.set_custom_all_gather(_ModuleAllGather(exchanges, name))
+        elif isinstance(module._get_fsdp_state()._fsdp_param_group._all_gather_comm, _ModuleAllGather):
+            module.set_custom_all_gather(DefaultAllGather())  # an earlier call rounded parameters
     return exchanges
 
 
@@ -73,7 +78,7 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
             shard = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
             dist.broadcast(shard, dist.get_global_rank(group, 0), group=group)
     for name, module in exchanges.modules.items():
-        module.set_all_reduce_hook(_between_replicas(exchanges, name, group))
+        module.set_all_reduce_hook(partial(exchanges._average, name, group))
     return exchanges
 
 
@@ -112,6 +117,9 @@ class ModuleExchanges:
             return Exchange.on(self._lanes[pack.ranks], tensors, plan, 0)
 
         return self._packs[f"{what} of {module}"].exchange_of(pack, tensors, make)
+
+    def _average(self, module: str, group: ProcessGroup, shard: Tensor) -> None:
+        self.exchange_of(module, {module: shard}, group).average_({module: shard})
 
     def state_dict(self) -> dict[str, bytes]:
         """This rank's steps and residuals, `torch.save`d: key `rank{r}`. Between steps. Save those of all ranks."""
@@ -190,10 +198,3 @@ def _policy(spec: Spec, scheme: str | None) -> Policy:
     made = Policy(default=spec, exempt_vectors=False, scheme=scheme, bucket_bytes=_ALL, edge_bytes=_ALL, chunk_bytes=0)
     made.plan([TensorInfo("model", (1,), "float32")])  # raises for a spec that the scheme cannot carry
     return made
-
-
-def _between_replicas(exchanges: ModuleExchanges, module: str, group: ProcessGroup) -> Callable[[Tensor], None]:
-    def average(shard: Tensor) -> None:
-        exchanges.exchange_of(module, {module: shard}, group).average_({module: shard})
-
-    return average
