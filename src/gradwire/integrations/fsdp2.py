@@ -37,10 +37,9 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. On all ranks, before a forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
-    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics.
+    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics. A later call replaces it.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
-    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly. Another
-    call for the same model replaces the first one.
+    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
 
     Raises PlanError for a model without such modules, and for a spec that cannot travel so or changes from step to step. Backward
     raises DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
@@ -113,6 +112,7 @@ class ModuleExchanges:
                 self._lanes[pack.ranks] = Lanes(group)
                 specs = repr({name: repr(policy.default) for name, policy in self._policies.items()})
                 facts = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
+                facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}
                 self._lanes[pack.ranks].open(facts, next(iter(tensors.values())).device)
             return Exchange.on(self._lanes[pack.ranks], tensors, plan, 0)
 
