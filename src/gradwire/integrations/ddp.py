@@ -24,6 +24,7 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.exchange.states import read_state
+from gradwire.integrations.handles import resume_together
 from gradwire.planner.policy import Policy
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
@@ -118,10 +119,9 @@ class DDPState:
         self._find_model()
         if self._exchange is None and self._parameters:  # not all gradients are sparse
             self._order = self._order or list(self._parameters)[::-1]
-            self._exchange = self._make()
-            if self._saved:
-                self._exchange.load_state_dict(self._saved)
-                self._saved = {}
+            made = self._make()
+            resume_together(made, self._saved)
+            self._exchange, self._saved = made, {}
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
             self._exchange.begin()

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,20 @@ from gradwire.api.handle import Handle
 from gradwire.core.files import make_folder, write_whole
 from gradwire.engine.saving import load_state
 from gradwire.engine.seams.hooks import Patch
-from gradwire.errors import StepStateError
+from gradwire.errors import DisagreementError, StepStateError
+from gradwire.exchange import Exchange
+from gradwire.exchange.agreement import agree
 
-__all__ = ["NoSync", "facts", "from_bytes", "gather_states", "load_handle", "save_handle", "to_bytes"]
+__all__ = [
+    "NoSync",
+    "facts",
+    "from_bytes",
+    "gather_states",
+    "load_handle",
+    "resume_together",
+    "save_handle",
+    "to_bytes",
+]
 
 
 class NoSync(Patch):
@@ -74,6 +86,28 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,
         )
+
+
+def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
+    """Load a state into an exchange that was just made; an empty one changes nothing. Collective: all ranks load states of one
+    step, or all raise. Raises what `Exchange.load_state_dict` does, and DisagreementError on the other ranks."""
+    problem = None
+    try:
+        if state:
+            exchange.load_state_dict(state)
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    facts = {"step of the state that was loaded": exchange.step} | ({"error": str(problem)} if problem else {})
+    lanes = exchange.lanes
+    job = partial(agree, facts=facts, global_ranks=exchange.group.global_ranks)
+    try:
+        with lanes.told("all ranks to compare the states that they loaded", exchange.step):
+            lanes.control.submit(job).result()
+    except DisagreementError:
+        exchange.close()
+        if problem is not None:
+            raise problem from None
+        raise
 
 
 def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
