@@ -88,11 +88,8 @@ def _set(name: str, spec: QSGD | Identity) -> None:
 
 
 class QuantisingGroup(dist.ProcessGroup):
-    """A group of the backend "gradwire". Every rank must make the same all-reduces in the same order, as with gloo.
-
-    An all-reduce raises DisagreementError on all ranks where they were told other bits or layers. Waiting for it raises
-    RuntimeError, with the words of gradwire's error, where a rank died or stalled.
-    """
+    """A group whose ranks make the same all-reduces in the same order, as with gloo. An all-reduce raises DisagreementError
+    on all ranks if bits or layers differ. Waiting raises RuntimeError, with gradwire's own words, if a rank died or stalled."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -138,11 +135,14 @@ class QuantisingGroup(dist.ProcessGroup):
             grad = parameter.grad if (parameter := reference()) is not None else None
             if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
                 parts[name] = grad.detach()
-        if sum(part.numel() for part in parts.values()) == tensor.numel():
+        found = torch.tensor([sum(part.numel() for part in parts.values()) == tensor.numel()], dtype=torch.int32)
+        (least := dist.AllreduceOptions()).reduceOp = dist.ReduceOp.MIN
+        _gloos("allreduce")(self, [found], least).wait()  # a rank that left a layer out does not find it
+        if found.item():
             return parts
         warnings.warn(
-            f"an all-reduce of {tensor.numel()} elements is not made of whole gradients of the registered model, and stays "
-            "uncompressed. If it is DDP's, set gradient_as_bucket_view=True.",
+            f"an all-reduce of {tensor.numel()} elements is not made of whole gradients of the registered model on all ranks, "
+            "and stays uncompressed. If it is DDP's, set gradient_as_bucket_view=True.",
             stacklevel=2,
         )
         return None
