@@ -136,8 +136,7 @@ class QuantisingGroup(dist.ProcessGroup):
             if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
                 parts[name] = grad.detach()
         found = torch.tensor([sum(part.numel() for part in parts.values()) == tensor.numel()], dtype=torch.int32)
-        (least := dist.AllreduceOptions()).reduceOp = dist.ReduceOp.MIN
-        _gloos("allreduce")(self, [found], least).wait()  # a rank that left a layer out does not find it
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self)  # a rank that left a layer out does not find it
         if found.item():
             return parts
         warnings.warn(

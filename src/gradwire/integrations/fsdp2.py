@@ -111,7 +111,7 @@ class ModuleExchanges:
             if pack.ranks not in self._lanes:
                 self._lanes[pack.ranks] = Lanes(group)
                 specs = repr({name: repr(policy.default) for name, policy in self._policies.items()})
-                facts = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
+                facts: dict[str, Any] = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
                 facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}
                 self._lanes[pack.ranks].open(facts, next(iter(tensors.values())).device)
             return Exchange.on(self._lanes[pack.ranks], tensors, plan, 0)
