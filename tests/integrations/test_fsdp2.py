@@ -18,6 +18,7 @@ from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
+from gradwire.integrations.handles import to_bytes
 
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
 
@@ -240,9 +241,9 @@ def misused() -> list[str]:
     exchanges = fsdp2.compress(model, gw.QSGD(bits=4))
     told.append(said(lambda: fsdp2.compress(model, gw.QSGD(bits=4), parameters=gw.TopK(0.1))))
     told.append(said(lambda: exchanges.load_state_dict({"rank7": b""})))
-    file = io.BytesIO()
-    torch.save({"gradients of other": {}}, file)
-    told.append(said(lambda: exchanges.load_state_dict({f"rank{dist.get_rank()}": file.getvalue()})))
+    for wrong in ({"gradients of other": {}}, {"gradients of model": {"rank0/step": torch.tensor(3)}}, {"ranks": 3}):
+        own = {f"rank{dist.get_rank()}": to_bytes(wrong)}
+        told.append(said(partial(exchanges.load_state_dict, own)))
     train(model, range(1))
     told.append(said(lambda: exchanges.load_state_dict({})))
     exchanges.close()
@@ -253,7 +254,8 @@ SAID = (
     "PlanError: fully_shard was called on no module", "PlanError: spec is DGC", "PlanError: spec is 'auto'",
     "PlanError: scheme is 'alltoall', but tensor 'model' has spec RandomK",
     "PlanError: parameters is TopK", "ValueError: the state has no rank",
-    "ValueError: the state has 'gradients of other'", "PlanError: load_state_dict() was called after a step",
+    "ValueError: the state has 'gradients of other'", "ValueError: the state does not say which parameters",
+    "ValueError: 3 ranks saved the state, and these are 2", "PlanError: load_state_dict() was called after a step",
 )  # fmt: skip
 
 
