@@ -110,6 +110,67 @@ def test_ddp_learns_as_with_gloo(worlds: Worlds, layers: dict[str, int] | None) 
     assert ours[0][0] == pytest.approx(gloo[0][0], rel=0.01)
 
 
+def second_model_excluded(features: int) -> float:
+    """The error of an all-reduce for an excluded layer of a second model, whose names are those of the first."""
+    group = group_of(min_numel=1000)
+    for model, excluded in ((nn.Linear(100, 50), False), (nn.Linear(features, 50), True)):
+        c10d.register_model(model)
+        if excluded:
+            c10d.exclude_layer("weight")
+        model.weight.grad = torch.randn(model.weight.shape, generator=seeded(dist.get_rank()))
+        exact = model.weight.grad.clone()
+        dist.all_reduce(exact)
+        dist.all_reduce(model.weight.grad, group=group)
+    end(group)
+    return (model.weight.grad - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("features", [100, 120])
+def test_a_second_model_has_the_settings_and_shapes_of_its_own(worlds: Worlds, features: int) -> None:
+    assert worlds.run(2, second_model_excluded, features) == [0.0, 0.0]
+
+
+class Branches(nn.Module):
+    """Rank 0 uses all layers, and rank 1 leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.left_out, self.last = nn.Linear(20, 100), nn.Linear(100, 50), nn.Linear(100, 50)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inner = self.first(inputs)
+        return self.last(inner) if dist.get_rank() else self.last(inner) + self.left_out(inner)
+
+
+def of_branches(backend: str | None) -> tuple[list[torch.Tensor], int]:
+    """Gradients of the last of some steps, and how many all-reduces stayed uncompressed."""
+    group = group_of(min_numel=1000) if backend else None
+    model = Branches()
+    if backend:
+        c10d.register_model(model)
+    run = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3):
+            run.zero_grad(set_to_none=True)
+            run(torch.randn(8, 20, generator=seeded(step, dist.get_rank()))).square().mean().backward()
+    gradients = [torch.empty(0) if each.grad is None else each.grad.clone() for each in model.parameters()]
+    del run
+    if group is not None:
+        end(group)
+    return gradients, sum("stays uncompressed" in str(each.message) for each in warned)
+
+
+def test_ranks_that_use_other_layers_all_reduce_alike() -> None:
+    """A rank without a gradient of a layer finds no layers in the buffer. Then all ranks send the buffer uncompressed."""
+    with World(2, group_timeout_s=15.0) as world:
+        plain = world.run(of_branches, None)
+        ours = world.run(of_branches, "gradwire")
+    for (expected, _), (found, told) in zip(plain, ours, strict=True):
+        assert told > 0 and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def logged() -> str:
     group = group_of()
     name: str = DistributedDataParallel(network(), process_group=group)._get_ddp_logging_data()["backend_name"]

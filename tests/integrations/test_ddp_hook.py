@@ -377,6 +377,28 @@ def test_a_state_is_taken_up_by_another_number_of_ranks(worlds: Worlds, ranks: i
         assert max(ratios) < 1e-5
 
 
+def resumed_with(kind: str) -> str:
+    """What a rank raises in the first backward after rank 1 loaded nothing, or a state that does not fit."""
+    model = Given([3000, 500])
+    run, state = wrapped(model, FEEDBACK)
+    for step in range(2):
+        run(model.random_gradients(dist.get_rank(), step)).backward()
+    saved = state.state_dict()
+    other, second = wrapped(Given([3000, 500]), FEEDBACK)
+    if dist.get_rank() == 1:
+        saved = {} if kind == "nothing" else {k: v for k, v in saved.items() if not k.endswith("residual/0/p0")}
+    second.load_state_dict(saved)
+    return said(lambda: other(model.random_gradients(dist.get_rank(), 2)).backward())
+
+
+def test_ranks_that_load_unlike_states_are_told(worlds: Worlds) -> None:
+    for told in worlds.run(2, resumed_with, "nothing"):
+        assert "ranks disagree on the step of the state that was loaded: rank 0 has 2, rank 1 has 0" in told
+    first, second = worlds.run(2, resumed_with, "unfit")
+    assert first.startswith("DisagreementError: all ranks stop, because some of them failed: rank 1: the state has no")
+    assert second.startswith("ValueError: the state has no residual/0/p0")
+
+
 # ---- refused
 
 

@@ -1,5 +1,6 @@
 """FSDP2 with gradwire: its own numbers under an identity plan, residuals, states; HSDP on 2 x 2 ranks."""
 
+import gc
 import io
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
+from gradwire.integrations.handles import to_bytes
 
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
 
@@ -137,7 +139,8 @@ def resumed(folder: str, parameters: gw.Spec | None, replicas: bool) -> bool:
     train(other, range(3, 6))
     (own,) = exchanges.state_dict().values()
     states = torch.load(io.BytesIO(own), weights_only=True)
-    kept = [value.abs().max() for each in states.values() for key, value in each.items() if "residual" in key]
+    packs = [state for name, each in states.items() if name.startswith("gradients of ") for _, state in each["packs"]]
+    kept = [value.abs().max() for each in packs for key, value in each.items() if "residual" in key]
     ends = [digest([*(p.to_local() for p in each.parameters())]) for each in (model, other)]
     same = exchanges.state_dict() == second.state_dict()
     for each in (exchanges, second):
@@ -206,7 +209,8 @@ def hybrid(spec: gw.Spec, width: int) -> tuple[float, float, float]:
     ours = whole(model)
     other = ours.clone()
     dist.broadcast(other, dist.get_global_rank(group, 0), group=group)
-    sent = [exchanges.exchange_of(name, {}, group).stats() for name in exchanges.modules]
+    sent = exchanges.stats().values()
+    assert len(sent) == len(exchanges.modules)
     ratio = sum(each.wire_bytes for each in sent) / sum(each.gradient_bytes for each in sent)
     exchanges.close()
     change = (whole(native) - first).abs().max()
@@ -237,9 +241,9 @@ def misused() -> list[str]:
     exchanges = fsdp2.compress(model, gw.QSGD(bits=4))
     told.append(said(lambda: fsdp2.compress(model, gw.QSGD(bits=4), parameters=gw.TopK(0.1))))
     told.append(said(lambda: exchanges.load_state_dict({"rank7": b""})))
-    file = io.BytesIO()
-    torch.save({"gradients of other": {}}, file)
-    told.append(said(lambda: exchanges.load_state_dict({f"rank{dist.get_rank()}": file.getvalue()})))
+    for wrong in ({"gradients of other": {}}, {"gradients of model": {"rank0/step": torch.tensor(3)}}, {"ranks": 3}):
+        own = {f"rank{dist.get_rank()}": to_bytes(wrong)}
+        told.append(said(partial(exchanges.load_state_dict, own)))
     train(model, range(1))
     told.append(said(lambda: exchanges.load_state_dict({})))
     exchanges.close()
@@ -250,10 +254,170 @@ SAID = (
     "PlanError: fully_shard was called on no module", "PlanError: spec is DGC", "PlanError: spec is 'auto'",
     "PlanError: scheme is 'alltoall', but tensor 'model' has spec RandomK",
     "PlanError: parameters is TopK", "ValueError: the state has no rank",
-    "ValueError: the state has 'gradients of other'", "PlanError: load_state_dict() was called after a step",
+    "ValueError: the state has 'gradients of other'", "ValueError: the state does not say which parameters",
+    "ValueError: 3 ranks saved the state, and these are 2", "PlanError: load_state_dict() was called after a step",
 )  # fmt: skip
 
 
 def test_wrong_use_is_told_in_words(worlds: Worlds) -> None:
     for told in worlds.run(2, misused):
         assert [words[: len(start)] for words, start in zip(told, SAID, strict=True)] == list(SAID)
+
+
+class Heads(nn.Module):
+    """A trunk, and heads of which a step uses one."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Linear(7, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, size) for size in sizes)
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.trunk(inputs).tanh())
+
+
+class Fsdp:
+    """A model under FSDP2 with gradwire's exchanges; its gradients added up over steps."""
+
+    def __init__(
+        self, sizes: tuple[int, ...], spec: gw.Spec | None, parameters: gw.Spec | None, **options: Any
+    ) -> None:
+        self.model = fully_shard(Heads(*sizes), **options)
+        self.exchanges = fsdp2.compress(self.model, spec, parameters) if spec is not None else None
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def step(self, step: int, head: int, scale: float = 1.0) -> None:
+        inputs = torch.randn(8, 7, generator=seeded(step, dist.get_rank()))
+        (scale * self.model(inputs, head)).square().mean().backward()
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                whole = parameter.grad.full_tensor()
+                self.sums[name] = self.sums.get(name, torch.zeros_like(whole)) + whole
+                parameter.grad = None
+
+
+def in_turns(sizes: tuple[int, ...], heads: list[int]) -> dict[str, float]:
+    """How far each parameter's gradients, added up over steps without optimizer, are from FSDP2's own, over the latter."""
+    plain, ours = Fsdp(sizes, None, None), Fsdp(sizes, FEEDBACK, None)
+    for run in (plain, ours):
+        for step, head in enumerate(heads):
+            run.step(step, head)
+    ours.exchanges.close()
+    return {name: ((ours.sums[name] - whole).norm() / whole.norm()).item() for name, whole in plain.sums.items()}
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 9)], ids=["equal", "unequal"])
+def test_residuals_follow_parameters_of_heads_that_are_used_in_turns(worlds: Worlds, sizes: tuple[int, ...]) -> None:
+    """Error feedback loses nothing: over many steps the sum of gradients is that of FSDP2, for each parameter."""
+    for apart in worlds.run(2, in_turns, sizes, [0, 1] * 30):
+        assert len(apart) == 6 and max(apart.values()) < 0.1
+
+
+def of_zero(sizes: tuple[int, ...]) -> float:
+    """The norm of the other head's gradient after one head was used, where it is zero under FSDP2."""
+    run = Fsdp(sizes, FEEDBACK, None)
+    run.step(0, 0, scale=30.0)
+    run.step(1, 1, scale=0.0)
+    run.exchanges.close()
+    return run.sums["heads.1.weight"].norm().item()
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 9)], ids=["equal", "unequal"])
+def test_a_head_without_gradient_gets_none_of_another_head(worlds: Worlds, sizes: tuple[int, ...]) -> None:
+    assert worlds.run(2, of_zero, sizes) == [0.0, 0.0]
+
+
+def frozen_later() -> dict[str, float]:
+    """As `in_turns`, with a part that is frozen for some steps: only its parameters are left out."""
+    runs = Fsdp((5,), None, None), Fsdp((5,), FEEDBACK, None)
+    for run in runs:
+        for step in range(60):
+            run.model.heads[0].requires_grad_(not 10 <= step < 20)
+            run.step(step, 0)
+    runs[1].exchanges.close()
+    return {name: ((runs[1].sums[name] - s).norm() / s.norm()).item() for name, s in runs[0].sums.items()}
+
+
+def test_a_part_that_is_frozen_later_keeps_its_residuals(worlds: Worlds) -> None:
+    for apart in worlds.run(2, frozen_later):
+        assert len(apart) == 4 and max(apart.values()) < 0.1
+
+
+def resharded(parameters: gw.Spec) -> float:
+    """The largest difference from FSDP2's own gradients where backward gathers from two of four ranks."""
+    runs = [
+        Fsdp((5,), spec, given, reshard_after_forward=2) for spec, given in ((None, None), (gw.Identity(), parameters))
+    ]
+    for run in runs:
+        for step in range(3):
+            run.step(step, 0)
+    runs[1].exchanges.close()
+    return max((runs[1].sums[name] - s).abs().max().item() for name, s in runs[0].sums.items())
+
+
+def test_parameters_that_are_gathered_from_another_group(worlds: Worlds) -> None:
+    assert max(worlds.run(4, resharded, gw.Identity())) < 1e-5
+
+
+def heads_between_replicas(heads: list[int]) -> dict[str, float]:
+    """As `in_turns`, between the replicas of HSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    plain, ours = Fsdp((5, 5), None, None, mesh=mesh), Fsdp((5, 5), None, None, mesh=mesh["inside"])
+    ours.exchanges = fsdp2.replicate(ours.model, mesh["between"].get_group(), FEEDBACK)
+    for run in (plain, ours):
+        for step, head in enumerate(heads):
+            run.step(step, head)
+    ours.exchanges.close()
+    return {name: ((ours.sums[name] - whole).norm() / whole.norm()).item() for name, whole in plain.sums.items()}
+
+
+def test_residuals_follow_parameters_between_replicas(worlds: Worlds) -> None:
+    for apart in worlds.run(4, heads_between_replicas, [0, 1] * 30):
+        assert max(apart.values()) < 0.1
+
+
+def resumed_in_turns(folder: str, last: int, first: int) -> bool:
+    """Whether a run resumes bit for bit that saved after a step of head `last`, and goes on with head `first`."""
+    before = Fsdp((5, 9), FEEDBACK, None)
+    for step, head in enumerate([0, 1, 0, 1 - last, last]):
+        before.step(step, head)
+    dcp.save({"gradwire": before.exchanges}, checkpoint_id=folder)
+    after = Fsdp((5, 9), FEEDBACK, None)
+    dcp.load({"gradwire": after.exchanges}, checkpoint_id=folder)
+    before.sums = {}
+    for run in (before, after):
+        for step, head in enumerate([first, 1 - first, first], 5):
+            run.step(step, head)
+    same = digest(before.sums.values()) == digest(after.sums.values())
+    states = [run.exchanges.state_dict() for run in (before, after)]
+    for run in (before, after):
+        run.exchanges.close()
+    return same and states[0].keys() == states[1].keys()
+
+
+@pytest.mark.parametrize(("last", "first"), [(0, 0), (0, 1)])
+def test_heads_in_turns_resume_bit_for_bit(worlds: Worlds, tmp_path: Path, last: int, first: int) -> None:
+    assert worlds.run(2, resumed_in_turns, str(tmp_path / "saved"), last, first) == [True] * 2
+
+
+def compressed_again() -> tuple[bool, int]:
+    """Whether a second `compress` without `parameters` gathers exact ones, and the threads beside those of one model."""
+    model, inputs = sharded(network()), torch.randn(4, 7, generator=seeded(1))
+    with torch.no_grad():
+        exact = model(inputs)
+    exchanges = fsdp2.compress(model, FEEDBACK, gw.QSGD(bits=4))
+    model(inputs).square().mean().backward()
+    before = len(gradwire_threads())
+    exchanges = fsdp2.compress(model, FEEDBACK)
+    with torch.no_grad():
+        same = torch.equal(model(inputs), exact)
+    model(inputs).square().mean().backward()
+    gc.collect()
+    more = len(gradwire_threads()) - before
+    exchanges.close()
+    return same, more
+
+
+def test_a_second_call_replaces_the_first_one(worlds: Worlds) -> None:
+    assert worlds.run(2, compressed_again) == [(True, 0)] * 2

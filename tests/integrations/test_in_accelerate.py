@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from beside_ddp import normalised
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 
@@ -29,8 +30,6 @@ class Run:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 
-        from gradwire.integrations.accelerate import prepare
-
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         AcceleratorState._reset_state(True)
@@ -38,8 +37,18 @@ class Run:
         self.accelerator = Accelerator(
             cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate
         )
+        self.plan, self.features = plan, features
+        self.prepare()
+
+    def prepare(self, model: nn.Module | None = None) -> None:
+        """Prepare a new model, or this one, with all that trains it."""
+        from gradwire.integrations.accelerate import prepare
+
+        plan, features = self.plan, self.features
         torch.manual_seed(4)
-        model = normalised() if features == 6 else nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 5))
+        if model is None:
+            layers = (nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 5)) if features != 6 else ()
+            model = nn.Sequential(*layers) if layers else normalised()
         count = 640 if features == 6 else 5120
         inputs = torch.randn(count, features, generator=seeded(1))
         noise = 2 * torch.randn(count, 3, generator=seeded(3))  # the loss stays well above zero
@@ -150,6 +159,82 @@ def test_a_state_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: 
     framework_worlds.run(2, saved_and_gone_on, str(tmp_path), FEEDBACK, deadline_s=200.0)
     weights = [told[0] for told in framework_worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)]
     assert len(weights) == 3
+
+
+def prepared_again(folder: str, error: bool) -> tuple[list[str], list[str]]:
+    """The ends of a run that was prepared anew, after another one was freed or failed in backward, and what it saved."""
+    run = Run(FEEDBACK)
+    run.train(2)
+    if error:
+        hook = run.model[0].weight.register_hook(lambda gradient: {}["memory"])
+        with pytest.raises(KeyError):
+            run.train(1)
+        hook.remove()
+    run.model, run.optimizer, run.loader, run.schedule = run.accelerator.free_memory(
+        run.model, run.optimizer, run.loader, run.schedule
+    )
+    run.prepare()
+    run.train(5)
+    run.accelerator.save_state(folder)
+    run.train(10, skip=5)
+    return run.end(), sorted(path.name for path in Path(folder).glob("gradwire*"))
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["freed", "failed"])
+def test_a_new_preparation_forgets_the_one_before(framework_worlds: Worlds, tmp_path: Path, error: bool) -> None:
+    """A state holds the handle that trains, and another job resumes with it."""
+    before = framework_worlds.run(2, prepared_again, str(tmp_path), error, deadline_s=200.0)
+    assert [names for _, names in before] == [["gradwire_0"]] * 2
+    after = framework_worlds.run(2, taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)
+    assert after == [ends for ends, _ in before]
+
+
+def many_preparations(free: bool, same: bool) -> tuple[list[int], list[int], int]:
+    """Threads and descriptors after each preparation of a new model or the same one, and the handles at the end."""
+    threads, descriptors, run = [], [], Run(FEEDBACK)
+    for _ in range(6):
+        run.train(2)
+        threads.append(threading.active_count())
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        if free:
+            run.accelerator.free_memory()
+        run.prepare(run.model if same else None)
+    run.train(1)
+    return threads, descriptors, len(run.accelerator.gradwire)
+
+
+@pytest.mark.parametrize(("free", "same"), [(True, False), (True, True), (False, True)])
+def test_threads_and_descriptors_stay_as_they_were(framework_worlds: Worlds, free: bool, same: bool) -> None:
+    for threads, descriptors, handles in framework_worlds.run(2, many_preparations, free, same, deadline_s=200.0):
+        assert threads[-1] == threads[0] and descriptors[-1] < descriptors[0] + 5, (threads, descriptors)
+        assert handles == 1
+
+
+def freed() -> list[str]:
+    run = Run(FEEDBACK)
+    run.train(2)
+    run.accelerator.free_memory()
+    return gradwire_threads()
+
+
+def test_free_memory_ends_the_threads(framework_worlds: Worlds) -> None:
+    assert framework_worlds.run(2, freed, deadline_s=200.0) == [[], []]
+
+
+def two_models(folder: str) -> list[str]:
+    """Two models that train at the same time keep a handle each."""
+    run = Run(FEEDBACK)
+    first = run.model
+    run.prepare()
+    for model in (first, run.model):
+        nn.functional.cross_entropy(model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
+    run.accelerator.save_state(folder)
+    return sorted(path.name for path in Path(folder).glob("gradwire*"))
+
+
+def test_two_models_have_a_handle_each(framework_worlds: Worlds, tmp_path: Path) -> None:
+    expected = [["gradwire_0", "gradwire_1"]] * 2
+    assert framework_worlds.run(2, two_models, str(tmp_path), deadline_s=200.0) == expected
 
 
 def copied() -> list[bool]:

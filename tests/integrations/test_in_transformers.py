@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 
@@ -126,6 +126,38 @@ def test_a_checkpoint_is_taken_up_by_one_rank(framework_worlds: Worlds, tmp_path
     folder = str(tmp_path / "checkpoint-3")
     (told,) = framework_worlds.run(1, trained, str(tmp_path / "b"), FEEDBACK, arguments, folder, deadline_s=300.0)
     assert told["history"][-1]["step"] == 6
+
+
+def failed_before(folder: str, plan: Any) -> tuple[str, list[str]]:
+    """The weights after a Trainer failed and another one trained its model; and the threads in between."""
+    from transformers import Trainer, TrainerCallback
+
+    from gradwire.integrations.transformers import use
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_: Any, **named: Any) -> None:
+            raise KeyError("as ordered")
+
+    trainer = trainer_of(folder)
+    trainer.add_callback(Fails())
+    if plan is not None:
+        use(trainer, plan=plan)
+    with pytest.raises(KeyError):
+        trainer.train()
+    threads = gradwire_threads()
+    other = Trainer(trainer.model, trainer.args, train_dataset=sentences(512, 1))
+    if plan is not None:
+        use(other, plan=plan)
+    other.train()
+    return digest(trainer.model.parameters()), threads
+
+
+def test_another_trainer_trains_the_model_of_one_that_failed(framework_worlds: Worlds, tmp_path: Path) -> None:
+    ddp, ours = (
+        framework_worlds.run(2, failed_before, str(tmp_path / name), plan, deadline_s=300.0)
+        for name, plan in (("ddp", None), ("gradwire", gw.Uniform(gw.Identity())))
+    )
+    assert ours == ddp
 
 
 def test_bytes_are_in_the_log(framework_worlds: Worlds, tmp_path: Path) -> None:

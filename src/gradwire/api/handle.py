@@ -47,6 +47,12 @@ class Handle:
         self.session = session
         """What the handle works on: the reducer, the exchange and the lanes of the model. For those who extend gradwire."""
         self._recording: Recording | None = None
+        self._detached = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether the handle synchronises gradients: its model lives, and `detach()` was not called."""
+        return not self._detached and self.session.model is not None
 
     @property
     def plan(self) -> Plan:
@@ -168,17 +174,18 @@ class Handle:
         return state_of(self.session)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from where `state_dict` was called. Call it between steps, on every rank. It sends nothing.
+        """Go on from where `state_dict` was called. Collective: call it between steps, on every rank. All ranks load, or none.
 
         With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run goes on
         bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states of all ranks that
         saved, in one dictionary. Their residuals are shared out so that their sum stays. A rank whose state is missing begins
         with zero residuals, and a warning names what is lost.
 
-        Raises ValueError with the name of what is missing or does not fit. With `shard_optimizer` it raises StepStateError if the
-        state has tensors in another order and the optimizer has state already. After an error the handle is as before.
+        Raises ValueError with the name of what is missing or does not fit; on all ranks if it does not fit on one, and if ranks
+        pass states of different steps. With `shard_optimizer` it raises StepStateError if the state has tensors in another order
+        and the optimizer has state already. After an error the handle is as before.
         """
-        load_state(self.session, state)
+        load_state(self.session, lambda: state)
 
     def reset(self) -> None:
         """Go on after an exception in forward or backward that the script caught. Collective.
@@ -291,6 +298,6 @@ class Handle:
 
     def detach(self) -> None:
         """Make the model an ordinary one again. Gradients are no longer synchronised."""
-        session = self.session
+        session, self._detached = self.session, True
         session.detach()
         REGISTRY.forget(session.model, session.parameters.values())

@@ -191,7 +191,7 @@ class Bits:
             say(
                 f"the bits of all tensors stay unchanged until step {step - since + self.adaptive.period + steps}: the state was "
                 f"saved at step {step}, while errors of {steps} steps were measured, and has nothing of them that counts here. "
-                "It was saved by other ranks, with other adaptive bits, or by an older gradwire."
+                "It was saved by other ranks, with other adaptive bits, by an older gradwire, or without the state of a rank."
             )
         self._measure_if_due(session)
 

@@ -1,17 +1,21 @@
 """What a session saves, and how it takes up what another one saved."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradwire.core import Plan, printable
-from gradwire.engine.schedules.base import KeepsState
+from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.session import KeepsMeasurements, Session
 from gradwire.engine.step_state import StepState
 from gradwire.errors import StepStateError
 from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
+from gradwire.transport import gather_bytes
 
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
@@ -23,42 +27,45 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
-def load_state(session: Session, state: Mapping[str, Any]) -> None:
-    """See `Handle.load_state_dict`."""
+def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -> bool:
+    """See `Handle.load_state_dict`. Collective: all ranks load, or none does. Returns whether they did.
+
+    read: returns this rank's state, or None if this rank has none. If no rank has one, nothing changes.
+
+    What ranks do together after it depends on what they loaded. So they compare that first. If one rank fails, all raise.
+    """
     _check_between_steps(session, "load_state_dict()")
-    saved = read_state(state, session.group)
-    if sorted(saved.order) != sorted(session.order):
-        raise ValueError(
-            f"the state's order numbers {len(saved.order)} tensors, not each of the {len(session.order)} trainable ones of "
-            "the model once: it was saved with another model, or other parameters of it were frozen."
-        )
-    plan = _plan_to_resume(session, saved)
-    if saved.own and plan.schedule != session.plan.schedule:
-        before = session.plan
+    saved: Saved | None = None
+    with _failing_together(session) as card:
+        if (state := read()) is not None:
+            saved = read_state(state, session.group)
+            plan = _checked_plan(session, saved)
+            card |= _card_of(saved)
+    if saved is None:
+        return False
+    before, together = session.plan, _taken_together(saved, card["everybody"])
+    if any(each["own"] for each in card["everybody"]) and plan.schedule != before.schedule:
         session.change_to(plan)
-        try:
-            return load_state(session, state)
-        except ValueError:
+    try:
+        with _failing_together(session):
+            usable = plan == session.plan and not session.exchange.outdated(saved.step)
+            exchange = session.exchange if usable else session.assemble(plan, saved.step)
+            memory, extra = split(saved.memory[0] if saved.own else {})
+            carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
+            if saved.own:
+                exchange.memory.check(memory)
+                _check_schedule(session, saved, extra)
+            else:
+                exchange.memory.check_carried(carried)
+            if isinstance(session.driver, KeepsMeasurements):
+                session.driver.check(session, together)
+            if isinstance(session.schedule, ShardsOptimizer):
+                session.schedule.check_exchange(exchange)
+    except Exception:
+        if session.plan.schedule != before.schedule:
             session.change_to(before)
-            raise
-    if saved.own and saved.plan != (digest := _digest_of(session, plan)):
-        raise ValueError(
-            f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
-            "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and the model in "
-            "the memory format that it had."
-        )
-    usable = plan == session.plan and not session.exchange.outdated(saved.step)
-    exchange = session.exchange if usable else session.assemble(plan, saved.step)
-    memory, extra = split(saved.memory[0] if saved.own else {})
-    carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
-    if saved.own:
-        exchange.memory.check(memory)
-        _check_schedule(session, saved, extra)
-        if isinstance(session.driver, KeepsMeasurements):
-            session.driver.check(session, saved)
-    else:
-        exchange.memory.check_carried(carried)
-        warn_of_lost(saved.missing, exchange.memory.names())
+        raise
+    warn_of_lost(saved.missing, exchange.memory.names())
     session.use(exchange)
     session.order, session.order_known = saved.order, session.policy is not None
     if saved.own:
@@ -67,9 +74,94 @@ def load_state(session: Session, state: Mapping[str, Any]) -> None:
         exchange.memory.take_over(carried)
     session.reducer.step = saved.step
     if isinstance(session.schedule, KeepsState):
-        session.schedule.load(saved, extra)
+        session.schedule.load(together, extra)
     if session.driver is not None:
-        session.driver.resumed(session, saved)
+        session.driver.resumed(session, together)
+    return True
+
+
+@contextmanager
+def _failing_together(session: Session) -> Iterator[dict[str, Any]]:
+    """Around work of this rank, which may fill in the card that is yielded. At its end ranks exchange their cards; those of all
+    ranks, in order, are then in `card["everybody"]`. If the work fails on a rank, that rank raises its own error, and the
+    others raise ValueError with its words."""
+    card: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        yield card
+    except Exception as error:
+        problem = error
+        card["error"] = f"{type(error).__name__}: {error}"
+    ranks = session.group.global_ranks
+    everybody = card["everybody"] = _exchanged(session, card) if len(ranks) > 1 else [dict(card)]
+    if problem is not None:
+        raise problem
+    for rank, each in zip(ranks, everybody, strict=True):
+        if "error" in each:
+            raise ValueError(f"rank {rank} could not load its state, so no rank loads one: {each['error']}")
+    _check_alike(everybody, ranks)
+
+
+def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]]:
+    session._whereabouts.enter()
+    with session.lanes.told("all ranks to compare the states that they load", session.reducer.step):
+        job = partial(gather_bytes, text=json.dumps(card).encode())
+        rows = session.lanes.control.submit(job).result()
+    session._whereabouts.leave(beside=True)
+    return [json.loads(row) for row in rows]
+
+
+def _card_of(saved: Saved) -> dict[str, Any]:
+    """What must be the same on all ranks, or decides what ranks do together."""
+    decided = "" if saved.decided is None else saved.decided.digest()
+    alike = {"step": saved.step, "order": saved.order, "plan": decided, "search": saved.searching}
+    return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
+
+
+def _check_alike(cards: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Raises ValueError, with the same words on all ranks, unless all ranks or none have a state, of one step and one plan."""
+    found = [(rank, card["alike"]) for rank, card in zip(ranks, cards, strict=True) if "alike" in card]
+    if not found:
+        return
+    (first, expected), without = found[0], sorted(set(ranks) - {rank for rank, _ in found})
+    if without:
+        raise ValueError(
+            f"rank {without[0]} found no state to load, and rank {first} found one of step {expected['step']}. Ranks would go on "
+            f"with different steps and plans. Give rank {without[0]} the file that it saved, or the files of all ranks: on "
+            "several nodes use a folder that all of them share. To begin without residuals load no state on any rank."
+        )
+    for rank, alike in found:
+        for what, value in expected.items():
+            if alike[what] != value:
+                raise ValueError(
+                    f"the {what} in rank {first}'s state is {printable(str(value))}, and in rank {rank}'s "
+                    f"{printable(str(alike[what]))}: these were not saved together. Load the states of one checkpoint."
+                )
+
+
+def _taken_together(saved: Saved, cards: Sequence[Mapping[str, Any]]) -> Saved:
+    """The state for what ranks do together. If a rank has not its own, none goes on with a decision or a measurement."""
+    own = all(card["own"] for card in cards)
+    if own and all(card["measuring"] for card in cards):
+        return saved
+    return saved._replace(own=own, measuring=b"", measured={})
+
+
+def _checked_plan(session: Session, saved: Saved) -> Plan:
+    """The plan with which a state is taken up. Raises ValueError unless the state is of this model and this plan."""
+    if sorted(saved.order) != sorted(session.order):
+        raise ValueError(
+            f"the state's order numbers {len(saved.order)} tensors, not each of the {len(session.order)} trainable ones of "
+            "the model once: it was saved with another model, or other parameters of it were frozen."
+        )
+    plan = _plan_to_resume(session, saved)
+    if saved.own and saved.plan != (digest := _digest_of(session, plan)):
+        raise ValueError(
+            f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
+            "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and the model in "
+            "the memory format that it had."
+        )
+    return plan
 
 
 def _check_between_steps(session: Session, method: str) -> None:

@@ -10,7 +10,7 @@ from gradwire.exchange.mixed import mixed, take_turn
 from gradwire.exchange.options import check_sharded
 from gradwire.exchange.phases import shards_of
 from gradwire.exchange.plans import info_of, plan_for
-from gradwire.exchange.residual_store import Remembered, added_up
+from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up
 from gradwire.exchange.states import (
     CORRECTION,
     LOCAL,
@@ -32,6 +32,7 @@ __all__ = [
     "LOCAL",
     "MEASURED",
     "OUTER",
+    "SHARED",
     "Abandoned",
     "BucketBuffers",
     "BucketStats",
@@ -44,6 +45,7 @@ __all__ = [
     "Remembered",
     "Saved",
     "Slot",
+    "State",
     "Stats",
     "StepReport",
     "TaskTimes",

@@ -4,7 +4,6 @@
 precision, compilation), and `gw.parallelize` is called on it. All else is Accelerate's own.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
 
     objects: one model, and any number of optimizers, data loaders and schedulers. plan and options: as in `gw.parallelize`. Every
     rank calls it. Returns the prepared objects in their order. The handle is the last one of the list `accelerator.gradwire`. A
-    script of one process, without a launcher, trains as without gradwire.
+    script of one process, without a launcher, trains as without gradwire. `accelerator.free_memory` detaches the handles of all
+    models; another `prepare` of the same model replaces its handle.
 
     `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
     rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` takes these up, and the run goes on bit for bit.
@@ -59,11 +59,11 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     finally:
         accelerator.prepare_model = wraps
     model, optimizers = prepared[places[0]], [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    handles = _handles_of(accelerator)
+    _forget([each for each in handles if not each.attached or each.session.model is model], handles)
     handle = parallelize(model, optimizers or None, plan=plan, **options)
     model.no_sync = NoSync(handle)
-    handles = vars(accelerator).setdefault("gradwire", [])
     handles.append(handle)
-    _keep_in_checkpoints(accelerator, handle, f"gradwire_{len(handles) - 1}")
     return prepared
 
 
@@ -71,21 +71,47 @@ def _as_tuple(prepared: Any) -> tuple[Any, ...]:
     return prepared if isinstance(prepared, tuple) else (prepared,)
 
 
-def _keep_in_checkpoints(accelerator: Accelerator, handle: Handle, name: str) -> None:
-    """Save and load the handle with the accelerator's state."""
-    folders: list[Path] = []
-    load: Callable[..., None] = accelerator.load_state
+def _handles_of(accelerator: Accelerator) -> list[Handle]:
+    """The handles of the models that train, which `save_state`, `load_state` and `free_memory` include from now on."""
+    if "gradwire" in vars(accelerator):
+        return accelerator.gradwire  # type: ignore[no-any-return]
+    handles: list[Handle] = []
+    accelerator.gradwire = handles
+    folders: list[str] = []
+    load, free = accelerator.load_state, accelerator.free_memory
 
     def save_too(models: Any, weights: Any, folder: str) -> None:
-        save_handle(handle, Path(folder, name))
+        for name, handle in _named(handles):
+            save_handle(handle, Path(folder, name))
 
     def find_folder(models: Any, folder: str) -> None:
-        folders.append(Path(folder, name))
+        folders.append(folder)
 
     def load_too(*arguments: Any, **named: Any) -> None:
         load(*arguments, **named)
-        load_handle(handle, folders.pop())  # last: some schedules compare their state with the weights
+        folder = folders.pop()
+        for name, handle in _named(handles):  # last: some schedules compare their state with the weights
+            load_handle(handle, Path(folder, name))
+
+    def free_too(*objects: Any) -> Any:
+        _forget(handles[:], handles)
+        return free(*objects)
 
     accelerator.register_save_state_pre_hook(save_too)
     accelerator.register_load_state_pre_hook(find_folder)
-    accelerator.load_state = load_too
+    accelerator.load_state, accelerator.free_memory = load_too, free_too
+    return handles
+
+
+def _named(handles: list[Handle]) -> list[tuple[str, Handle]]:
+    return [(f"gradwire_{at}", handle) for at, handle in enumerate(handles)]
+
+
+def _forget(dead: list[Handle], handles: list[Handle]) -> None:
+    """Detach handles of an earlier preparation. Their states belong to no model that trains."""
+    for handle in dead:
+        model = handle.session.model
+        handle.detach()
+        handles.remove(handle)
+        if model is not None:
+            vars(model).pop("no_sync", None)

@@ -85,11 +85,8 @@ def _set(name: str, spec: QSGD | Identity) -> None:
 
 
 class QuantisingGroup(dist.ProcessGroup):
-    """A group of the backend "gradwire". Every rank must make the same all-reduces in the same order, as with gloo.
-
-    An all-reduce raises DisagreementError on all ranks where they were told other bits or layers. Waiting for it raises
-    RuntimeError, with the words of gradwire's error, where a rank died or stalled.
-    """
+    """A group whose ranks make the same all-reduces in the same order, as with gloo. An all-reduce raises DisagreementError
+    on all ranks if bits or layers differ. Waiting raises RuntimeError, with gradwire's own words, if a rank died or stalled."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -135,24 +132,26 @@ class QuantisingGroup(dist.ProcessGroup):
             grad = parameter.grad if (parameter := reference()) is not None else None
             if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
                 parts[name] = grad.detach()
-        if sum(part.numel() for part in parts.values()) == tensor.numel():
+        found = torch.tensor([sum(part.numel() for part in parts.values()) == tensor.numel()], dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self)  # a rank that left a layer out does not find it
+        if found.item():
             return parts
         warnings.warn(
-            f"an all-reduce of {tensor.numel()} elements is not made of whole gradients of the registered model, and stays "
-            "uncompressed. If it is DDP's, set gradient_as_bucket_view=True.",
+            f"an all-reduce of {tensor.numel()} elements is not made of whole gradients of the registered model on all ranks, "
+            "and stays uncompressed. If it is DDP's, set gradient_as_bucket_view=True.",
             stacklevel=2,
         )
         return None
 
     def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange:
-        key = tuple((name, part.dtype) for name, part in parts.items())
+        of_parts = ((name, part.dtype, part.shape, _settings.layers.get(name)) for name, part in parts.items())
+        key = (_settings.bits, bool(_settings.parameters), *of_parts)
         if key not in self._exchanges:
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
             default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
             policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
             fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
-            lanes = self._lanes
-            infos = [info_of(*each) for each in parts.items()]
+            lanes, infos = self._lanes, [info_of(*each) for each in parts.items()]
             plan = policy.plan(infos, self.size(), lanes.group.grid.ranks_per_node_if_even)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, info_of, plan_for, read_state
+from gradwire.integrations.handles import resume_together
 from gradwire.plan import Policy
 from gradwire.transport import Group
 
@@ -113,10 +114,9 @@ class DDPState:
         self._find_model()
         if self._exchange is None and self._parameters:  # not all gradients are sparse
             self._order = self._order or list(self._parameters)[::-1]
-            self._exchange = self._make()
-            if self._saved:
-                self._exchange.load_state_dict(self._saved)
-                self._saved = {}
+            made = self._make()
+            resume_together(made, self._saved)
+            self._exchange, self._saved = made, {}
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
             self._exchange.begin()

@@ -1,10 +1,11 @@
 """gradwire in FSDP2: compressed collectives of `fully_shard`, and compressed exchanges between the replicas of HSDP.
 
-FSDP2 reduces and gathers a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules, no
-policy can tell parameters apart, and blocks of a quantiser cross them.
+FSDP2 reduces and gathers a module as one flat tensor. So a spec is for whole modules, no policy can tell parameters apart, and
+blocks of a quantiser cross them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.nn import Module
 
 from gradwire._version import __version__
@@ -19,13 +21,14 @@ from gradwire.core import FP8, QSGD, Cast, Identity, Int8, Spec, TensorInfo
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.handles import from_bytes, to_bytes
+from gradwire.integrations.packs import ModulePacks, pack_of
 from gradwire.plan import Policy
 from gradwire.transport import Lanes
 
 __all__ = ["ModuleExchanges", "compress", "replicate"]
 
 _ALL, _LAST_STEP = 2**62, 2**61
-_GRADIENTS, _PARAMETERS = "gradients", "parameters"
+_GRADIENTS, _PARAMETERS, _RANKS = "gradients", "parameters", "ranks"
 _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
@@ -33,7 +36,7 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. On all ranks, before a forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
-    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics.
+    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics. A later call replaces it.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
 
@@ -52,6 +55,8 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
         module.set_custom_reduce_scatter(_ModuleReduceScatter(exchanges, name))
         if parameters is not None:
             module.set_custom_all_gather(_ModuleAllGather(exchanges, name))
+        elif isinstance(module._get_fsdp_state()._fsdp_param_group._all_gather_comm, _ModuleAllGather):
+            module.set_custom_all_gather(DefaultAllGather())  # an earlier call rounded parameters
     return exchanges
 
 
@@ -68,9 +73,10 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
     exchanges = ModuleExchanges(model, spec, None)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(_local(tensor), dist.get_global_rank(group, 0), group=group)
+            shard = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+            dist.broadcast(shard, dist.get_global_rank(group, 0), group=group)
     for name, module in exchanges.modules.items():
-        module.set_all_reduce_hook(_between_replicas(exchanges, name, group))
+        module.set_all_reduce_hook(partial(exchanges._average, name, group))
     return exchanges
 
 
@@ -90,54 +96,61 @@ class ModuleExchanges:
         self._policies = {_GRADIENTS: _policy(spec, scheme)}
         if parameters is not None:  # rounded to nearest: the weights of forward and backward are the same
             self._policies[_PARAMETERS] = _policy(parameters.under_feedback(), scheme)
-        self._lanes: Lanes | None = None
-        self._exchanges: dict[str, Exchange] = {}
-        self._saved: dict[str, dict[str, Tensor]] = {}
+        self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
+        self._packs = {f"{what} of {module}": ModulePacks() for what in self._policies for module in self.modules}
 
     def exchange_of(
         self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS
     ) -> Exchange:
-        """The exchange of a module; made when its first tensors come, which is at the same point on all ranks of the group."""
-        key = f"{what} of {module}"
-        if key not in self._exchanges:
+        """The exchange of a module's buffer. All ranks of the group ask for it at the same point, inside a call of FSDP2."""
+        pack = pack_of(next(iter(tensors.values())), group)
+
+        def make() -> Exchange:
             plan = self._policies[what].plan([info_of(*each) for each in tensors.items()], group.size())
-            if self._lanes is None:
-                self._lanes = Lanes(group)
-                specs = {name: repr(policy.default) for name, policy in self._policies.items()}
-                facts = {"gradwire version": __version__, "specs": repr(specs), "modules": [*self.modules]}
-                self._lanes.open(facts, next(iter(tensors.values())).device)
-            made = self._exchanges[key] = Exchange.on(self._lanes, tensors, plan, 0)
-            if (saved := self._saved.pop(key, None)) is not None:
-                made.load_state_dict(saved)
-        return self._exchanges[key]
+            if pack.ranks not in self._lanes:
+                self._lanes[pack.ranks] = Lanes(group)
+                specs = repr({name: repr(policy.default) for name, policy in self._policies.items()})
+                facts: dict[str, Any] = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
+                facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}
+                self._lanes[pack.ranks].open(facts, next(iter(tensors.values())).device)
+            return Exchange.on(self._lanes[pack.ranks], tensors, plan, 0)
+
+        return self._packs[f"{what} of {module}"].exchange_of(pack, tensors, make)
+
+    def _average(self, module: str, group: ProcessGroup, shard: Tensor) -> None:
+        self.exchange_of(module, {module: shard}, group).average_({module: shard})
 
     def state_dict(self) -> dict[str, bytes]:
         """This rank's steps and residuals, `torch.save`d: key `rank{r}`. Between steps. Save those of all ranks."""
-        own = {name: exchange.state_dict() for name, exchange in self._exchanges.items()}
-        return {f"rank{dist.get_rank()}": to_bytes({**self._saved, **own})}
+        own = {name: packs.state() for name, packs in self._packs.items()}
+        return {f"rank{dist.get_rank()}": to_bytes(own | {_RANKS: dist.get_world_size()})}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Take up what `state_dict` returned on this rank, with the same ranks. Before the first forward. Raises PlanError after
         it, and ValueError for another rank's or model's; backward raises ValueError for what else does not fit."""
-        if self._exchanges:
+        if self._lanes:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"
         if own not in state:
             raise ValueError(f"the state has no {own}, only {', '.join(state) or 'nothing'}: other ranks saved it.")
         saved = from_bytes(state[own])
-        known = {f"{what} of {module}" for what in self._policies for module in self.modules}
-        if unknown := sorted(saved.keys() - known):
-            raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(known))}.")
-        self._saved = saved
+        if (ranks := saved.pop(_RANKS, None)) not in (None, dist.get_world_size()):
+            raise ValueError(f"{ranks} ranks saved the state, and these are {dist.get_world_size()}. Leave it out.")
+        if unknown := sorted(saved.keys() - self._packs.keys()):
+            raise ValueError(f"the state has {unknown[0]!r}, and the model {', '.join(sorted(self._packs))}.")
+        for name, packs in saved.items():
+            self._packs[name].load(packs)
 
     def stats(self) -> dict[str, ExchangeStats]:
-        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`. Each prints as a line."""
-        return {name: exchange.stats() for name, exchange in self._exchanges.items()}
+        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`, and for a module with
+        several buffers also `gradients of MODULE (2)`. Each prints as a line."""
+        found = [(name, at, each) for name, p in self._packs.items() for at, each in enumerate(p.exchanges.values(), 1)]
+        return {name if at == 1 else f"{name} ({at})": exchange.stats() for name, at, exchange in found}
 
     def close(self) -> None:
         """End the threads. No backward may follow."""
-        if self._lanes is not None:
-            self._lanes.stop()
+        for lanes in self._lanes.values():
+            lanes.stop()
 
 
 class _ModuleComm:
@@ -184,15 +197,3 @@ def _policy(spec: Spec, scheme: str | None) -> Policy:
     made = Policy(default=spec, exempt_vectors=False, scheme=scheme, bucket_bytes=_ALL, edge_bytes=_ALL, chunk_bytes=0)
     made.plan([TensorInfo("model", (1,), "float32")])  # raises for a spec that the scheme cannot carry
     return made
-
-
-def _between_replicas(exchanges: ModuleExchanges, module: str, group: ProcessGroup) -> Callable[[Tensor], None]:
-    def average(shard: Tensor) -> None:
-        exchanges.exchange_of(module, {module: shard}, group).average_({module: shard})
-
-    return average
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,21 @@ import torch.distributed as dist
 
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
-from gradwire.engine import Patch
+from gradwire.engine import Patch, load_state
+from gradwire.errors import DisagreementError, StepStateError
+from gradwire.exchange import Exchange
+from gradwire.transport import agree
 
-__all__ = ["NoSync", "facts", "from_bytes", "gather_states", "load_handle", "save_handle", "to_bytes"]
+__all__ = [
+    "NoSync",
+    "facts",
+    "from_bytes",
+    "gather_states",
+    "load_handle",
+    "resume_together",
+    "save_handle",
+    "to_bytes",
+]
 
 
 class NoSync(Patch):
@@ -48,34 +61,73 @@ def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
-    """Take up what ranks wrote into the folder. Every rank calls it, between steps.
+    """Take up what ranks wrote into the folder. Collective: every rank calls it, between steps. All ranks load, or none.
 
-    A rank reads its own file; where another number of ranks saved, all files. Without any file residuals begin at zero, with a
-    warning. Raises ValueError where a file does not fit the handle.
+    A rank reads its own file; where another number of ranks saved, or its own file is missing, all files. If no rank finds a
+    file, residuals begin at zero, with a warning.
+
+    Raises ValueError on all ranks if a rank finds no file and another one does, if a file does not fit the handle, and if files
+    are of different steps.
     """
-    own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-    if not files:
+    device, group = handle.session.device, handle.session.group
+
+    def read() -> dict[str, Any] | None:
+        own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
+        state = torch.load(own, map_location=device, weights_only=True) if own in files else {}
+        ranks = state.get(f"rank{group.global_ranks[group.rank]}/ranks")
+        if ranks is None or tuple(ranks.tolist()) != group.global_ranks:
+            for path in files:
+                state |= torch.load(path, map_location=device, weights_only=True)
+        return state if files else None
+
+    if not load_state(handle.session, read):
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,
         )
-        return
-    device, group = handle.session.device, handle.session.group
-    state = torch.load(own, map_location=device, weights_only=True) if own in files else {}
-    ranks = state.get(f"rank{group.global_ranks[group.rank]}/ranks")
-    if ranks is None or tuple(ranks.tolist()) != group.global_ranks:
-        for path in files:
-            state |= torch.load(path, map_location=device, weights_only=True)
-    handle.load_state_dict(state)
+
+
+def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
+    """Load a state into an exchange that was just made; an empty one changes nothing. Collective: all ranks load states of one
+    step, or all raise. Raises what `Exchange.load_state_dict` does, and DisagreementError on the other ranks."""
+    problem = None
+    try:
+        if state:
+            exchange.load_state_dict(state)
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    facts = {"step of the state that was loaded": exchange.step} | ({"error": str(problem)} if problem else {})
+    lanes = exchange.lanes
+    job = partial(agree, facts=facts, global_ranks=exchange.group.global_ranks)
+    try:
+        with lanes.told("all ranks to compare the states that they loaded", exchange.step):
+            lanes.control.submit(job).result()
+    except DisagreementError:
+        exchange.close()
+        if problem is not None:
+            raise problem from None
+        raise
 
 
 def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps."""
+    Collective, between steps. If a rank has no state, as in the middle of a step, that rank raises its own error, and the
+    others StepStateError."""
     group, device = handle.session.group, handle.session.device
-    own = torch.frombuffer(bytearray(to_bytes(handle.state_dict())), dtype=torch.uint8).to(device)
+    data, problem = b"", None
+    try:
+        data = to_bytes(handle.state_dict())
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    own = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in group.global_ranks]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group.process_group)
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group.process_group)
+    if problem is not None:
+        raise problem
+    if failed := [rank for rank, size in zip(group.global_ranks, sizes, strict=True) if not int(size)]:
+        raise StepStateError(
+            f"rank {failed[0]} could not save its state, and a checkpoint without it could not be resumed. See its log."
+        )
     longest = max(int(size) for size in sizes)
     padded = torch.nn.functional.pad(own, (0, longest - len(own)))
     rows = [torch.empty_like(padded) for _ in sizes] if group.rank == 0 else None

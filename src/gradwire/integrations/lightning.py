@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from gradwire.api import Handle, parallelize
+from gradwire.engine import load_state
 from gradwire.errors import PlanError
 from gradwire.integrations.handles import facts, gather_states
 
@@ -62,10 +63,9 @@ class GradwireStrategy(DDPStrategy):
         self._detach()
         self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
         self._attached = True
-        if self._saved:
-            device = self.handle.session.device
-            self.handle.load_state_dict({key: value.to(device) for key, value in self._saved.items()})
-            self._saved = {}
+        device, saved = self.handle.session.device, self._saved
+        load_state(self.handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved else None)
+        self._saved = {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, inside a call of the module, which tells gradwire that a step begins."""

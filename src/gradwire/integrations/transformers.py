@@ -68,7 +68,10 @@ class GradwireCallback(TrainerCallback):
     def _train(self, resume_from_checkpoint: Any = None, *rest: Any, **named: Any) -> Any:
         folder = self._trainer.args.output_dir
         self._checkpoint = get_last_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
-        return self._plain_train(resume_from_checkpoint, *rest, **named)
+        try:
+            return self._plain_train(resume_from_checkpoint, *rest, **named)
+        finally:
+            self._detach()  # after an error, too: another Trainer may train the model
 
     def _prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
