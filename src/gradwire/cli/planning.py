@@ -101,7 +101,7 @@ class PlanInputs(NamedTuple):
     cluster: "Cluster"
     costs: "Costs"
     specs: "Sequence[Spec]"
-    limits: "Limits | None"
+    limits: "Limits"
     rules: "Rules"
 
 
@@ -124,13 +124,14 @@ def simulate(
     where one node's link is slower.
     """
     from gradwire.core import Cluster, Costs, Plan, Profile, write_whole
+    from gradwire.planner import Limits
     from gradwire.sim import as_table, as_trace, changed_rules
     from gradwire.sim import simulate as simulate_plan
 
     times = Profile.load(profile)
     changed = changed_rules(times, **rules._asdict())
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
-    inputs = PlanInputs(times, Cluster.load(cluster), codecs, (), None, changed)
+    inputs = PlanInputs(times, Cluster.load(cluster), codecs, (), Limits(), changed)
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(trace=trace, slow_node=sweep.slow_node)
         simulate_sweep(Plan.load(plan), inputs, points, sweep.picture, json)
