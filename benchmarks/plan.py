@@ -12,7 +12,7 @@ from gradwire.planner.methods import METHODS
 
 
 def run(arguments: list[str]) -> int:
-    """Plan as `gradwire plan` does. The options are the same."""
+    """Plan as `gradwire plan` does. The options are the same. Ends the program with the exit status."""
     METHODS.update(methods.METHODS)
     command = typer.main.get_command(app)
-    return command.main(["plan", *arguments], prog_name="python -m benchmarks", standalone_mode=False) or 0
+    return command.main(["plan", *arguments], prog_name="python -m benchmarks")
