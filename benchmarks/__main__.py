@@ -6,7 +6,18 @@ A part is a module with `run(arguments) -> int`, the exit status.
 import importlib
 import sys
 
+from gradwire.errors import GradwireError
+
+CAMPAIGNS = {
+    "methods": "jobs x links x methods as `gradwire bench`, with more options, parts of steps and other libraries' methods",
+    "predict": "predicted steps beside measured steps",
+    "ceiling": "fake compression: the gain that more compression could bring",
+    "phases": "the exposed time of the reduce and the gather phase",
+}
+"""Parts in `benchmarks/campaigns`."""
 PARTS = {
+    **CAMPAIGNS,
+    "plan": "`gradwire plan` with the papers' own methods of planning too, such as cupcake",
     "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
     "builds": "two builds of the C++ kernels beside each other: is any kernel slower than it was?",
     "gpu": "what one GPU can show in ten minutes: bits, ranks over NCCL, speed, the host's time, the tests marked `gpu`",
@@ -17,14 +28,14 @@ PARTS = {
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",
     "figures": "the papers' figures in simulation, from published profiles: writes docs/figures.md",
-    "side_by_side": "docs/side_by_side.md, from what `gradwire bench --papers` measured",
+    "side_by_side": "the papers' systems beside gradwire's joint plan: docs/side_by_side.md; --measure measures cells",
     "search_times": "the papers' search times and more of their figures: writes docs/search_times.md",
     "offload": "codecs on a sleeping accelerator, on CPUs and on both: steps beside their predictions",
     "schemes": "one bucket by every scheme, flat and hierarchical, beside the prediction: docs/schemes.md",
     "uneven": "exchanges with one slow node and with slow uplinks, beside what they are priced with",
     "planner": "milliseconds of planning by each method, and the steps of their plans",
     "cells": "step times of the jobs on slow links, DDP beside gradwire",
-    "matrix": "docs/matrix.md and the README's table, from what `gradwire bench --matrix` measured",
+    "matrix": "auto beside DDP and torch's hooks: docs/matrix.md and the README's table; --measure measures cells",
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",
     "convergence": "held-out loss and accuracy of the delayed schedule beside synchronous SGD, paired by seed",
@@ -57,7 +68,15 @@ def main(arguments: list[str]) -> int:
         print(f"there is no benchmark {arguments[0]!r}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     chosen = [(arguments[0], arguments[1:])] if arguments else [(part, []) for part in DEFAULT]
-    return max(importlib.import_module(f"benchmarks.{part}").run(options) for part, options in chosen)
+    try:
+        return max(importlib.import_module(_module(part)).run(options) for part, options in chosen)
+    except GradwireError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+
+
+def _module(part: str) -> str:
+    return f"benchmarks.campaigns.{part}" if part in CAMPAIGNS else f"benchmarks.{part}"
 
 
 if __name__ == "__main__":

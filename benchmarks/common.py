@@ -3,16 +3,28 @@
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from gradwire.bench.runner import Network
 from gradwire.core.files import write_whole
 from gradwire.core.provenance import processor_name
 
 RESULTS = Path(__file__).parent / "results"
+WIDTH = 260
+"""Of tables that are not printed on a terminal."""
+
+
+def print_wide(tables: Iterable[Table]) -> None:
+    """Print tables; not on a terminal with all their columns."""
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    for table in tables:
+        console.print(table)
 
 
 def collected(

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
+from benchmarks.campaigns.parts import WRONG_PREFIX
 from benchmarks.common import RESULTS, mean_inside_turns, write, write_between
 from benchmarks.papers.closed_forms import cd_sgd_mean_us, cd_sgd_staggered_us
-from gradwire.bench.names import WRONG_PREFIX
 
 JOB = "transformer"
 PATH = RESULTS / "delayed.json"
@@ -87,7 +87,7 @@ def _measured(link: str, turns: int) -> dict[str, Any] | None:
     methods = ["floor", COMPUTE, USUAL, *CORRECTIONS.values(), BACKWARD, *SCHEDULES]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "gradwire", "bench", "--jobs", JOB, "--links", link]
+        command = [sys.executable, "-m", "benchmarks", "methods", "--jobs", JOB, "--links", link]
         command += ["--methods", ",".join(methods), "--alone-steps", "0", "--warmup", str(WARMUP_STEPS)]
         command += ["--turn", str(TURN), "--steps", str(TURN * turns), "--json", str(result)]
         failed = subprocess.run(command).returncode

@@ -3,9 +3,9 @@
     python -m benchmarks first [--links 100mbit ..] [--nodes 2 4] [--seconds 60] [--again]
 
 The model has 7.4 M parameters and trains on random tokens. In each cell DDP, DDP with 2 MB buckets, `plan="auto"` and every spec
-that auto may choose train for equal seconds, in turns, all from their first step. The columns are those of the matrix, whose jobs
-are measured by `gradwire bench --matrix` and shown in docs/matrix.md. *Of its plan* is auto's number of steps over the seconds
-times the rate of the plan that auto chose, measured after the decision. Needs network namespaces.
+that auto may choose train for equal seconds, in turns, all from their first step. The columns are those of docs/matrix.md
+(`python -m benchmarks matrix --measure`). *Of its plan* is auto's number of steps over the seconds times the rate of
+the plan that auto chose, measured after the decision. Needs network namespaces.
 
 Each cell is written to benchmarks/results/first.json at once, and is not measured again while it stands there (--again does).
 Returns 1 if a decision came late, if auto was behind by more than 2 %, or if its choice is more than 3 % slower than the best.

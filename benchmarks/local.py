@@ -24,14 +24,14 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import local_equal, local_step
-from benchmarks.campaigns.rivals import TORCHFT, TORCHFT_MEAN, absent
+from benchmarks.campaigns.requests import RepositoryRequest
+from benchmarks.campaigns.rivals import RIVAL_PREFIX, TORCHFT, TORCHFT_MEAN, absent
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from gradwire.bench.jobs import make_job
-from gradwire.bench.names import RIVAL_PREFIX
 from gradwire.bench.progress import RaceView, View
 from gradwire.bench.results import Cell, StepEvent
-from gradwire.bench.runner import BenchRequest, emulation_problem, gbps_of, run_bench
+from gradwire.bench.runner import emulation_problem, gbps_of, run_bench
 
 JOB = "transformer"
 FOLDER = RESULTS / "local"
@@ -157,7 +157,7 @@ class Race:
         view = RaceView(Console(stderr=True), self._batch)
         link, nodes, seconds = (self._about[name] for name in ("link", "nodes", "seconds"))
         methods = list(self._methods.values())
-        request = BenchRequest([JOB], [link], methods, nodes=nodes, race_s=seconds, alone_steps=0)
+        request = RepositoryRequest([JOB], [link], methods, nodes=nodes, race_s=seconds, alone_steps=0)
         done = run_bench(request, None, Told(view, self, keep))
         self.ended(done.cells)
         keep(self.result())

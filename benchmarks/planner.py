@@ -27,7 +27,7 @@ from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import METHODS as PLANNERS
-from gradwire.planner.methods import make
+from gradwire.planner.methods import make_plan
 
 ALLOWED_MS = 250.0
 METHODS = tuple(PLANNERS)
@@ -131,11 +131,11 @@ def number(value: float) -> str:
 def row(profile: Profile, gbps: float, intra_gbps: float, method: str, repeats: int) -> dict[str, Any]:
     """One line of the table."""
     cluster = Cluster(nodes=8, ranks_per_node=8, intra=Link(5.0, intra_gbps), inter=Link(20.0, gbps))
-    make(PlanningJob(profile, cluster, CODECS, [QSGD()]), "ddp")
+    make_plan(PlanningJob(profile, cluster, CODECS, [QSGD()]), "ddp")
     made, cpu_ms = [], []
     for _ in range(repeats):
         began = time.process_time()
-        made.append(make(PlanningJob(profile, cluster, CODECS, [QSGD()]), method))
+        made.append(make_plan(PlanningJob(profile, cluster, CODECS, [QSGD()]), method))
         cpu_ms.append((time.process_time() - began) * 1e3)
     prediction = made[0].plan.prediction
     assert prediction is not None

@@ -13,7 +13,7 @@ from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, Tenso
 from gradwire.costs.imported import import_file
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import make
+from gradwire.planner.methods import make_plan
 from gradwire.sim.rules import Rules, changed_rules
 from gradwire.sim.simulator import FS_PER_US
 
@@ -48,7 +48,7 @@ def _planned(tensors: int, nodes: int) -> float:
     profile = Profile(model="made up", batch=32, device="V100", tensors=rows)
     cluster = Cluster(nodes=nodes, ranks_per_node=8, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
     began = time.process_time()
-    make(PlanningJob(profile, cluster, CODECS, [QSGD()]))
+    make_plan(PlanningJob(profile, cluster, CODECS, [QSGD()]))
     return (time.process_time() - began) * 1e3
 
 
@@ -64,7 +64,7 @@ def cases(data: Path) -> Iterator[dict[str, Any]]:
         began = time.process_time()
         specs = [codec.spec for codec in costs.codecs]
         rules = changed_rules(profile, decode_calls=calls)
-        made = make(PlanningJob(profile, cluster, costs, specs, Limits(exempt_vectors=False), rules))
+        made = make_plan(PlanningJob(profile, cluster, costs, specs, Limits(exempt_vectors=False), rules))
         cpu_ms = (time.process_time() - began) * 1e3
         prediction = made.plan.prediction
         assert prediction is not None

@@ -1,23 +1,26 @@
 """Every scheme, flat and hierarchical, beside the model's prediction; and what a quantised sum loses by each: docs/schemes.md.
 
     python -m benchmarks schemes [--links 100mbit 200mbit 500mbit]
+    python -m benchmarks schemes --measure [--links 200mbit] [--nodes 2] [--ranks-per-node 2] [--json FILE]
 
-Runs `gradwire bench --what options` over each link on 2 nodes of 2 ranks, about fifteen minutes in all. Needs network
-namespaces; without them only the errors are measured, and the page is left as it is.
+The first command measures each link that has no results on 2 nodes of 2 ranks, about fifteen minutes in all, and writes the
+page. Needs network namespaces; without them only the errors are measured, and the page is left as it is. The second command
+measures, prints the tables, and writes no page. With several links the file's name gets the link before its suffix.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.campaigns.measuring import json_file
 from benchmarks.campaigns.schemes import SCHEMES, SchemesRun
-from benchmarks.campaigns.schemes_runner import SIZES, median_us, run_schemes, size_name, verdict
-from benchmarks.common import RESULTS, write
+from benchmarks.campaigns.schemes_runner import SIZES, median_us, run_schemes, schemes_tables, size_name, verdict
+from benchmarks.common import RESULTS, print_wide, write
 from benchmarks.markdown import table
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import emulation_problem
@@ -26,6 +29,7 @@ from gradwire.core.specs import QSGD
 
 PAGE = Path(__file__).parent.parent / "docs" / "schemes.md"
 SUPPORT = Path(__file__).parent.parent / "tests" / "support"
+LINKS = ("100mbit", "200mbit", "500mbit")
 FULL = "200mbit"
 """The link over which the largest buckets are measured too."""
 WORLDS = (2, 4, 8)
@@ -50,20 +54,45 @@ all ranks are one group. Hierarchical: gradients are added inside each node firs
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, write benchmarks/results/schemes-LINK.json and the page."""
+    """Measure. Without --measure write benchmarks/results/schemes-LINK.json and the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks schemes")
-    parser.add_argument("--links", nargs="+", default=["100mbit", "200mbit", "500mbit"])
+    parser.add_argument("--links", nargs="+", help="default: 100mbit 200mbit 500mbit; with --measure 200mbit")
     parser.add_argument("--again", action="store_true", help="measure links that have results already, too")
+    parser.add_argument("--measure", action="store_true", help="measure and print, write no page; the rest is for this")
+    parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=2, help="ranks of each node")
+    parser.add_argument("--json", type=json_file, help="file for the results")
     options = parser.parse_args(arguments)
+    if options.measure:
+        return measure(options.links or [FULL], options.nodes, options.ranks_per_node, options.json)
+    return write_page(options.links or LINKS, options.again)
+
+
+def measure(links: list[str], nodes: int, ranks_per_node: int, json: Path | None) -> int:
+    """Measure over each link, and print."""
+    watch = ProgressView(Console(stderr=True))
+    for link in links:
+        run = run_schemes(link, nodes, ranks_per_node, emulation_problem(), watch)
+        print_wide(schemes_tables(run))
+        print(verdict(run))
+        if json is not None:
+            run.save(json if len(links) == 1 else json.with_stem(f"{json.stem}-{link}"))
+        for problem in run.measured.problems:
+            print(f"Note: {problem}")
+    return 0
+
+
+def write_page(links: Sequence[str], again: bool) -> int:
+    """Measure what is missing, and write the results and the page."""
     errors = reduction_errors()
     write(RESULTS / "schemes-errors.json", {"elements": ELEMENTS, "seeds": SEEDS, "worlds": WORLDS, "errors": errors})
     if problem := emulation_problem():
         print(f"schemes: not measured, {problem}")
         return 0
     runs = []
-    for link in options.links:
+    for link in links:
         path = RESULTS / f"schemes-{link}.json"
-        if options.again or not path.exists():
+        if again or not path.exists():
             sizes = SIZES if link == FULL else SIZES[:-1]
             run_schemes(link, 2, 2, None, ProgressView(Console(stderr=True)), sizes).save(path)
         runs.append(SchemesRun.load(path))

@@ -1,20 +1,29 @@
-"""docs/side_by_side.md, from what `gradwire bench --papers` measured.
+"""The papers' systems beside gradwire's joint plan and their predictions: docs/side_by_side.md.
 
-    python -m benchmarks side_by_side [--results DIR]
+    python -m benchmarks side_by_side [--results DIR]                                       # write the page, measure nothing
+    python -m benchmarks side_by_side --measure [--jobs mlp] [--links 500mbit] [--nodes 2 --ranks-per-node 2] ...
 
-DIR is benchmarks/results/papers. 1 if there is no cell.
+With --measure the cells that have no result are measured and printed, and no page is written. DIR is benchmarks/results/papers.
 """
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.campaigns.papers_cells import PapersCell, median_block_us, papers_verdict
-from benchmarks.campaigns.papers_plans import BASELINES
-from benchmarks.common import RESULTS
+from rich.console import Console
+
+from benchmarks.campaigns.papers_cells import PapersCell, median_block_us, papers_table, papers_verdict
+from benchmarks.campaigns.papers_plans import BASELINES, SHARED_SPECS
+from benchmarks.campaigns.papers_run import LINKS, SHAPES, PapersRequest, run_papers
+from benchmarks.common import RESULTS, print_wide
 from benchmarks.markdown import table
+from gradwire.bench.names import parse_spec, split_names
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.runner import emulation_problem
 from gradwire.bench.table import NOTHING
 from gradwire.core.files import write_whole
 
@@ -42,13 +51,13 @@ CLAIMS = (
 )
 HEAD = """# The papers' systems side by side
 
-Measured by `gradwire bench --papers --jobs transformer` and, for the MLP, `gradwire bench --papers --jobs mlp --links 500mbit
---nodes 2 --ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`; do not edit. The other cells of
-`--papers`, the resnet's among them, are not measured. gradwire's engine runs each system as a plan of the same job, in turns,
-over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had {cores}
-processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward takes longer than on processors of
-their own, and predictions do not know that. Nor do they know that AdamW takes longer where most elements got no gradient yet,
-as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
+Measured by `python -m benchmarks side_by_side --measure --jobs transformer` and, for the MLP, `python -m benchmarks side_by_side
+--measure --jobs mlp --links 500mbit --nodes 2 --ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`;
+do not edit. Other cells, the resnet's among them, are not measured. gradwire's engine runs each system as a plan of the same
+job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had
+{cores} processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward takes longer than on
+processors of their own, and predictions do not know that. Nor do they know that AdamW takes longer where most elements got no
+gradient yet, as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
 
 ## What the papers claim
 
@@ -69,13 +78,58 @@ WANTED = """
 
 
 def run(arguments: list[str]) -> int:
-    """Write the page."""
+    """Measure, or write the page. Returns 1 if a system failed, or if there is nothing to write from."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks side_by_side")
-    parser.add_argument("--results", type=Path, default=RESULTS / "papers")
-    folder = parser.parse_args(arguments).results
+    parser.add_argument("--results", type=Path, default=RESULTS / "papers", help="folder of the cells' results")
+    parser.add_argument("--measure", action="store_true", help="measure and print, write no page; the rest is for this")
+    parser.add_argument("--jobs", type=split_names, default=["transformer", "mlp", "resnet"], help="comma-separated")
+    parser.add_argument("--links", type=split_names, default=LINKS, help=f"default: {','.join(LINKS)}")
+    parser.add_argument("--nodes", type=int, help="default: 4 nodes of 1 rank, and 2 nodes of 2 ranks")
+    parser.add_argument("--ranks-per-node", type=int)
+    parser.add_argument("--intra", help="rate inside each node, which all its ranks share, as behind a PCIe switch")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps of each system")
+    parser.add_argument("--warmup", type=int, default=5, help="steps of each system before those")
+    parser.add_argument("--turn", type=int, default=5, help="steps that a system takes in one turn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the models and batches")
+    parser.add_argument(
+        "--spec", action="append", help=f"of systems that choose; may be repeated; default: {SHARED_SPECS}"
+    )
+    parser.add_argument("--again", action="store_true", help="measure existing cells again")
+    options = parser.parse_args(arguments)
+    return measure(options) if options.measure else write_page(options.results)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure the cells that are missing. Print all that were asked for, and the bounds."""
+    one_shape = options.nodes is not None or options.ranks_per_node is not None
+    request = PapersRequest(
+        folder=options.results,
+        specs=[parse_spec(each) for each in options.spec or SHARED_SPECS],
+        jobs=options.jobs,
+        links=options.links,
+        shapes=[(options.nodes or 2, options.ranks_per_node or 1)] if one_shape else SHAPES,
+        intra=options.intra,
+        steps=options.steps,
+        warmup_steps=options.warmup,
+        turn_steps=options.turn,
+        seed=options.seed,
+        again=options.again,
+    )
+    say = partial(print, file=sys.stderr)
+    cells = run_papers(request, emulation_problem(), ProgressView(Console(stderr=True)), say)
+    print_wide(map(papers_table, cells))
+    print("\n".join(papers_verdict(cells)))
+    failures = [failure for cell in cells for failure in cell.failures]
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def write_page(folder: Path) -> int:
+    """Write the page. Returns 1 if there is nothing to write from."""
     cells = [PapersCell.load(path) for path in sorted(folder.glob("*.json"))]
     if not cells:
-        print(f"{folder} has no cell: `gradwire bench --papers --out {folder}` measures them.")
+        print(f"{folder} has no cell: `python -m benchmarks side_by_side --measure --results {folder}` measures them.")
         return 1
     write_whole(PAGE, side_by_side_page(cells))
     print(f"written to {PAGE}")

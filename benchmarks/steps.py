@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     methods = ",".join([*PLAIN, *(f"gradwire:{entry.spec!r}" for entry in ENTRIES)])
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "gradwire", "bench", "--jobs", options.jobs, "--links", options.links]
+        command = [sys.executable, "-m", "benchmarks", "methods", "--jobs", options.jobs, "--links", options.links]
         command += ["--methods", methods, "--steps", options.steps, "--warmup", str(WARMUP_STEPS)]
         command += ["--alone-steps", "0", "--json", str(result)]
         failed = subprocess.run(command).returncode

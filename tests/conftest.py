@@ -150,6 +150,17 @@ def framework_worlds() -> Iterator[Worlds]:
     kept.close()
 
 
+@pytest.fixture
+def papers_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the papers' methods to the planner's, as `python -m benchmarks plan` does."""
+    from every_method import OF_PAPERS
+
+    from gradwire.planner.methods import METHODS
+
+    for name, planner in OF_PAPERS.items():
+        monkeypatch.setitem(METHODS, name, planner)
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[triton_processes.Interpreter]:
     with triton_processes.interpreter() as made:

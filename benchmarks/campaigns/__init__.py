@@ -1,1 +1,1 @@
-"""Measurements for those who work on gradwire: `gradwire bench` with --matrix, --predict, or any --what but methods."""
+"""Measurements for those who work on gradwire: parts of `python -m benchmarks` that train jobs over emulated links."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from benchmarks.campaigns.measuring import measure
 from gradwire.bench.names import GRADWIRE_PREFIX
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.table import milliseconds
 from gradwire.core.specs import QSGD, ElementRun, Truncate
 
-__all__ = ["ceiling_methods", "ceiling_tables"]
+__all__ = ["ceiling_methods", "ceiling_tables", "run"]
 
 RATIOS = (1, 2, 4, 8, 16, 32, 100, 1000)
 FEW = 10**9
@@ -22,6 +23,11 @@ FEW = 10**9
 NEAR = 1.05
 """A step within so many times that of `FEW` has nothing to gain from a higher ratio."""
 CODEC = QSGD(bits=4)
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, and print the tables."""
+    return measure("ceiling", arguments, ceiling_methods(), ceiling_tables)
 
 
 def ceiling_methods() -> list[str]:

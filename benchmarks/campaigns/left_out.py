@@ -103,6 +103,8 @@ def exchange_alone(exchange: Exchange, number: int) -> None:
 class PartOfStep(Gradwire):
     """gradwire with only a part of each step, one of `parts.PARTS`. What it trains is wrong on purpose."""
 
+    wrong_on_purpose = True
+
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, name: str) -> None:
         self.part, policy = part_of_step(name)
         super().__init__(job, seed, process_group, policy, drift_check_steps=0)  # ranks drift apart, as they must

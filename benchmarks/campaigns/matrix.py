@@ -1,4 +1,4 @@
-"""`gradwire bench --matrix`: DDP, torch's hooks and plan="auto" in its three classes, over jobs, links and numbers of nodes.
+"""DDP, torch's hooks and plan="auto" in its three classes, over jobs, links and numbers of nodes: `python -m benchmarks matrix`.
 
 First, for each job and number of nodes, DDP alone without a limit on the link: what it learns, which no link changes, and what a
 step takes. From that follow how many steps a turn has in each cell, and how long all of it will take, which is said. Then

@@ -30,9 +30,9 @@ FIXED_NAMES = {"gradwire:qsgd4": "4 bits", "gradwire:qsgd2-ef": "2 bits, feedbac
 
 HEAD = """# Auto beside DDP: every job, link and number of nodes
 
-Made by `python -m benchmarks matrix` from what `gradwire bench --matrix` measured; do not edit. Measured {made} with torch
-{torch} on a machine of {cores} cores, on emulated nodes of one rank each. **All ranks share these cores**: on 4 nodes compute
-takes about twice as long as on 2, and codecs compete with it.
+Measured by `python -m benchmarks matrix --measure`, written by `python -m benchmarks matrix`; do not edit. Measured {made} with
+torch {torch} on a machine of {cores} cores, on emulated nodes of one rank each. **All ranks share these cores**: on 4 nodes
+compute takes about twice as long as on 2, and codecs compete with it.
 
 All methods of a cell took turns in one run. Numbers but the first are times faster than DDP with torch's own buckets: the
 median over {pairs} pairs of turns of one round, with its 95 % bootstrap interval. *DDP again* is DDP a second time: what it

@@ -22,7 +22,7 @@ from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS
 from gradwire.planner.drafts import Limits, PlanningJob
-from gradwire.planner.methods import make
+from gradwire.planner.methods import make_plan
 from gradwire.profiler.recorder import WARMUP_STEPS
 from gradwire.sim.rules import Rules
 from gradwire.sim.timeline import simulate
@@ -83,7 +83,7 @@ def planned(job: PlanningJob) -> dict[str, tuple[str, float]]:
     for name, devices in DEVICES.items():
         limits = Limits(exempt_vectors=False, devices=devices)
         allowed = PlanningJob(job.profile, job.cluster, job.simulator.prices.costs, job.specs, limits, RULES)
-        plan = make(allowed).plan
+        plan = make_plan(allowed).plan
         step_us = simulate(plan, job.profile, job.cluster, job.simulator.prices.costs, RULES).step_us
         found[name] = (plan.to_json(), step_us)
     return found

@@ -1,4 +1,4 @@
-"""One cell of `gradwire bench --papers`: its file, its rows, and the bounds over all cells. Pure: no torch, no clock.
+"""One cell of `python -m benchmarks side_by_side`: its file, its rows, and the bounds over all cells. Pure: no torch, no clock.
 
 A cell is one job on one cluster over one link. A turn of a system is a block; the measured time of a system is the median of its
 blocks' mean steps. Means, since a step of CD-SGD in five sends everything.
@@ -59,7 +59,7 @@ class PapersCell(Document, frozen=True, kw_only=True):
 
     omit_at_default: ClassVar[tuple[str, ...]] = ("intra",)
     what: ClassVar[str] = "cell of the papers' systems"
-    remedy: ClassVar[str] = "Measure it with `gradwire bench --papers --again`."
+    remedy: ClassVar[str] = "Measure it with `python -m benchmarks side_by_side --measure --again`."
 
     version: int = 1
     made: Made

@@ -1,4 +1,4 @@
-"""The papers' systems as plans of one profiled job, for `gradwire bench --papers`.
+"""The papers' systems as plans of one profiled job, for `python -m benchmarks side_by_side`.
 
 GRACE, HiPress, BytePS-Compress, HiTopKComm, Cupcake, ByteComp and gradwire's joint plan are methods of the planner. They choose
 among the same specs, and may compress every tensor, as the systems do. DDP, CGX, DeAR and CD-SGD do not choose a compressor, so
@@ -19,8 +19,8 @@ from gradwire.core.specs import QSGD, Identity, Spec, TwoBit
 from gradwire.plan.policy import Uniform, launch_of
 from gradwire.plan.schemes import SYSTEMS, tasks_of
 from gradwire.planner.drafts import Choice, Draft, Limits, PlanningJob
-from gradwire.planner.methods import make
-from gradwire.planner.starts import best_of, close_before, ddp, fused
+from gradwire.planner.methods import make_plan
+from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
 from gradwire.sim.rules import device_of
 
 __all__ = ["BASELINES", "CD_SGD_PERIOD", "JOINT", "OWN_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of"]
@@ -54,8 +54,8 @@ _DEAR_MIB = (1, 2, 5, 10, 25, 50, 100)
 def plans_of(found: Profiled, specs: Sequence[Spec]) -> dict[str, Plan]:
     """The plan of each system, by name. The costs have times of `specs` and of `OWN_SPECS`."""
     job = PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False))
-    plans = {name: make(job, method).plan for name, method in _BY_METHOD.items()}
-    plans |= {"DDP": ddp_plan(found.profile), "Cupcake": job.plan(cupcake(job), ddp(job))}
+    plans = {name: make_plan(job, method).plan for name, method in _BY_METHOD.items()}
+    plans |= {"DDP": ddp_plan(found.profile), "Cupcake": job.plan(cupcake(job), ddp_draft(job))}
     plans |= {"CGX": cgx(found), "DeAR": dear(job), "CD-SGD": cd_sgd(found)}
     return {name: plans[name] for name in SYSTEM_NAMES}
 
@@ -110,7 +110,7 @@ def dear(job: PlanningJob) -> Plan:
     ring = Choice(Identity(), SYSTEMS["DeAR"][0])
     plans = []
     for limit in _DEAR_MIB:
-        plan = job.plan(fused(job, partial(close_before, limit=limit * 2**20), ring), ddp(job))
+        plan = job.plan(fused(job, partial(close_before, limit=limit * 2**20), ring), ddp_draft(job))
         launch = launch_of(plan.buckets, Pipelined())
         plans.append(msgspec.structs.replace(plan, schedule=Pipelined(), launch=launch, prediction=None))
     return min(plans, key=job.simulator.step_us)

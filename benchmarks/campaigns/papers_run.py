@@ -1,4 +1,4 @@
-"""`gradwire bench --papers`: the papers' systems on the same job over the same emulated links, predicted, then executed.
+"""The papers' systems on the same job over the same emulated links, predicted, then run: `python -m benchmarks side_by_side`.
 
 A cell is one job on one cluster over one link, and one file. Each cell is profiled in a run of its own; the systems' plans and
 predictions come from that profile alone. Then all systems train in turns in one set of processes. A cell that is there is not

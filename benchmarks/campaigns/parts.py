@@ -1,12 +1,14 @@
 """Names of methods of the bench that do only a part of each step, wrong on purpose. No torch."""
 
-from gradwire.bench.names import WRONG_PREFIX, arguments_of
+from gradwire.bench.names import arguments_of
 from gradwire.core.schedules import as_schedule
 from gradwire.errors import FormatError
 from gradwire.plan.policy import Policy
 
-__all__ = ["EXCHANGE_ONLY", "check_part", "part_of_step"]
+__all__ = ["EXCHANGE_ONLY", "WRONG_PREFIX", "check_part", "part_of_step"]
 
+WRONG_PREFIX = "wrong-on-purpose:"
+"""The prefix of methods that leave out a part of each step, to time the rest. They train wrongly."""
 EXCHANGE_ONLY = "exchange-only"
 PARTS = ("reduce-only", "gather-only", "compute-only", EXCHANGE_ONLY)
 

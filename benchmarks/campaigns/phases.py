@@ -9,14 +9,21 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from gradwire.bench.names import GRADWIRE_PREFIX, WRONG_PREFIX
+from benchmarks.campaigns.measuring import measure
+from benchmarks.campaigns.parts import WRONG_PREFIX
+from gradwire.bench.names import GRADWIRE_PREFIX
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.table import NOTHING, milliseconds, speedup_of_most
 
-__all__ = ["phases_methods", "phases_tables"]
+__all__ = ["phases_methods", "phases_tables", "run"]
 
 SPECS = {"float32": '{"id":"identity"}', "4 bits": '{"id":"qsgd","bits":4}'}
 SCHEDULES = ("backward", "pipelined")
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, and print the tables."""
+    return measure("phases", arguments, phases_methods(), phases_tables)
 
 
 def phases_methods() -> list[str]:

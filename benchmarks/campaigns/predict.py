@@ -1,11 +1,14 @@
 """Predictions beside measurements: each job over each link is profiled, its methods are predicted, and only then measured.
 
+    python -m benchmarks predict [--jobs mlp] [--links 100mbit] [--methods ddp,gradwire:qsgd4] [--spec SPEC] [--json FILE]
+
 The profiling is a run of its own on the same emulated cluster: `gradwire profile` on all ranks. Nothing of the measured cells
 goes into their predictions.
 """
 
 import importlib.metadata
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.console import Console
 
-from benchmarks.campaigns.predictions import LinkFit, Predicted, PredictRun, ddp_plan
-from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, parse_policy
+from benchmarks.campaigns.measuring import options_parser, request_from
+from benchmarks.campaigns.predictions import LinkFit, Predicted, PredictRun, ddp_plan, prediction_table, summary
+from gradwire.bench.names import DECIDING, GRADWIRE_PREFIX, parse_policy, parse_spec, split_names
 from gradwire.bench.progress import ProgressView
-from gradwire.bench.runner import BenchRequest, run_bench, run_profile
+from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench, run_profile
+from gradwire.bench.table import FULL_WIDTH
 from gradwire.core.checks import whole
 from gradwire.core.cluster import Cluster
 from gradwire.core.collectives import CODEC_TASKS
@@ -28,14 +34,33 @@ from gradwire.core.provenance import Made
 from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.planner.drafts import PlanningJob
-from gradwire.planner.methods import make
+from gradwire.planner.methods import make_plan
 from gradwire.sim.rules import rules_of
 from gradwire.sim.timeline import Timeline, simulate
 
-__all__ = ["PLANNED", "PredictRequest", "Profiled", "plan_of", "predictable", "profiled", "run_predict"]
+__all__ = ["PLANNED", "PredictRequest", "Profiled", "plan_of", "predictable", "profiled", "run", "run_predict"]
 
 PLANNED = "planned"
 """The plan that the joint planner makes from what was profiled."""
+SPECS = ("QSGD(bits=4)", "ErrorFeedback(TopK(0.01))")
+"""The default of --spec."""
+
+
+def run(arguments: list[str]) -> int:
+    """Profile, predict and measure. Print the predicted times with the measured times. Returns 1 if a method failed."""
+    parser = options_parser("predict", links="100mbit,500mbit,1000mbit")
+    parser.add_argument("--methods", default="ddp,gradwire:qsgd4", help="comma-separated: ddp, gradwire:POLICY")
+    parser.add_argument("--spec", action="append", help=f"a spec for the planner; may be repeated; default: {SPECS}")
+    options = parser.parse_args(arguments)
+    measured = request_from(options, predictable(split_names(options.methods)))
+    request = PredictRequest(measured, [parse_spec(each) for each in options.spec or SPECS])
+    done = run_predict(request, emulation_problem(), ProgressView(Console(stderr=True)), options.json)
+    Console(width=FULL_WIDTH).print(prediction_table(done))
+    print(summary(done))
+    failed = [cell for cell in done.cells if cell.failure is not None]
+    for cell in failed:
+        print(f"FAILED: {cell.job}, {cell.link}, {cell.method}: {cell.failure}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +155,7 @@ def _group(
     """One job over one link: profiled and predicted, then measured."""
     found = profiled(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
     plans = {method: plan_of(method, found) for method in request.measured.methods}
-    joint = make(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
+    joint = make_plan(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
     plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
     timelines = {method: simulate(plan, found.profile, found.cluster, found.costs) for method, plan in plans.items()}

@@ -60,10 +60,10 @@ class LinkFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PredictRun(Document, frozen=True, kw_only=True):
-    """A run of `gradwire bench --predict`."""
+    """A run of `python -m benchmarks predict`."""
 
     what: ClassVar[str] = "file of predictions"
-    remedy: ClassVar[str] = "Make it with `gradwire bench --predict --json FILE`."
+    remedy: ClassVar[str] = "Make it with `python -m benchmarks predict --json FILE`."
 
     version: int = 1
     made: Made

@@ -5,11 +5,12 @@ They are no dependencies of gradwire, so that each says how to get it.
 
 from importlib.util import find_spec
 
-from gradwire.bench.names import RIVAL_PREFIX
 from gradwire.errors import FormatError
 
-__all__ = ["OUTER", "TORCHFT", "TORCHFT_MEAN", "absent", "check_rival", "outer_of"]
+__all__ = ["OUTER", "RIVAL_PREFIX", "TORCHFT", "TORCHFT_MEAN", "absent", "check_rival", "outer_of"]
 
+RIVAL_PREFIX = "rival:"
+"""The prefix of methods of other libraries."""
 TORCHFT, TORCHFT_MEAN = "torchft-diloco", "torchft-diloco-mean"
 """torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps. The second one has an outer optimizer that
 makes the global weights the mean of the local ones."""

@@ -1,6 +1,6 @@
 """Each scheme on one bucket, flat and hierarchical, by size: what was measured beside what the model predicts.
 
-`gradwire bench --what options`. The links and the codec are fitted before, from exchanges and sizes that are not among the cells.
+`python -m benchmarks schemes`. The links and the codec are fitted before, from exchanges and sizes that are not among the cells.
 """
 
 from collections.abc import Sequence

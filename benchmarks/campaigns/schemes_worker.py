@@ -3,6 +3,7 @@
 import statistics
 import sys
 import time
+from itertools import product
 
 import msgspec
 import torch
@@ -66,19 +67,7 @@ def main(path: str) -> None:
     ranks = Ranks(work.collective_timeout_s, communicating=True)
     fits, costs = _profiled(ranks)
     start_us = _start_us(fits, costs, ranks)
-    found: dict[tuple[str, bool, int], Exchange] = {}
-    for turn in range(work.rounds):
-        for nbytes, repeats in zip(work.nbytes, work.repeats, strict=True):
-            for scheme in SCHEMES[turn % len(SCHEMES) :] + SCHEMES[: turn % len(SCHEMES)]:
-                for tasks in (scheme.flat, scheme.hierarchical):
-                    if not tasks:
-                        continue
-                    measured = _measure(scheme, tasks, nbytes, repeats, ranks)
-                    key = (measured.scheme, measured.hierarchical, nbytes)
-                    found[key] = _with_earlier(measured, found.get(key))
-                    if ranks.rank == 0:
-                        done = sum(len(each.us) for each in found.values())
-                        print_event(StepEvent("options", done - 1, statistics.median(measured.us), 0.0))
+    found = _measured_in_turns(work, ranks)
     if ranks.rank == 0:
         SchemesRecord(
             cluster=fits.cluster,
@@ -89,6 +78,27 @@ def main(path: str) -> None:
         ).save(work.result)
     ranks.meet()
     ranks.close()
+
+
+def _measured_in_turns(work: SchemesWork, ranks: Ranks) -> dict[tuple[str, bool, int], Exchange]:
+    """Each scheme and size, flat and hierarchical, once in a round. A round begins with another scheme than the one before."""
+    found: dict[tuple[str, bool, int], Exchange] = {}
+    for turn in range(work.rounds):
+        first = turn % len(SCHEMES)
+        ways = [
+            (scheme, tasks)
+            for scheme in SCHEMES[first:] + SCHEMES[:first]
+            for tasks in (scheme.flat, scheme.hierarchical)
+            if tasks
+        ]
+        for (nbytes, repeats), (scheme, tasks) in product(zip(work.nbytes, work.repeats, strict=True), ways):
+            measured = _measure(scheme, tasks, nbytes, repeats, ranks)
+            key = (measured.scheme, measured.hierarchical, nbytes)
+            found[key] = _with_earlier(measured, found.get(key))
+            if ranks.rank == 0:
+                done = sum(len(each.us) for each in found.values())
+                print_event(StepEvent("options", done - 1, statistics.median(measured.us), 0.0))
+    return found
 
 
 def _profiled(ranks: Ranks) -> tuple[MeasuredLinks, Costs]:

@@ -13,11 +13,13 @@ from worlds import Worlds
 
 import gradwire as gw
 from benchmarks.campaigns.left_out import exchange_alone, keep_only
+from benchmarks.campaigns.parts import WRONG_PREFIX
 from benchmarks.campaigns.phases import phases_methods, phases_tables
+from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.papers.closed_forms import max_speedup
-from gradwire.bench.names import WRONG_PREFIX, check_method, parse_policy
+from gradwire.bench.names import parse_policy
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
-from gradwire.bench.runner import BenchRequest, run_bench
+from gradwire.bench.runner import run_bench
 from gradwire.bench.statistics import cells_from, step_times
 from gradwire.core import QSGD, Delayed
 from gradwire.core.provenance import Made
@@ -94,7 +96,7 @@ def test_a_run_has_times_and_nothing_of_training(tmp_path: Path) -> None:
     parts = ["gather-only:qsgd4@pipelined", "exchange-only:qsgd4@delayed1"]
     methods = ["floor", *(WRONG_PREFIX + part for part in parts)]
     few = {"steps": 2, "warmup_steps": 3, "turn_steps": 2, "alone_steps": 0}
-    request = BenchRequest(jobs=["mlp"], links=["unlimited"], methods=methods, record=tmp_path, **few)
+    request = RepositoryRequest(jobs=["mlp"], links=["unlimited"], methods=methods, record=tmp_path, **few)
     run = run_bench(request, "this test asks for plain loopback", silent())
     assert not run.failures
     floor, *wrong = run.cells
@@ -115,9 +117,13 @@ def test_a_run_has_times_and_nothing_of_training(tmp_path: Path) -> None:
 # ---- names
 
 
+def wanted(methods: list[str]) -> RepositoryRequest:
+    """A request for these methods; raises FormatError for a wrong name."""
+    return RepositoryRequest(jobs=["mlp"], links=["unlimited"], methods=methods)
+
+
 def test_names_of_parts_and_of_corrections() -> None:
-    for method in phases_methods():
-        assert check_method(method) == method
+    assert wanted(phases_methods()).methods == phases_methods()
     correcting = parse_policy("qsgd4@delayed5+qsgd8")
     assert not isinstance(correcting, str)
     assert correcting.schedule == Delayed(k=5, correction=QSGD(bits=8))
@@ -136,7 +142,7 @@ def test_names_of_parts_and_of_corrections() -> None:
 )
 def test_wrong_names_are_named(name: str, said: str) -> None:
     with pytest.raises(FormatError) as caught:
-        check_method(name)
+        wanted([name])
     assert said in str(caught.value)
 
 
@@ -158,6 +164,7 @@ def measured(method: str, step_us: float, planned: int | None) -> MethodRecord:
         sent_bytes=both(0),
         planned_bytes=[planned] * 2,
         codec_us=[0.0] * 2,
+        wrong_on_purpose=method.startswith(WRONG_PREFIX),
     )
 
 

@@ -1,4 +1,4 @@
-"""`gradwire bench --what options`: schemes beside the model's prediction."""
+"""`python -m benchmarks schemes`: schemes beside the model's prediction."""
 
 import io
 

@@ -16,9 +16,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lane_fuzz import OPTIONS, REPORTS, sees_a_race
 from sanitizers import run_again, use_library
+
+if TYPE_CHECKING:
+    from gradwire.transport import LinkError
+    from gradwire.transport.operations import Operations
 
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined -fno-sanitize-recover=undefined", ["libasan.so", "libubsan.so"]),
@@ -74,10 +79,8 @@ def fuzz(seconds: float, ranks: int, seed: int) -> bool:
 def one_round(chance: random.Random, ranks: int) -> str:
     """Some lists on all ranks. What went wrong, in words; '' for nothing."""
     import torch
-    from fake_links import wires
 
     from gradwire.collectives.shared_memory_sum import MemorySum
-    from gradwire.transport import LinkError, Meter
     from gradwire.transport.operations import Operations
 
     def messages(number: int) -> None:
@@ -112,6 +115,19 @@ def one_round(chance: random.Random, ranks: int) -> str:
     chance_of_sums = chance.choice([1, 100, chance.randrange(1, 300_000)])
     for number in range(chance.randint(1, 6)):
         chance.choice([messages, sums])(3 * number)
+    broken_off, errors = run_lists(chance, ranks, lists)
+    if broken_off:
+        return "broken off"
+    wrong = [tensor for tensor, value in expected if not (tensor == value).all()]
+    return "; ".join(map(str, [*errors, *(f"{tensor.numel()} elements are wrong" for tensor in wrong)]))
+
+
+def run_lists(chance: random.Random, ranks: int, lists: "list[list[Operations]]") -> "tuple[bool, list[LinkError]]":
+    """Run the lists on all ranks, and break the connection in one of five runs. Whether that caused errors, and the errors."""
+    from fake_links import wires
+
+    from gradwire.transport import LinkError, Meter
+
     connected = wires(
         ranks, 20.0, shared=True, capacity=chance.choice([64, 128, 4096, 40_000, 2**20]), mapped_once=True
     )
@@ -133,16 +149,12 @@ def one_round(chance: random.Random, ranks: int) -> str:
         connected[0].shut_down()
     for thread in threads:
         thread.join(60)
-    stuck = any(thread.is_alive() for thread in threads)
-    if stuck:
+    if any(thread.is_alive() for thread in threads):
         print("a rank is stuck", file=sys.stderr, flush=True)
         os._exit(1)  # they use memory that would go
     for wire in connected:
         wire.close()
-    if breaks and errors:
-        return "broken off"
-    wrong = [tensor for tensor, value in expected if not (tensor == value).all()]
-    return "; ".join(map(str, [*errors, *(f"{tensor.numel()} elements are wrong" for tensor in wrong)]))
+    return breaks and bool(errors), errors
 
 
 if __name__ == "__main__":

@@ -14,25 +14,28 @@ def slow_step(work, rules):
     since = [0] * len(work.rows)  # when the row's next task became possible
     ready = set()
     while True:
-        for end, resource, row in list(running):
-            if end == now:
-                running.remove((end, resource, row))
-                if row is None:
-                    fresh = set(work.releases[part])
-                    part += 1
-                    for index, tasks in enumerate(work.rows):
-                        if at[index] < len(tasks) and tasks[at[index]].gate in fresh:
-                            since[index] = now
-                    ready |= fresh
-                else:
-                    at[row] += 1
-                    since[row] = now
+        for entry in [entry for entry in running if entry[0] == now]:
+            running.remove(entry)
+            if (row := entry[2]) is None:
+                opened = gated_by(work, at, set(work.releases[part]))
+                ready |= set(work.releases[part])
+                part += 1
+            else:
+                at[row] += 1
+                opened = [row]
+            for index in opened:
+                since[index] = now
         for resource in (INTRA, INTER, POOL, COMPUTE):
             while start := begin(resource, now, work, rules, at, since, ready, running, part):
                 running.append(start)
         if not running:
             return now
         now = min(end for end, _, _ in running)
+
+
+def gated_by(work, at, fresh):
+    """Rows whose next task waits for one of these gates."""
+    return [index for index, tasks in enumerate(work.rows) if at[index] < len(tasks) and tasks[at[index]].gate in fresh]
 
 
 def begin(resource, now, work, rules, at, since, ready, running, part):

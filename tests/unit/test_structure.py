@@ -320,8 +320,15 @@ def test_what_a_schedule_is_like_is_asked_of_it() -> None:
 
 
 def test_nothing_imports_what_a_wheel_does_not_have() -> None:
-    """`benchmarks` is loaded by `gradwire.core.repository`, by name, where somebody asks for it."""
+    """No wheel has `benchmarks` and `tests`: they import gradwire, never the other way round, and not by a name in a string."""
     assert {name for name in MODULES if any(within(each, ("benchmarks", "tests")) for each in direct(name))} == set()
+    named = {
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] == "benchmarks"
+    }
+    assert not named
 
 
 def within_any_cli(names: frozenset[str]) -> bool:

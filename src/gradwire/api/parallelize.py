@@ -64,20 +64,8 @@ def parallelize(
     try:
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
-        if isinstance(plan, str) and plan == "auto":
-            driver = Auto(accuracy, schedules, lanes.group.world_size)
-        elif (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
-            raise PlanError(
-                f"plan is {show(plan)}, and accuracy={accuracy!r}, schedules={schedules!r} say what plan='auto' may choose from: "
-                "they would have no effect. Leave out plan=, or accuracy= and schedules=."
-            )
-        elif isinstance(plan, AdaptiveBits):
-            driver = Bits(plan)
-        elif isinstance(plan, Tuned):
-            driver = Tuning(plan)
-        elif isinstance(plan, Policy) and as_schedule(plan.schedule).undecided:
-            driver = CorrectionPeriods(plan)
         ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
+        driver = _driver_of(plan, accuracy, schedules, ranks)
         prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks, per_node), None
         optimizers = check_optimizers(optimizer, prepared)
         if driver is not None and prepared.plan.shards_optimizer:
@@ -101,7 +89,35 @@ def parallelize(
     handle = Handle(session)
     session.driver = driver
     REGISTRY.add(model, prepared.parameters.values(), handle)
+    _forget_compiled_code()
+    return handle
+
+
+def _driver_of(
+    plan: Plan | Policy | Spec | AdaptiveBits | Tuned | str | os.PathLike[str],
+    accuracy: str,
+    schedules: Sequence[str],
+    ranks: int,
+) -> FirstDriver | None:
+    """Return the driver that changes the plan while the job runs; None: the plan stays. Raises PlanError for arguments without effect."""
+    if isinstance(plan, str) and plan == "auto":
+        return Auto(accuracy, schedules, ranks)
+    if (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
+        raise PlanError(
+            f"plan is {show(plan)}, and accuracy={accuracy!r}, schedules={schedules!r} say what plan='auto' may choose from: "
+            "they would have no effect. Leave out plan=, or accuracy= and schedules=."
+        )
+    if isinstance(plan, AdaptiveBits):
+        return Bits(plan)
+    if isinstance(plan, Tuned):
+        return Tuning(plan)
+    if isinstance(plan, Policy) and as_schedule(plan.schedule).undecided:
+        return CorrectionPeriods(plan)
+    return None
+
+
+def _forget_compiled_code() -> None:
+    """Drop code that torch.compile made before: it would run without the hooks made since."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
-        dynamo.reset()  # code that torch.compile made before would run without the hooks made since
-    return handle
+        dynamo.reset()

@@ -21,7 +21,7 @@ from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check, columns
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
-from gradwire.core import ElementRun, Latest, Plan, TensorInfo, innermost
+from gradwire.core import ElementRun, Latest, Plan, Spec, TensorInfo, innermost
 from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
@@ -117,6 +117,18 @@ class _Chosen(NamedTuple):
     assignment: Assignment
     predicted_us: float | None = None
     uniform_us: float | None = None
+
+
+class _Basis(NamedTuple):
+    """What a choice of bits is made from."""
+
+    infos: Sequence[TensorInfo]
+    rows: Sequence[Sequence[float]]
+    """One for each tensor, as in `sensitivities`."""
+    measured_us: float
+    """Time of measuring, on this rank."""
+    began_s: float
+    """When choosing began, by `time.perf_counter`."""
 
 
 def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
@@ -255,60 +267,75 @@ class Bits:
         return _Chosen(found, step_us(found.choices), step_us([UNIFORM] * len(infos)))
 
     def _choose(self, live: Live, errors: Errors) -> None:
+        """Choose bits by the errors of all ranks, change the plan, and log the decision."""
         self._stop()
         adapting = self._adapting(live)
-        infos = [info for info in live.infos if info.name in adapting]
-        ways = self.adaptive.ways(WIDTHS)
-        zeros = [0.0] * columns(self.adaptive)
-        flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
-        if not flat:
-            return
         began = time.perf_counter()
-        summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
-        rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
-        # tensors without gradient in this step keep their bits
-        told_of = [(info, row) for info, row in zip(infos, rows, strict=True) if row[len(ways)] != 0.0]
-        if not told_of:
+        infos, rows = self._errors_of_all_ranks(live, errors, adapting)
+        if not infos:
             return
-        infos = [info for info, _ in told_of]
-        bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
-        rows = [
-            of_both_encodes(
-                row,
-                bucket_of[info.name].option,
-                live.group.world_size,
-                ways.index(bucket_of[info.name].spec_of(info.name)),
-                not self.adaptive.feedback,
-            )
-            for info, row in told_of
-        ]
         told = live.made_by_first(partial(self._assigned, live, infos, rows), "the bits of all tensors stay unchanged")
         if not told:
             return
-        found, predicted_us, uniform_us = msgspec.json.decode(told, type=_Chosen)
-        specs = {info.name: ways[choice] for info, choice in zip(infos, found.choices, strict=True)}
-        bits = {name: spec.element_bits for name, spec in specs.items()}
-        if len({spec.family for spec in specs.values()} | {ways[0].family}) > 1:
+        chosen, ways = msgspec.json.decode(told, type=_Chosen), self.adaptive.ways(WIDTHS)
+        specs = {info.name: ways[choice] for info, choice in zip(infos, chosen.assignment.choices, strict=True)}
+        self._change(live, adapting, specs)
+        self._log(live, self._described(live.step, _Basis(infos, rows, errors.us, began), specs, chosen))
+
+    def _errors_of_all_ranks(
+        self, live: Live, errors: Errors, adapting: set[str]
+    ) -> tuple[list[TensorInfo], list[list[float]]]:
+        """The tensors with a gradient in this step, with the row of each, summed over ranks. Other tensors keep their bits."""
+        infos, ways = [info for info in live.infos if info.name in adapting], self.adaptive.ways(WIDTHS)
+        zeros = [0.0] * columns(self.adaptive)
+        flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
+        if not flat:
+            return [], []
+        summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
+        rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
+        bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
+        kept, both = [], []
+        for info, row in zip(infos, rows, strict=True):
+            if row[len(ways)] != 0.0:
+                bucket = bucket_of[info.name]
+                present = ways.index(bucket.spec_of(info.name))
+                kept.append(info)
+                both.append(
+                    of_both_encodes(row, bucket.option, live.group.world_size, present, not self.adaptive.feedback)
+                )
+        return kept, both
+
+    def _change(self, live: Live, adapting: set[str], specs: Mapping[str, Spec]) -> None:
+        """Change to the plan with these specs. It has other buckets only if tensors get blocks of different sizes."""
+        if len({spec.family for spec in (*specs.values(), self.adaptive.ways(WIDTHS)[0])}) > 1:
             present = {name: bucket.spec_of(name) for bucket in live.plan.buckets for name in bucket.tensors}
             stay = {name: present[name] for name in adapting}
-            live.change_to(live.plan_of(self.adaptive.policy_of(stay | specs)))
+            live.change_to(live.plan_of(self.adaptive.policy_of({**stay, **specs})))
         else:
+            bits = {name: spec.element_bits for name, spec in specs.items()}
             live.change_to(with_bits(live.plan, self.adaptive, bits))
-        uniform = math.fsum(row[UNIFORM] for row in rows)
-        assigned = Assigned(
-            step=live.step,
+
+    def _described(self, step: int, basis: _Basis, specs: Mapping[str, Spec], chosen: _Chosen) -> Assigned:
+        """The decision, for logs and records."""
+        uniform, way = math.fsum(row[UNIFORM] for row in basis.rows), self.adaptive.ways(WIDTHS)[UNIFORM]
+        found = chosen.assignment
+        return Assigned(
+            step=step,
             rule=self.adaptive.rule,
-            bits=bits,
+            bits={name: spec.element_bits for name, spec in specs.items()},
             blocks={name: getattr(innermost(spec), "block", 0) for name, spec in specs.items()},
             nbytes=found.nbytes,
-            uniform_nbytes=sum(ways[UNIFORM].payload_bytes([ElementRun(i.numel, 4)], 4) for i in infos),
+            uniform_nbytes=sum(way.payload_bytes([ElementRun(info.numel, 4)], 4) for info in basis.infos),
             error=math.sqrt(found.error / uniform) if uniform else 1.0,
             proven=found.proven,
-            measured_us=errors.us,
-            chosen_us=1e6 * (time.perf_counter() - began),
-            predicted_us=predicted_us,
-            uniform_us=uniform_us,
+            measured_us=basis.measured_us,
+            chosen_us=1e6 * (time.perf_counter() - basis.began_s),
+            predicted_us=chosen.predicted_us,
+            uniform_us=chosen.uniform_us,
         )
+
+    def _log(self, live: Live, assigned: Assigned) -> None:
+        """Keep the decision. Rank 0 logs the first one for the user, later ones for debugging."""
         if live.group.rank == 0:
             if self.decisions:
                 logging.getLogger("gradwire").debug(str(assigned))

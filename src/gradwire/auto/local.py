@@ -7,6 +7,7 @@ and a period of local steps up to 100. The simulator's times decide.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 
 import msgspec
 
@@ -75,16 +76,15 @@ def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Sp
     policies = [policy_of(spec, infos) for spec in specs_under(_STREAMED, specs) or (Identity(),)]
     for every in EVERY:
         exchange_us: list[float] = []
-        for schedule in (averaged(every), streamed(every)):
-            for at, policy in enumerate(policies):
-                if schedule.delay and _least_us(schedule, exchange_us[at], compute_us) > compute_us / (1 - EXPOSED):
-                    continue
-                with suppress(PlanError):  # fewer tensors than fragments
-                    plan = msgspec.structs.replace(policy, schedule=schedule).plan(infos, ranks, per_node)
-                    step_us = simulator.step_us(plan)
-                    if not schedule.delay:
-                        exchange_us.append(every * (step_us - compute_us))
-                    yield plan, step_us
+        for schedule, (at, policy) in product((averaged(every), streamed(every)), enumerate(policies)):
+            if schedule.delay and _least_us(schedule, exchange_us[at], compute_us) > compute_us / (1 - EXPOSED):
+                continue
+            with suppress(PlanError):  # fewer tensors than fragments
+                plan = msgspec.structs.replace(policy, schedule=schedule).plan(infos, ranks, per_node)
+                step_us = simulator.step_us(plan)
+                if not schedule.delay:
+                    exchange_us.append(every * (step_us - compute_us))
+                yield plan, step_us
 
 
 def _least_us(schedule: LocalSteps, exchange_us: float, compute_us: float) -> float:

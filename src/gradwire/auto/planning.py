@@ -12,7 +12,7 @@ from gradwire.auto.trial import Candidate
 from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
 from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy, Uniform, launch_of
-from gradwire.planner import EVALUATIONS, PlanningJob, ddp, joint
+from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
 
 MOST_TRIED = 3
 """Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""
@@ -77,7 +77,7 @@ def offers(
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
         job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
-        planned.append(job.plan(joint(job, evaluations), ddp(job)))
+        planned.append(job.plan(joint(job, evaluations), ddp_draft(job)))
     found.add(*planned)
     found.add_scheduled(planned)
     if current is not None:

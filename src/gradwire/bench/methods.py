@@ -9,9 +9,6 @@ ddp-powersgd    torch's PowerSGD hook at rank 4, in one bucket
 gradwire:SPEC   gradwire with a policy, such as gradwire:qsgd4, or a policy and a schedule, such as gradwire:qsgd4@pipelined
 gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive chooses bits);
                 gradwire:auto@all chooses among all schedules
-wrong-on-purpose:PART:POLICY
-                the policy with only a PART of each step, in gradwire's repository only (`benchmarks/campaigns/left_out.py`)
-rival:NAME      a method of another library, in gradwire's repository only (`benchmarks/campaigns/rivals.py`)
 
 Each method has its own model and optimizer from the same seed, and its own process group. So all methods can run in one
 process, in turns.
@@ -22,7 +19,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import torch
@@ -33,9 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto, AutoDecision
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.names import GRADWIRE_PREFIX, RIVAL_PREFIX, WRONG_PREFIX, arguments_of, check_method
+from gradwire.bench.names import GRADWIRE_PREFIX, arguments_of, check_method
 from gradwire.bench.results import Decided
-from gradwire.core import from_repository
 from gradwire.errors import StepStateError
 
 POWERSGD_RANK = 4
@@ -51,6 +46,8 @@ class Method(ABC):
 
     model: nn.Module
     """The module that computes the loss: the job's model, or DDP's wrapper around the model."""
+    wrong_on_purpose = False
+    """Whether the method leaves out a part of each step. The bench then keeps neither its loss nor its speedup."""
     forward_us = 0.0
     """The forward of the last step, including the method's own work and waits; `backward_us` likewise."""
     backward_us = 0.0
@@ -251,6 +248,8 @@ def allreduce_bytes(size: int, world_size: int) -> int:
     return 2 * size * (world_size - 1) // world_size
 
 
+Builder = Callable[[str, Job, int, dist.ProcessGroup | None], Method]
+"""The type of `build`."""
 _BUILDERS: dict[str, Callable[[Job, int, dist.ProcessGroup | None], Method]] = {
     "floor": Floor,
     "ddp": DDP,
@@ -269,10 +268,4 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
     check_method(name)
     if name in _BUILDERS:
         return _BUILDERS[name](job, seed, process_group)
-    if name.startswith(WRONG_PREFIX):
-        left_out = from_repository("campaigns.left_out", f"the method {name!r}")
-        return cast(Method, left_out.PartOfStep(job, seed, process_group, name))
-    if name.startswith(RIVAL_PREFIX):
-        rival = from_repository("campaigns.torchft_diloco", f"the method {name!r}")
-        return cast(Method, rival.TorchftDiLoCo(job, seed, process_group, name))
     return Gradwire(job, seed, process_group, name.removeprefix(GRADWIRE_PREFIX))

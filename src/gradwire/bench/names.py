@@ -16,7 +16,6 @@ from gradwire.core import (
     Identity,
     Spec,
     check_plain,
-    from_repository,
     installed_specs,
     parse,
     read,
@@ -30,11 +29,6 @@ from gradwire.plan import AdaptiveBits, Policy, Uniform
 JOB_NAMES = ("transformer", "mlp", "resnet", "embeddings")
 PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
-WRONG_PREFIX = "wrong-on-purpose:"
-"""The prefix of methods that leave out a part of each step, to time the rest. They train wrongly, so the bench keeps neither
-their loss nor their speedup."""
-RIVAL_PREFIX = "rival:"
-"""The prefix of methods of other libraries."""
 UNLIMITED = "unlimited"
 _ALL_SCHEDULES = ("backward", "pipelined", "delayed")
 DECIDING: dict[str, dict[str, Any]] = {
@@ -138,12 +132,6 @@ def check_method(name: str) -> str:
     'gradwire:qsgd4-ef'
     """
     if name in PLAIN_METHODS:
-        return name
-    if name.startswith(WRONG_PREFIX):
-        from_repository("campaigns.parts", f"the method {name[:300]!r}").check_part(name)
-        return name
-    if name.startswith(RIVAL_PREFIX):
-        from_repository("campaigns.rivals", f"the method {name[:300]!r}").check_rival(name)
         return name
     if not name.startswith(GRADWIRE_PREFIX):
         raise FormatError(

@@ -107,6 +107,8 @@ class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decided: list[Decided] = []
     held_out: list[tuple[int, float]] = []
     """Pairs of a number of steps and rank 0's mean loss on held-out batches after these steps."""
+    wrong_on_purpose: bool = False
+    """Whether the method leaves out a part of each step."""
 
 
 class WorkerRecord(Document, frozen=True, kw_only=True):

@@ -63,6 +63,8 @@ class BenchRequest:
     seed: int = 0
     record: Path | None = None
     """Folder for recorded runs of gradwire's methods: JOB-LINK/METHOD/run.json."""
+    worker: str = "gradwire.bench.worker"
+    """The module that each rank executes: its `main` builds the methods."""
     collective_timeout_s: float = 120.0
     group_timeout_s: float = 3600.0
 
@@ -70,7 +72,7 @@ class BenchRequest:
         for job in self.jobs if self.model is None else ():
             check_job(job)
         for method in self.methods:
-            check_method(method)
+            self.check_method(method)
         for link in self.links:
             gbps_of(link)
         if self.intra is not None:
@@ -87,6 +89,10 @@ class BenchRequest:
             raise FormatError(f"race_s is {self.race_s}; it must be a number of seconds, 0 for no race.")
         if self.nodes > MOST_NODES:
             raise FormatError(f"nodes is {self.nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
+
+    def check_method(self, name: str) -> None:
+        """Raise `FormatError` or `SpecError` if the worker cannot build a method of this name."""
+        check_method(name)
 
     @property
     def world_size(self) -> int:
@@ -278,7 +284,7 @@ class _Runner:
                 record=None if record is None else str(record.resolve()),
             )
             order.save(Path(folder, "order.json"))
-            argv = [sys.executable, "-u", "-m", "gradwire.bench.worker", str(Path(folder, "order.json"))]
+            argv = [sys.executable, "-u", "-m", self.request.worker, str(Path(folder, "order.json"))]
             with self.watch.group(title, methods, steps + warmup_steps):
                 code = network.run(
                     argv,

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from gradwire.bench.names import UNLIMITED, WRONG_PREFIX
+from gradwire.bench.names import UNLIMITED
 from gradwire.bench.results import Alone, Cell, MethodRecord, StepTimes, WorkerRecord
 from gradwire.record import Interval
 
@@ -84,7 +84,7 @@ def cells_from(
         wire = wire_us(planned, gbps) if planned is not None and (ranks_per_node == 1 or link == UNLIMITED) else None
         ideal = max(compute_us, wire) if compute_us is not None and wire is not None else None
         reachable = compute_us is not None and wire is not None and codec is not None
-        wrong = method.method.startswith(WRONG_PREFIX)
+        wrong = method.wrong_on_purpose
         scaling, scaling_stdev = _scaling(None if wrong else alone, times)
         gbps_alone = record.measured_gbps if ranks_per_node == 1 or link == UNLIMITED else None
         cells[-1] = replace(

@@ -1,8 +1,10 @@
 """The table of a run, from its results."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from gradwire.bench.results import BenchRun, Cell
@@ -29,6 +31,18 @@ COLUMNS = {
 LEFT_OUT_FIRST = ("S of S^max", "CPU ms", "min", "p10-p90", "/planned", "scaling", "attain.", "ideal", "exposed")
 """A narrow terminal leaves these columns out, in this order. The JSON has all of them."""
 FULL_WIDTH = 190
+
+
+def print_run(run: BenchRun, parts: Iterable[RenderableType] | None = None) -> int:
+    """Print a run's tables, or `parts` instead, then notes and failures. Returns the exit status: 1 if a method failed."""
+    console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
+    for part in tables(run, console.width) if parts is None else parts:
+        console.print(part)
+    for note in run.notes:
+        print(f"Note: {note}")
+    for failure in run.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if run.failures else 0
 
 
 def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:

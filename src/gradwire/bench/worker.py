@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from gradwire.bench.jobs import Job, make_job
-from gradwire.bench.methods import Method, build
+from gradwire.bench.methods import Builder, Method, build
 from gradwire.bench.models import ModelJob
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.recorded import method_folder
@@ -71,10 +71,11 @@ class Contestant(msgspec.Struct):
 class Contest:
     """All methods of one job on this rank."""
 
-    def __init__(self, order: WorkerOrder, job: Job, ranks: Ranks) -> None:
+    def __init__(self, order: WorkerOrder, job: Job, ranks: Ranks, builder: Builder = build) -> None:
         self.order = order
         self.job = job
         self.ranks = ranks
+        self.builder = builder
         self.contestants = [Contestant(name) for name in order.methods]
 
     def run(self) -> None:
@@ -183,7 +184,7 @@ class Contest:
                 contestant.method.close()
 
     def _build(self, contestant: Contestant) -> None:
-        contestant.method = build(contestant.name, self.job, self.order.seed, self.ranks.new_group())
+        contestant.method = self.builder(contestant.name, self.job, self.order.seed, self.ranks.new_group())
         if self.order.record is not None:
             contestant.method.record(method_folder(Path(self.order.record), contestant.name))
 
@@ -257,6 +258,7 @@ class Contest:
             by_rank = self.ranks.gather({field: getattr(mine, field) for field in PER_RANK})
             fields: dict[str, Any] = {field: [rank[field] for rank in by_rank] for field in PER_RANK}
             fields |= {field: getattr(mine, field) for field in SHARED}
+            fields["wrong_on_purpose"] = mine.method is not None and mine.method.wrong_on_purpose
             records.append(MethodRecord(method=mine.name, **fields))
         return records
 
@@ -275,13 +277,14 @@ def link_rate(ranks: Ranks) -> float | None:
         link.close()
 
 
-def main(order_path: str) -> None:
+def main(order_path: str, builder: Builder = build) -> None:
+    """Execute the order. builder: builds a method by its name."""
     order = WorkerOrder.load(order_path)
     die_with(order.runner)
     torch.set_num_threads(1)
     job = make_job(order.job, order.seed) if order.model is None else ModelJob(order.model, order.seed)
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
-    contest = Contest(order, job, ranks)
+    contest = Contest(order, job, ranks, builder)
     contest.run()
     record = WorkerRecord(
         job=job.name,

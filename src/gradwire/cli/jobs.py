@@ -3,14 +3,17 @@
 import os
 import sys
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import typer
 
-from gradwire.cli.app import GivenConfig, GivenInput, GivenName, Json, Specs, app
+from gradwire.cli.app import GivenOptions, Json, Specs, app
+from gradwire.cli.groups import grouped
 from gradwire.errors import FormatError, GradwireError
+
+_JOBS = "transformer,mlp,resnet"
+"""The jobs that `gradwire bench` measures where none is named."""
 
 
 @app.command()
@@ -47,57 +50,36 @@ def demo(
     typer.echo("\n".join([*closing_lines(summary), f"Picture: {summary.picture}", f"Report: {out / 'report.html'}"]))
 
 
+class BenchSize(NamedTuple):
+    """How much `gradwire bench` measures of each method."""
+
+    nodes: Annotated[int, typer.Option(help="Emulated nodes.")] = 2
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of each node.")] = 1
+    steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30
+    warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5
+
+
+class BenchFiles(NamedTuple):
+    """What `gradwire bench` writes."""
+
+    record: Annotated[Path | None, typer.Option(help="Folder for records of runs, for gradwire report.")] = None
+    json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None
+
+
 @app.command()
+@grouped
 def bench(
-    context: typer.Context,
-    what: Annotated[
-        str,
-        typer.Option(
-            help="methods: the methods of --methods; ceiling: fake compression, the gain that more compression could bring; "
-            "phases: the exposed time of the reduce and the gather phase; options: one bucket by each scheme, flat and "
-            "hierarchical, beside the predicted time."
-        ),
-    ] = "methods",
+    *,
     jobs: Annotated[
-        str, typer.Option(help="Comma-separated: transformer, mlp, resnet, embeddings.")
-    ] = "transformer,mlp,resnet",
-    model: GivenName = None,
-    config: GivenConfig = None,
-    shape: GivenInput = None,
-    links: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated rates between nodes, such as 500mbit or unlimited. Default: "
-            "100mbit,500mbit,1000mbit,unlimited; for --papers 100mbit,200mbit,500mbit; for options 200mbit."
+            help=f"Comma-separated: transformer, mlp, resnet, embeddings. Default: {_JOBS}. Not with --model."
         ),
     ] = None,
-    matrix: Annotated[
-        bool,
-        typer.Option(
-            "--matrix",
-            help="Measure auto's three accuracy classes beside DDP and torch's hooks, on 2 and 4 nodes: step times and times to "
-            "DDP's loss. Prints an estimate of its duration. Takes --jobs, --links, --nodes and --seed.",
-        ),
-    ] = False,
-    papers: Annotated[
-        bool,
-        typer.Option(
-            "--papers",
-            help="Measure the papers' systems beside gradwire's joint plan and their predictions, on 4 nodes and on 2 nodes of 2 "
-            "ranks. The systems without a compressor of their own choose from --spec.",
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --matrix or --papers: folder for the cells' results. Existing cells are kept. Default: "
-            "benchmarks/results/matrix or benchmarks/results/papers."
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="With --matrix or --papers: measure existing cells again.")
-    ] = False,
-    loss_steps: Annotated[int, typer.Option(help="With --matrix: the target is DDP's loss after so many steps.")] = 150,
+    given: GivenOptions,
+    links: Annotated[
+        str, typer.Option(help="Comma-separated rates between nodes, such as 500mbit or unlimited.")
+    ] = "100mbit,500mbit,1000mbit,unlimited",
     methods: Annotated[
         str,
         typer.Option(
@@ -105,118 +87,45 @@ def bench(
             "fp16, qsgd4, qsgd4-ef, a spec such as ErrorFeedback(TopK(0.01)), or a policy or plan file."
         ),
     ] = "floor,ddp,ddp-2mb,ddp-fp16,ddp-powersgd,gradwire:qsgd4",
-    nodes: Annotated[int | None, typer.Option(help="Emulated nodes. Default: 2; for --matrix 2 and 4.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node. Default: 1; for options 2.")] = None,
-    intra: Annotated[
-        str | None, typer.Option(help="Rate inside each node, which all its ranks share, as behind a PCIe switch.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30,
-    warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5,
-    turn: Annotated[int, typer.Option(help="Steps that a method takes in one turn.")] = 5,
-    alone_steps: Annotated[int, typer.Option(help="Steps of one rank alone, for the scaling factor; 0: none.")] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of the models and batches.")] = 0,
-    predict: Annotated[bool, typer.Option("--predict", help="Show predicted steps beside the measured steps.")] = False,
-    spec: Specs = None,
-    record: Annotated[Path | None, typer.Option(help="Folder for records of runs, for gradwire report.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None,
+    size: BenchSize,
+    files: BenchFiles,
 ) -> None:
     """Measure jobs x links x methods, all methods of a job side by side in one run.
 
-    --matrix, --papers, --predict and --what ceiling, phases or options need gradwire's repository. A wheel does not contain
-    them. --spec (with --predict or --papers) names what the planner may use; the default is QSGD and Top-k, and for --papers
-    2 bits too.
+    In gradwire's repository `python -m benchmarks methods` has more options and methods.
     """
+    _check_extra("sklearn")
     from rich.console import Console
 
-    _check_extra("sklearn")
     from gradwire.bench.names import GivenModel, split_names
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
-    from gradwire.bench.table import FULL_WIDTH, tables
-    from gradwire.core import from_repository, word
+    from gradwire.bench.table import print_run
 
-    word("what", what, ("methods", "ceiling", "phases", "options"))
-    if json is not None and not json.parent.is_dir():
+    if files.json is not None and not files.json.parent.is_dir():
         raise FormatError(
-            f"--json {json}: the folder {json.parent} does not exist. Create the folder; nothing was measured."
+            f"--json {files.json}: the folder {files.json.parent} does not exist. Create the folder; nothing was measured."
         )
-    flags = {"matrix": matrix, "papers": papers, "predict": predict, "model": model is not None and what == "methods"}
-    kind = next((name for name, given in flags.items() if given), what)
-    _refuse_others(context, kind)
-    given = GivenModel.of(model, config, shape)
-    campaigns: Any = (
-        None
-        if kind in ("methods", "model")
-        else from_repository("campaigns.commands", f"`gradwire bench {_flag(kind)}`")
-    )
-    if matrix:
-        campaigns.bench_matrix(split_names(jobs), links, nodes, loss_steps, seed, out or _RESULTS / "matrix", again)
-        return
-    if papers:
-        shape_given = nodes is not None or ranks_per_node is not None
-        campaigns.bench_papers(
-            split_names(jobs),
-            links,
-            [(nodes or 2, ranks_per_node or 1)] if shape_given else None,
-            {"steps": steps, "warmup_steps": warmup, "turn_steps": turn, "seed": seed, "again": again, "intra": intra},
-            spec,
-            out or _RESULTS / "papers",
-        )
-        return
-    if what == "options":
-        grid = 2 if nodes is None else nodes, 2 if ranks_per_node is None else ranks_per_node
-        campaigns.bench_options(split_names(links or "200mbit"), *grid, json)
-        return
-    chosen = campaigns.METHODS[what]() if what != "methods" else split_names(methods)
+    model = GivenModel.of(*given)
+    if model is not None and jobs is not None:
+        raise FormatError(f"--jobs {jobs} has no effect with --model, which is the one job. Leave out one of them.")
     request = BenchRequest(
-        jobs=split_names(jobs) if given is None else [given.model],
-        model=given,
-        links=split_names(links or f"100mbit,500mbit,1000mbit{'' if predict else ',unlimited'}"),
-        methods=campaigns.predictable(chosen) if predict else chosen,
-        nodes=2 if nodes is None else nodes,
-        ranks_per_node=1 if ranks_per_node is None else ranks_per_node,
-        intra=intra,
-        steps=steps,
-        warmup_steps=warmup,
-        turn_steps=turn,
-        alone_steps=alone_steps,
-        seed=seed,
-        record=record,
+        jobs=split_names(_JOBS if jobs is None else jobs) if model is None else [model.model],
+        model=model,
+        links=split_names(links),
+        methods=split_names(methods),
+        nodes=size.nodes,
+        ranks_per_node=size.ranks_per_node,
+        steps=size.steps,
+        warmup_steps=size.warmup,
+        record=files.record,
     )
-    if predict:
-        campaigns.bench_predictions(request, spec or ["QSGD(bits=4)", "ErrorFeedback(TopK(0.01))"], json)
-        return
     problem = emulation_problem()
-    if given is not None:
+    if model is not None:
         from gradwire.bench.models import ModelJob
 
-        ModelJob(given)  # an error is told here once, before ranks start
-    run = run_bench(request, problem, ProgressView(Console(stderr=True)), json)
-    console = Console() if sys.stdout.isatty() else Console(width=FULL_WIDTH)
-    for shown in tables(run, console.width) if campaigns is None else chain(*campaigns.TABLES[what](run)):
-        console.print(shown)
-    for note in run.notes:
-        typer.echo(f"Note: {note}")
-    for failure in run.failures:
-        typer.echo(f"FAILED: {failure}", err=True)
-    if run.failures:
-        raise typer.Exit(1)
-
-
-_RESULTS = Path("benchmarks/results")
-_SIZE = {"jobs", "links", "nodes", "ranks_per_node", "intra", "steps", "warmup", "turn"}
-_COMMON = _SIZE | {"alone_steps", "seed", "record", "json"}
-_USED = {
-    "matrix": {"matrix", "jobs", "links", "nodes", "seed", "loss_steps", "out", "again"},
-    "papers": {*_SIZE, "papers", "seed", "spec", "out", "again"},
-    "options": {"what", "links", "nodes", "ranks_per_node", "json"},
-    "ceiling": {*_COMMON, "what"},
-    "phases": {*_COMMON, "what"},
-    "predict": {*_COMMON - {"record"}, "methods", "predict", "spec"},
-    "methods": {*_COMMON, "what", "methods"},
-    "model": {*_COMMON - {"jobs"}, "what", "methods", "model", "config", "shape"},
-}
-"""The options of `bench` that each kind of measurement uses."""
+        ModelJob(model)  # raises its errors once, before ranks start
+    raise typer.Exit(print_run(run_bench(request, problem, ProgressView(Console(stderr=True)), files.json)))
 
 
 def _check_extra(*names: str) -> None:
@@ -226,23 +135,6 @@ def _check_extra(*names: str) -> None:
             f"this command needs {' and '.join(missing)}, of the extra bench. Run: pip install '.[bench]' in a checkout of "
             "gradwire, or: pip install 'gradwire-...whl[bench]'"
         )
-
-
-def _refuse_others(context: typer.Context, kind: str) -> None:
-    """Raises FormatError for a given option that this kind of measurement does not use."""
-    for name in sorted(context.params.keys() - _USED[kind]):
-        source, option = context.get_parameter_source(name), _option(name)
-        if source is not None and source.name == "COMMANDLINE":
-            used = ", ".join(sorted(map(_option, _USED[kind])))
-            raise FormatError(f"{option} has no effect with {_flag(kind)}, which uses {used}. Leave out {option}.")
-
-
-def _option(name: str) -> str:
-    return "--input" if name == "shape" else f"--{name.replace('_', '-')}"
-
-
-def _flag(kind: str) -> str:
-    return f"--{kind}" if kind in ("matrix", "papers", "predict", "model") else f"--what {kind}"
 
 
 @app.command()

@@ -1,29 +1,38 @@
 """Commands that list what plans are made of: options, compressors, schedules."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from gradwire.cli.app import Json, app
+from gradwire.cli.groups import grouped
 
 
-@app.command()
-def options(
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. One node has only flat options.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node. One rank has only flat options.")] = None,
-    devices: Annotated[str, typer.Option(help="Comma-separated devices of encodes and decodes.")] = "gpu,cpu",
-    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of an option, 0 to 4.")] = None,
-    schemes: Annotated[str | None, typer.Option(help="Comma-separated: allreduce, alltoall+allgather, ...")] = None,
-    flat: Annotated[bool | None, typer.Option("--flat/--hierarchical", help="One group, or nodes apart.")] = None,
-    compressed: Annotated[bool | None, typer.Option("--compressed/--uncompressed", help="With encodes or not.")] = None,
+class OptionFilter(NamedTuple):
+    """The options that `gradwire options` lists."""
+
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster. One node has only flat options.")] = None
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per node. One rank has only flat options.")] = None
+    devices: Annotated[str, typer.Option(help="Comma-separated devices of encodes and decodes.")] = "gpu,cpu"
+    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of an option, 0 to 4.")] = None
+    schemes: Annotated[str | None, typer.Option(help="Comma-separated: allreduce, alltoall+allgather, ...")] = None
+    flat: Annotated[bool | None, typer.Option("--flat/--hierarchical", help="One group, or nodes apart.")] = None
+    compressed: Annotated[bool | None, typer.Option("--compressed/--uncompressed", help="With encodes or not.")] = None
     restrict: Annotated[
         str | None,
         typer.Option(
             help="A restricted search of ByteComp: all-compressed, gpu, cpu, inter-allgather, inter-alltoall, "
             "alltoall+alltoall."
         ),
-    ] = None,
-    named: Annotated[bool, typer.Option("--named", help="Only options of known systems, with their names.")] = False,
+    ] = None
+    named: Annotated[bool, typer.Option("--named", help="Only options of known systems, with their names.")] = False
+
+
+@app.command()
+@grouped
+def options(
+    *,
+    wanted: OptionFilter,
     collectives: Annotated[bool, typer.Option("--collectives", help="List a policy's schemes instead.")] = False,
     count: Annotated[bool, typer.Option("--count", help="Print only the number of options.")] = False,
     json: Json = False,
@@ -33,31 +42,24 @@ def options(
     A star marks a compressed transfer. The tasks are the `option` of a bucket in a plan.
     """
     from gradwire.bench.names import split_names
-    from gradwire.planner import as_json, as_table, choose, shape_note
+    from gradwire.planner import choose_options, options_json, options_table, shape_note
 
     if collectives:
         from gradwire.planner import collective_rows
 
         _print_rows(collective_rows(), json)
         return
-    chosen = choose(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        devices=split_names(devices),
-        max_encodes=max_encodes,
-        schemes=None if schemes is None else split_names(schemes),
-        flat=flat,
-        compressed=compressed,
-        restrict=restrict,
-        named=named,
-    )
+    named = wanted._asdict() | {"devices": split_names(wanted.devices)}
+    if wanted.schemes is not None:
+        named["schemes"] = split_names(wanted.schemes)
+    chosen = choose_options(**named)
     if count:
         typer.echo(len(chosen))
     elif json:
-        typer.echo(as_json(chosen), nl=False)
+        typer.echo(options_json(chosen), nl=False)
     else:
-        typer.echo(as_table(chosen), nl=False)
-        typer.echo(shape_note(nodes, ranks_per_node), err=True)
+        typer.echo(options_table(chosen), nl=False)
+        typer.echo(shape_note(wanted.nodes, wanted.ranks_per_node), err=True)
         typer.echo(f"Listed: {len(chosen)}.", err=True)
 
 

@@ -3,45 +3,119 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, GivenConfig, GivenInput, GivenName, Json, Specs, app
+from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, GivenOptions, Json, Specs, app
+from gradwire.cli.groups import grouped
 from gradwire.errors import FormatError
 
 if TYPE_CHECKING:
-    from gradwire.core import Cluster, Profile
-    from gradwire.planner import SweepRow
+    from gradwire.core import Cluster, Costs, Plan, Profile, Spec
+    from gradwire.planner import Limits, SweepRow
+    from gradwire.sim import Rules
 
-Inter = Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")]
-Nodes = Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")]
-SlowNode = Annotated[
-    str | None,
-    typer.Option(help="Worst case and mean where one node's link is so many times slower, such as 1,2,5."),
-]
-Picture = Annotated[Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")]
+
+class SweepOptions(NamedTuple):
+    """The clusters of a sweep, and its picture."""
+
+    inter: Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")] = (
+        None
+    )
+    nodes: Annotated[
+        str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")
+    ] = None
+    slow_node: Annotated[
+        str | None,
+        typer.Option(help="Worst case and mean where one node's link is so many times slower, such as 1,2,5."),
+    ] = None
+    picture: Annotated[
+        Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")
+    ] = None
+
+
+class RuleOptions(NamedTuple):
+    """How the simulated engine runs a plan; None: as the profile's device does."""
+
+    device: Annotated[str | None, typer.Option(help="Device of the model: gpu or cpu. Default: the profile's.")] = None
+    codec_on: Annotated[str | None, typer.Option(help="Codec tasks: on compute (default) or 'own thread'.")] = None
+    decode: Annotated[
+        str | None,
+        typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once."),
+    ] = None
+    decode_calls: DecodeCalls = None
+    lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default: 2 on CPUs, 0 on GPUs.")] = None
+
+
+class PlanFiles(NamedTuple):
+    """The job that `gradwire plan` plans for."""
+
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file: nodes, ranks and links. Must be given.")] = None
+    profile: Annotated[
+        Path | None, typer.Argument(help="Profile file: the model's times, tensor by tensor. Not with --model.")
+    ] = None
+    costs: CostsFile = None
+    spec: Specs = None
+
+
+class LimitOptions(NamedTuple):
+    """What the planner may choose from."""
+
+    devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None
+    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of one bucket, 0 to 4.")] = None
+    restrict: Annotated[
+        str | None,
+        typer.Option(
+            help="A restricted search of ByteComp: gpu, cpu, inter-allgather, inter-alltoall, alltoall+alltoall; with --method "
+            "bytecomp also all-compressed and myopic."
+        ),
+    ] = None
+    memory_mb: Annotated[float | None, typer.Option(help="The most extra memory of the device.")] = None
+    exempt_vectors: Annotated[
+        bool, typer.Option("--exempt-vectors/--all-tensors", help="Leave biases and norms uncompressed, or not.")
+    ] = True
+
+    def limits(self) -> "Limits":
+        """The planner's limits. Raises FormatError for an impossible memory, PlanError for other impossible values."""
+        from gradwire.bench.names import split_names
+        from gradwire.planner import Limits
+
+        if self.memory_mb is not None and not 0 <= self.memory_mb < 1e12:
+            raise FormatError(
+                f"--memory-mb is {self.memory_mb}: it must be a number of megabytes from 0 to below 1e12."
+            )
+        return Limits(
+            devices=None if self.devices is None else tuple(split_names(self.devices)),
+            max_encodes=self.max_encodes,
+            memory_bytes=None if self.memory_mb is None else round(self.memory_mb * 1e6),
+            exempt_vectors=self.exempt_vectors,
+            restrict=self.restrict,
+        )
+
+
+class PlanInputs(NamedTuple):
+    """The arguments of `PlanningJob`: what the planner and the simulator compute with."""
+
+    profile: "Profile"
+    cluster: "Cluster"
+    costs: "Costs"
+    specs: "Sequence[Spec]"
+    limits: "Limits"
+    rules: "Rules"
 
 
 @app.command()
+@grouped
 def simulate(
+    *,
     plan: Annotated[Path, typer.Argument(help="Plan file.")],
     profile: Annotated[Path, typer.Option(help="Profile file: the model's times, tensor by tensor.")],
     cluster: ClusterFile,
     costs: CostsFile = None,
     trace: Annotated[Path | None, typer.Option(help="Trace for ui.perfetto.dev and chrome://tracing.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device of the model: gpu or cpu. Default: the profile's.")] = None,
-    codec_on: Annotated[str | None, typer.Option(help="Codec tasks: on compute (default) or 'own thread'.")] = None,
-    decode: Annotated[
-        str | None,
-        typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once."),
-    ] = None,
-    decode_calls: DecodeCalls = None,
-    lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default: 2 on CPUs, 0 on GPUs.")] = None,
-    inter: Inter = None,
-    nodes: Nodes = None,
-    slow_node: SlowNode = None,
-    picture: Picture = None,
+    rules: RuleOptions,
+    sweep: SweepOptions,
     json: Json = False,
 ) -> None:
     """Predict the step of a plan on a cluster: the timeline and the exposed time. Needs no GPU, no network and no training.
@@ -50,42 +124,58 @@ def simulate(
     where one node's link is slower.
     """
     from gradwire.core import Cluster, Costs, Plan, Profile, write_whole
-    from gradwire.planner import PlanningJob, against, make, read_slower, sweep_plan
+    from gradwire.planner import Limits
     from gradwire.sim import as_table, as_trace, changed_rules
     from gradwire.sim import simulate as simulate_plan
 
     times = Profile.load(profile)
-    rules = changed_rules(
-        times, device=device, codec_on=codec_on, decode=decode, decode_calls=decode_calls, lanes=lanes
-    )
+    changed = changed_rules(times, **rules._asdict())
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
-    links = Cluster.load(cluster)
-    if points := points_of(links, inter, nodes, picture):
-        refuse_with_sweep(trace=trace, slow_node=slow_node)
-        with bar("Simulating", 2 * len(points)) as seen:
-            rows = sweep_plan(Plan.load(plan), times, points, codecs, rules, seen)
-        show_sweep(rows, times, picture, json)
-        return
-    if slow_node is not None:
+    inputs = PlanInputs(times, Cluster.load(cluster), codecs, (), Limits(), changed)
+    if points := points_of(inputs.cluster, sweep):
+        refuse_with_sweep(trace=trace, slow_node=sweep.slow_node)
+        simulate_sweep(Plan.load(plan), inputs, points, sweep.picture, json)
+    elif sweep.slow_node is not None:
         if trace is not None:
             raise FormatError(f"--trace {trace} needs one cluster, and --slow-node has several. Leave out one of them.")
-        plain = make(PlanningJob(times, links, Costs(codecs=()), rules=rules), "ddp").plan
-        plans, factors = {"plain DDP": plain, "the plan": Plan.load(plan)}, read_slower(slow_node)
-        with bar("Simulating", len(factors)) as seen:
-            answer = against(plans, times, links, codecs, factors, rules, seen)
-        typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
-        return
-    timeline = simulate_plan(Plan.load(plan), times, links, codecs, rules)
-    if trace is not None:
-        write_whole(trace, as_trace(timeline))
-    typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
+        simulate_slow_node(Plan.load(plan), inputs, sweep.slow_node, json)
+    else:
+        timeline = simulate_plan(Plan.load(plan), times, inputs.cluster, codecs, changed)
+        if trace is not None:
+            write_whole(trace, as_trace(timeline))
+        typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
 
 
-def points_of(cluster: "Cluster", inter: str | None, nodes: str | None, picture: Path | None) -> "list[Cluster]":
+def simulate_sweep(
+    plan: "Plan", inputs: "PlanInputs", points: "Sequence[Cluster]", picture: Path | None, json: bool
+) -> None:
+    """Simulate a plan on each cluster, and show its scaling factors with those of plain DDP."""
+    from gradwire.planner import sweep_plan
+
+    with bar("Simulating", 2 * len(points)) as seen:
+        rows = sweep_plan(plan, inputs.profile, points, inputs.costs, inputs.rules, seen)
+    show_sweep(rows, inputs.profile, picture, json)
+
+
+def simulate_slow_node(plan: "Plan", inputs: "PlanInputs", slower: str, json: bool) -> None:
+    """Simulate a plan and plain DDP where one node's link is slower by each of these factors."""
+    from gradwire.core import Costs
+    from gradwire.planner import PlanningJob, make_plan, read_slower, steps_with_slow_node
+
+    factors = read_slower(slower)
+    job = PlanningJob(inputs.profile, inputs.cluster, Costs(codecs=()), rules=inputs.rules)
+    plans = {"plain DDP": make_plan(job, "ddp").plan, "the plan": plan}
+    with bar("Simulating", len(factors)) as seen:
+        answer = steps_with_slow_node(plans, inputs.profile, inputs.cluster, inputs.costs, factors, inputs.rules, seen)
+    typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
+
+
+def points_of(cluster: "Cluster", sweep: SweepOptions) -> "list[Cluster]":
     """The clusters of a sweep, or none. Raises FormatError for unreadable lists, and for --picture without a sweep."""
     from gradwire.planner import clusters, read_nodes, read_rates
     from gradwire.report.pictures import check_picture
 
+    inter, nodes, picture = sweep.inter, sweep.nodes, sweep.picture
     if inter is None and nodes is None:
         if picture is not None:
             raise FormatError(
@@ -145,45 +235,25 @@ A_CLUSTER = (
 
 
 @app.command()
+@grouped
 def plan(
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file: nodes, ranks and links. Must be given.")] = None,
-    profile: Annotated[
-        Path | None, typer.Argument(help="Profile file: the model's times, tensor by tensor. Not with --model.")
-    ] = None,
-    model: GivenName = None,
-    config: GivenConfig = None,
-    shape: GivenInput = None,
-    costs: CostsFile = None,
-    spec: Specs = None,
+    *,
+    files: PlanFiles,
+    given: GivenOptions,
     method: Annotated[
         str,
         typer.Option(
-            help="joint, fusion, bucket, even, layerwise, grace, hipress, hitopkcomm, byteps-compress, bytecomp or ddp; in "
-            "gradwire's repository also cupcake."
+            help="joint, fusion, bucket, even, layerwise, grace, hipress, hitopkcomm, byteps-compress, bytecomp or ddp; "
+            "`python -m benchmarks plan` in gradwire's repository also takes cupcake."
         ),
     ] = "joint",
-    devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None,
-    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of one bucket, 0 to 4.")] = None,
-    restrict: Annotated[
-        str | None,
-        typer.Option(
-            help="A restricted search of ByteComp: gpu, cpu, inter-allgather, inter-alltoall, alltoall+alltoall; with --method "
-            "bytecomp also all-compressed and myopic."
-        ),
-    ] = None,
-    memory_mb: Annotated[float | None, typer.Option(help="The most extra memory of the device.")] = None,
-    exempt_vectors: Annotated[
-        bool, typer.Option("--exempt-vectors/--all-tensors", help="Leave biases and norms uncompressed, or not.")
-    ] = True,
+    limits: LimitOptions,
     decode_calls: DecodeCalls = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="plan.json to write.")] = None,
-    inter: Inter = None,
-    nodes: Nodes = None,
+    sweep: SweepOptions,
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated methods of a sweep; also bound, which no plan exceeds.")
     ] = None,
-    slow_node: SlowNode = None,
-    picture: Picture = None,
     json: Json = False,
 ) -> None:
     """Plan the exchange of each gradient: buckets, compression, collectives and launch order. Needs no GPU and no network.
@@ -193,81 +263,98 @@ def plan(
     many clusters. With --slow-node: a plan for each factor, and what each takes with all of them; -o writes the one with the
     least mean.
     """
-    import json as codec
+    from gradwire.planner import check_some_may
 
-    from gradwire.bench.names import GivenModel, parse_spec, split_names
-    from gradwire.core import Cluster, Costs, Profile
-    from gradwire.planner import (
-        SWEPT,
-        Limits,
-        PlanningJob,
-        against,
-        check_some_may,
-        explanation,
-        make,
-        plans_against,
-        read_slower,
-        sweep_methods,
-    )
-    from gradwire.sim import changed_rules
-
-    if (given := GivenModel.of(model, config, shape)) is not None and profile is not None:
-        raise FormatError(f"{profile} and --model {model} are given, and one job is planned. Leave out one of them.")
-    if given is None and profile is None:
-        raise FormatError("there is no job to plan. Name a profile file, or a model by --model and --input.")
-    if cluster is None:
-        raise FormatError(
-            f"there is no cluster to plan for. Pass --cluster cluster.json, a file such as this: {A_CLUSTER}"
-        )
-    if memory_mb is not None and not 0 <= memory_mb < 1e12:
-        raise FormatError(f"--memory-mb is {memory_mb}: it must be a number of megabytes from 0 to below 1e12.")
-    limits = Limits(
-        devices=None if devices is None else tuple(split_names(devices)),
-        max_encodes=max_encodes,
-        memory_bytes=None if memory_mb is None else round(memory_mb * 1e6),
-        exempt_vectors=exempt_vectors,
-        restrict=restrict,
-    )
-    specs = [parse_spec(each) for each in spec or ()]
-    links = Cluster.load(cluster)
-    codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
-    if given is not None:
-        from gradwire.bench.models import measure_model
-
-        times, codecs = measure_model(given, specs, None if costs is None else codecs)
-    elif profile is not None:
-        times = Profile.load(profile)
-    rules = changed_rules(times, decode_calls=decode_calls)
-    if points := points_of(links, inter, nodes, picture):
-        refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=slow_node)
-        chosen = list(SWEPT) if methods is None else split_names(methods)
-        with bar("Planning", len(points) * len(chosen)) as seen:
-            rows = sweep_methods(times, points, codecs, specs, limits, rules, chosen, seen)
-        show_sweep(rows, times, picture, json)
+    inputs = plan_inputs(files, given, limits, decode_calls)
+    if points := points_of(inputs.cluster, sweep):
+        refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=sweep.slow_node)
+        plan_sweep(inputs, points, methods, sweep.picture, json)
         return
     if methods is not None:
         raise FormatError(
             f"--methods {methods} needs a sweep, because one plan has one method. Use --method, or add --inter or --nodes."
         )
     if method != "ddp":
-        check_some_may(times, specs, limits)
-    if slow_node is not None:
-        factors = read_slower(slow_node)
-        with bar("Planning", len(factors)) as seen:
-            plans = plans_against(times, links, codecs, factors, specs, limits, rules, method, seen)
-        answer = against(plans, times, links, codecs, factors, rules)
-        if out is not None:
-            plans[answer.best.name].save(out)
-        typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
-        return
-    job = PlanningJob(times, links, codecs, specs, limits, rules)
-    made = make(job, method)
+        check_some_may(inputs.profile, inputs.specs, inputs.limits)
+    if sweep.slow_node is not None:
+        plan_slow_node(inputs, method, sweep.slow_node, out, json)
+    else:
+        plan_once(inputs, method, out, json)
+
+
+def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, decode_calls: str | None) -> PlanInputs:
+    """Read the files, or measure the given model. Raises FormatError if there is no job, or two jobs, or no cluster."""
+    from gradwire.bench.names import GivenModel, parse_spec
+    from gradwire.core import Cluster, Costs, Profile
+    from gradwire.sim import changed_rules
+
+    model = GivenModel.of(*given)
+    if model is not None and files.profile is not None:
+        raise FormatError(
+            f"{files.profile} and --model {model.model} are given, and one job is planned. Leave out one of them."
+        )
+    if model is None and files.profile is None:
+        raise FormatError("there is no job to plan. Name a profile file, or a model by --model and --input.")
+    if files.cluster is None:
+        raise FormatError(
+            f"there is no cluster to plan for. Pass --cluster cluster.json, a file such as this: {A_CLUSTER}"
+        )
+    allowed, specs = limits.limits(), [parse_spec(each) for each in files.spec or ()]
+    links = Cluster.load(files.cluster)
+    codecs = Costs.load(files.costs) if files.costs is not None else Costs(codecs=())
+    if model is not None:
+        from gradwire.bench.models import measure_model
+
+        times, codecs = measure_model(model, specs, None if files.costs is None else codecs)
+    else:
+        assert files.profile is not None
+        times = Profile.load(files.profile)
+    return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, decode_calls=decode_calls))
+
+
+def plan_sweep(
+    inputs: PlanInputs, points: "Sequence[Cluster]", methods: str | None, picture: Path | None, json: bool
+) -> None:
+    """Plan by several methods on each cluster, and show their scaling factors."""
+    from gradwire.bench.names import split_names
+    from gradwire.planner import SWEPT, sweep_methods
+
+    chosen = list(SWEPT) if methods is None else split_names(methods)
+    with bar("Planning", len(points) * len(chosen)) as seen:
+        rows = sweep_methods(
+            inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, inputs.rules, chosen, seen
+        )
+    show_sweep(rows, inputs.profile, picture, json)
+
+
+def plan_slow_node(inputs: PlanInputs, method: str, slower: str, out: Path | None, json: bool) -> None:
+    """Plan for each factor by which one node's link is slower. Show what each plan takes, and write the best one."""
+    from gradwire.planner import plans_for_slow_node, read_slower, steps_with_slow_node
+
+    profile, cluster, costs, specs, limits, rules = inputs
+    factors = read_slower(slower)
+    with bar("Planning", len(factors)) as seen:
+        plans = plans_for_slow_node(profile, cluster, costs, factors, specs, limits, rules, method, seen)
+    answer = steps_with_slow_node(plans, profile, cluster, costs, factors, rules)
+    if out is not None:
+        plans[answer.best.name].save(out)
+    typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
+
+
+def plan_once(inputs: PlanInputs, method: str, out: Path | None, json: bool) -> None:
+    """Make one plan, write it, and show it or what it decides."""
+    import json as codec
+
+    from gradwire.planner import PlanningJob, explain_plan, make_plan
+
+    job = PlanningJob(*inputs)
+    made = make_plan(job, method)
     if out is not None:
         made.plan.save(out)
     if json:
         typer.echo(codec.dumps(made.plan.to_dict() | {"planning_ms": made.planning_ms}))
     else:
-        typer.echo(explanation(job, made), nl=False)
+        typer.echo(explain_plan(job, made), nl=False)
 
 
 @app.command()

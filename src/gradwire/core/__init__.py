@@ -53,7 +53,6 @@ from gradwire.core.payload import (
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan, Prediction
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.provenance import Made
-from gradwire.core.repository import from_repository
 from gradwire.core.schedules import (
     Backward,
     Delayed,
@@ -173,7 +172,6 @@ __all__ = [
     "fingerprint",
     "freeze",
     "freeze_pairs",
-    "from_repository",
     "in_base_3",
     "index_bytes",
     "index_low_bits",

@@ -65,7 +65,8 @@ class Line(NamedTuple):
 
 def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
     """Microseconds of an exchange in which a rank holds so many bytes."""
-    return max([latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte in lines])
+    times_us = [latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte in lines]
+    return max(times_us)
 
 
 class Traffic(NamedTuple):

@@ -3,20 +3,20 @@
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import EVALUATIONS, joint
 from gradwire.planner.listing import (
-    as_json,
-    as_table,
-    choose,
+    choose_options,
     collective_rows,
     compressor_rows,
+    options_json,
+    options_table,
     rows_as_json,
     rows_as_text,
     schedule_rows,
     shape_note,
 )
-from gradwire.planner.methods import explanation, make
+from gradwire.planner.methods import explain_plan, make_plan
 from gradwire.planner.ranges import read_nodes, read_rates, read_slower
-from gradwire.planner.slow_node import against, plans_against
-from gradwire.planner.starts import ddp
+from gradwire.planner.slow_node import plans_for_slow_node, steps_with_slow_node
+from gradwire.planner.starts import ddp_draft
 from gradwire.planner.sweep import (
     LABELS,
     SWEPT,
@@ -36,19 +36,18 @@ __all__ = [
     "Limits",
     "PlanningJob",
     "SweepRow",
-    "against",
-    "as_json",
-    "as_table",
     "check_some_may",
-    "choose",
+    "choose_options",
     "clusters",
     "collective_rows",
     "compressor_rows",
-    "ddp",
-    "explanation",
+    "ddp_draft",
+    "explain_plan",
     "joint",
-    "make",
-    "plans_against",
+    "make_plan",
+    "options_json",
+    "options_table",
+    "plans_for_slow_node",
     "read_nodes",
     "read_rates",
     "read_slower",
@@ -56,6 +55,7 @@ __all__ = [
     "rows_as_text",
     "schedule_rows",
     "shape_note",
+    "steps_with_slow_node",
     "sweep_json",
     "sweep_methods",
     "sweep_plan",

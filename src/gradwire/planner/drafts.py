@@ -28,7 +28,7 @@ from gradwire.core import (
 from gradwire.costs import AffineCost, Bytes, bytes_of, fold
 from gradwire.errors import PlanError
 from gradwire.plan import DEVICES, RESTRICTED, Option, carries, tasks_of
-from gradwire.planner.listing import choose
+from gradwire.planner.listing import choose_options
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.partition import FusionCosts
 from gradwire.planner.programs import Pricer, least_alone_us, least_step_us
@@ -388,10 +388,10 @@ def options_within(
         "max_encodes": max_encodes,
         "restrict": part,
     }
-    found = choose(**limits)
+    found = choose_options(**limits)
 
     def count(**other: Any) -> int:
-        return sum(option.compresses for option in choose(**limits | other))
+        return sum(option.compresses for option in choose_options(**limits | other))
 
     if not must_compress or any(option.compresses for option in found):
         return found

@@ -27,7 +27,7 @@ from gradwire.planner.starts import (
     byteps_compress,
     close_after,
     close_before,
-    ddp,
+    ddp_draft,
     even_split,
     fused,
     fused_by,
@@ -56,7 +56,7 @@ FUSING: dict[str, Planner] = {
     "fusion": fusion,
     "bucket": partial(fused_by, strategy=close_after),
     "even": partial(fused_by, strategy=even_split),
-    "ddp": ddp,
+    "ddp": ddp_draft,
 }
 ALONE: dict[str, Planner] = {
     "layerwise": partial(fused_by, strategy=layer_wise),
@@ -86,7 +86,7 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
         if draft not in starts and (found := job.step(draft)) is not None:
             starts[draft] = found
     if not starts:
-        least = job.extra_bytes(ddp(job))
+        least = job.extra_bytes(ddp_draft(job))
         cures = [f"allow {least} bytes, as plain all-reduce needs", "set no limit"]
         raise PlanError(
             f"memory_bytes is {job.limits.memory_bytes}: every plan needs more extra memory on a device, even plain all-reduce. "
@@ -103,7 +103,7 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
 
 def fixed_starts(job: PlanningJob) -> Iterator[Draft]:
     """Plans that take no search: fixed buffers, and gradwire's own policy."""
-    yield ddp(job)
+    yield ddp_draft(job)
     choices, infos = job.choices(6), job.profile.tensor_infos(job.rules.device)
     place = {info.name: index for index, info in enumerate(infos)}
     by_policy: dict[Spec, list[tuple[int, ...]]] = {}

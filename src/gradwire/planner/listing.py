@@ -112,12 +112,12 @@ def _module(runs: Any) -> str:
     return runs.partition(":")[0] if isinstance(runs, str) else str(getattr(runs, "__module__", runs))
 
 
-def choose(*, restrict: str | None = None, named: bool = False, **constraints: Any) -> tuple[Option, ...]:
+def choose_options(*, restrict: str | None = None, named: bool = False, **constraints: Any) -> tuple[Option, ...]:
     """`select` with these constraints; restrict: a key of RESTRICTED; named: only options with a name.
 
     Raises PlanError for an unknown value.
 
-    >>> [option.inter for option in choose(restrict="gpu", named=True, flat=False)]
+    >>> [option.inter for option in choose_options(restrict="gpu", named=True, flat=False)]
     ['allgather', 'alltoall+allgather']
     """
     if restrict is not None:
@@ -140,10 +140,10 @@ def _scheme(option: Option, link: str) -> str:
     return "+".join(step.word + "*" * step.compressed for step in steps) or "-"
 
 
-def as_table(options: Sequence[Option]) -> str:
+def options_table(options: Sequence[Option]) -> str:
     """One line for each option under a header: index in the whole tree, encodes, schemes, tasks, names in brackets.
 
-    >>> print(as_table(choose(named=True, max_encodes=0)), end="")
+    >>> print(options_table(choose_options(named=True, max_encodes=0)), end="")
     index  encodes  intra  inter                    tasks
         0        0  -      allreduce                allreduce:inter  [DDP, gradwire allreduce]
         5        0  -      reducescatter+allgather  reducescatter:inter allgather:inter  [DeAR]
@@ -157,7 +157,7 @@ def as_table(options: Sequence[Option]) -> str:
     return aligned(table, right=2)
 
 
-def as_json(options: Sequence[Option]) -> str:
+def options_json(options: Sequence[Option]) -> str:
     """A JSON list with all properties of each option, one option a line."""
     return rows_as_json(
         [

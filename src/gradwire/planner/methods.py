@@ -3,22 +3,20 @@
 import time
 from typing import NamedTuple
 
-from gradwire.core import Plan, from_repository, word
+from gradwire.core import Plan, word
 from gradwire.errors import PlanError
 from gradwire.plan import RESTRICTED
 from gradwire.planner.bytecomp import Moved
 from gradwire.planner.drafts import BYTECOMP_ONLY, Draft, PlanningJob, numbered
 from gradwire.planner.joint import ALONE, FUSING, Planner, joint
-from gradwire.planner.starts import ddp
+from gradwire.planner.starts import ddp_draft
 from gradwire.sim import FS_PER_US
 
 METHODS: dict[str, Planner] = {"joint": joint, **FUSING, **ALONE}
 """joint: `gradwire.planner.joint`. fusion: the best fusion; bucket: the best of 2 to 64 MB; even: the best of 2 to 32 groups;
 layerwise: every tensor alone; each with the one choice of spec and option that is best for all. grace, hipress, hitopkcomm,
-byteps-compress: the published systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce."""
-
-RIVALS = ("cupcake",)
-"""Cupcake's own search, to compare with. It is in `benchmarks/papers`, which only the repository has."""
+byteps-compress: the published systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce. A program may
+add methods of its own."""
 
 
 class MadePlan(NamedTuple):
@@ -34,18 +32,12 @@ class MadePlan(NamedTuple):
 
 
 def method_named(name: str) -> Planner:
-    """What plans by this method.
-
-    Raises PlanError for a name that is none, and GradwireError for one of `RIVALS` where the repository is not there.
-    """
-    word("method", name, (*METHODS, *RIVALS), error=PlanError)
-    if name in METHODS:
-        return METHODS[name]
-    rivals: dict[str, Planner] = from_repository("papers.methods", f"the method {name}").METHODS
-    return rivals[name]
+    """The planner of this name in `METHODS`. Raises PlanError if there is none."""
+    word("method", name, METHODS, error=PlanError)
+    return METHODS[name]
 
 
-def make(job: PlanningJob, method: str = "joint") -> MadePlan:
+def make_plan(job: PlanningJob, method: str = "joint") -> MadePlan:
     """The plan of a method. Raises as `method_named` does, and PlanError if the method needs a spec and there is none."""
     planned = method_named(method)
     restrict = job.limits.restrict
@@ -64,11 +56,11 @@ def make(job: PlanningJob, method: str = "joint") -> MadePlan:
             f"memory_bytes is {allowed}, and the plan of {method} needs {needed} of extra memory on a device. "
             f"{numbered(['use the method joint, which searches within a limit', f'allow {needed} bytes', 'set no limit'])}"
         )
-    plan = job.plan(draft, ddp(job))
+    plan = job.plan(draft, ddp_draft(job))
     return MadePlan(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
 
 
-def explanation(job: PlanningJob, made: MadePlan) -> str:
+def explain_plan(job: PlanningJob, made: MadePlan) -> str:
     """For each bucket what was decided and what it gains, and what the whole plan gains, or why nothing does."""
     lines = [f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'gain ms':>9}  decided"]
     step = job.step(made.draft)

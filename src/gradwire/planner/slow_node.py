@@ -13,8 +13,8 @@ import msgspec
 from gradwire.core import Cluster, Costs, Link, Plan, Profile, Spec
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
-from gradwire.planner.methods import make
-from gradwire.planner.starts import ddp
+from gradwire.planner.methods import make_plan
+from gradwire.planner.starts import ddp_draft
 from gradwire.sim import Rules, simulate
 
 
@@ -116,7 +116,7 @@ def _slowest(cluster: Cluster) -> float:
     return min(link.least_gbps for link in cluster.node_links)
 
 
-def against(
+def steps_with_slow_node(
     plans: Mapping[str, Plan],
     profile: Profile,
     cluster: Cluster,
@@ -139,7 +139,7 @@ def against(
     return SlowAnswer(profile.model, tuple(slower), tuple(rows))
 
 
-def plans_against(
+def plans_for_slow_node(
     profile: Profile,
     cluster: Cluster,
     costs: Costs,
@@ -155,11 +155,11 @@ def plans_against(
     Their predictions are of the cluster as it is. Raises PlanError as planning does.
     """
     given = PlanningJob(profile, cluster, costs, specs, limits, rules)
-    baseline = ddp(given)
+    baseline = ddp_draft(given)
     plans = {"plain DDP": given.plan(baseline, baseline)}
     for done, factor in enumerate(slower, 1):
         case = min(slow_cases(cluster, factor), key=lambda case: _slowest(case.cluster)).cluster
-        draft = make(PlanningJob(profile, case, costs, specs, limits, rules), method).draft
+        draft = make_plan(PlanningJob(profile, case, costs, specs, limits, rules), method).draft
         plan = given.plan(draft, baseline)
         if plan not in plans.values():
             plans[f"planned for {factor:g}"] = plan

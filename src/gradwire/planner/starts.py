@@ -187,7 +187,7 @@ def even_split(
     return shortest(map(boundaries, groups), backward_us, nbytes, costs)
 
 
-def ddp(job: PlanningJob) -> Draft:
+def ddp_draft(job: PlanningJob) -> Draft:
     """Plain DDP: all-reduce in buckets of 25 MB, one after the other."""
     plain = next((choice for choice in job.plain if choice.option == ALL_REDUCE), job.plain[0])
     return fused(job, partial(close_before, limit=25 * _MIB), plain)._replace(skew=0)

@@ -14,8 +14,8 @@ import msgspec
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, show, word
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
-from gradwire.planner.methods import METHODS, RIVALS, make, method_named
-from gradwire.planner.starts import ddp
+from gradwire.planner.methods import METHODS, make_plan
+from gradwire.planner.starts import ddp_draft
 from gradwire.sim import FS_PER_US, Rules, simulate
 
 LABELS = {
@@ -104,9 +104,7 @@ def sweep_methods(
 ) -> list[SweepRow]:
     """Each method's plan on each cluster. Raises PlanError for an unknown method, and as planning does."""
     for method in methods:
-        word("method", method, (*METHODS, *RIVALS, "bound"), error=PlanError)
-        if method != "bound":
-            method_named(method)
+        word("method", method, (*METHODS, "bound"), error=PlanError)
     _check_compute(profile)
     check_some_may(profile, specs, limits or Limits())
     rows = []
@@ -116,7 +114,7 @@ def sweep_methods(
                 step_us = alone_us(profile)
             else:
                 job = PlanningJob(profile, point, costs, specs, limits, rules)
-                prediction = None if method == "bound" else make(job, method).plan.prediction
+                prediction = None if method == "bound" else make_plan(job, method).plan.prediction
                 step_us = job.lower_bound_us() if prediction is None else prediction.step_us
             rows.append(_row(profile, point, method, step_us))
             seen(len(rows))
@@ -138,7 +136,7 @@ def sweep_plan(
         plan_us = ddp_us = alone_us(profile)
         if point.world_size > 1:
             job = PlanningJob(profile, point, Costs(codecs=()), rules=rules)
-            found = job.step(ddp(job))
+            found = job.step(ddp_draft(job))
             assert found is not None
             plan_us, ddp_us = simulate(plan, profile, point, costs, rules).step_us, found / FS_PER_US
         rows += [_row(profile, point, "ddp", ddp_us), _row(profile, point, "plan", plan_us)]

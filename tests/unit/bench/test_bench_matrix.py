@@ -316,6 +316,7 @@ class FakeMethod:
 
     bytes_planned = 100
     forward_us = backward_us = 1.0
+    wrong_on_purpose = False
 
     def __init__(self, decides: bool) -> None:
         self.decides, self.steps, self.turns = decides, 0, []
@@ -352,12 +353,11 @@ def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True)}
-    monkeypatch.setattr("gradwire.bench.worker.build", lambda name, *others: methods[name])
     order = WorkerOrder(
         job="mlp", methods=("ddp", SAFE), seed=0, steps=4, warmup_steps=3, turn_steps=2, collective_timeout_s=1.0, runner=0,
         result="", deciding_steps=deciding_steps, go_on_to={"ddp": 40, SAFE: 33},
     )  # fmt: skip
-    contest = Contest(order, make_job("mlp"), Ranks(1.0, communicating=False))
+    contest = Contest(order, make_job("mlp"), Ranks(1.0, communicating=False), lambda name, *others: methods[name])
     contest.run()
     ddp, safe = contest.records()
     assert ddp.failure is None and safe.failure is None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks import delayed
-from gradwire.bench.names import check_method
+from benchmarks.campaigns.requests import RepositoryRequest
 
 PARTS = {
     "floor_us": 9e3,
@@ -41,7 +41,7 @@ def bench(step_us: float) -> dict[str, Any]:
 
 def test_methods_exist_and_turns_hold_whole_periods() -> None:
     names = [delayed.COMPUTE, delayed.USUAL, *delayed.CORRECTIONS.values(), delayed.BACKWARD, *delayed.SCHEDULES]
-    assert [check_method(name) for name in names] == names
+    assert RepositoryRequest(jobs=[delayed.JOB], links=["unlimited"], methods=names).methods == names
     assert all(delayed.PERIOD % k == 0 for k, _, _ in delayed.SCHEDULES.values() if k)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import local, local_equal, local_step
 from benchmarks.campaigns import rivals
+from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.paired import REFERENCE
 from gradwire.bench.names import check_method
 from gradwire.bench.results import Cell, StepEvent
@@ -118,7 +119,7 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
 def test_other_periods_have_their_own_methods() -> None:
     for every in (5, 10):
         for name, method in local.methods_of(every).items():
-            if not method.startswith(local.RIVAL_PREFIX):
+            if not method.startswith(rivals.RIVAL_PREFIX):
                 assert check_method(method) == method
             assert name == local.AUTO or f"@{every}" in method or f'"every": {every}' in method
 
@@ -132,14 +133,15 @@ def test_steps_beside_their_prediction() -> None:
 
 
 def test_rivals_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = RepositoryRequest(jobs=["mlp"], links=["unlimited"], methods=["ddp"])
     monkeypatch.setattr(rivals, "absent", lambda: "")
-    assert check_method("rival:torchft-diloco@30") == "rival:torchft-diloco@30"
+    request.check_method("rival:torchft-diloco@30")
     for wrong in ("rival:torchft-diloco@0", "rival:torchft-diloco", "rival:other@30"):
         with pytest.raises(FormatError, match="there is no method"):
-            check_method(wrong)
+            request.check_method(wrong)
     monkeypatch.setattr(rivals, "absent", lambda: "torchft is not installed. Put it ..")
     with pytest.raises(FormatError, match="cannot run: torchft is not installed"):
-        check_method("rival:torchft-diloco@30")
+        request.check_method("rival:torchft-diloco@30")
 
 
 def test_the_table_at_equal_samples() -> None:

@@ -9,7 +9,7 @@ from gradwire.costs.collectives import flat_traffic, group_traffic
 from gradwire.errors import FormatError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, make
+from gradwire.planner.methods import METHODS, make_plan
 from gradwire.sim.simulator import FS_PER_US
 
 OWN, SHARED = Link(0.0, 8.0), Link(0.0, 8.0, shared=True)
@@ -73,10 +73,10 @@ def test_plans_know_of_the_switch():
     """No plan is faster behind a switch, and the bound is below all plans there too."""
     own, shared = job(Link(10.0, 40.0)), job(Link(10.0, 40.0, shared=True))
     for method in METHODS:
-        draft = make(own, method).draft
+        draft = make_plan(own, method).draft
         step, behind = own.step(draft), shared.step(draft)
         assert step is not None and behind is not None and behind >= step
-        best = shared.step(make(shared, method).draft)
+        best = shared.step(make_plan(shared, method).draft)
         assert best is not None and best / FS_PER_US >= shared.lower_bound_us()
     best, moved = shared.step(joint(shared)), shared.step(joint(own))
     assert best is not None and moved is not None and best <= moved

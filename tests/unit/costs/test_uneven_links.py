@@ -14,8 +14,8 @@ from gradwire.costs.prices import Prices
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, make
-from gradwire.planner.slow_node import against, plans_against, slow_cases
+from gradwire.planner.methods import METHODS, make_plan
+from gradwire.planner.slow_node import plans_for_slow_node, slow_cases, steps_with_slow_node
 from gradwire.planner.sweep import clusters, sweep_methods
 from gradwire.sim.simulator import FS_PER_US
 
@@ -141,8 +141,8 @@ def test_plans_know_of_uneven_links(changes: dict[str, object]):
     best = uneven.step(joint(uneven))
     assert best is not None
     for method in METHODS:
-        draft = make(even, method).draft
-        before, behind, own = even.step(draft), uneven.step(draft), uneven.step(make(uneven, method).draft)
+        draft = make_plan(even, method).draft
+        before, behind, own = even.step(draft), uneven.step(draft), uneven.step(make_plan(uneven, method).draft)
         assert before is not None and behind is not None and behind >= before
         assert own is not None and best <= own and own / FS_PER_US >= uneven.lower_bound_us()
     moved = uneven.step(joint(even))
@@ -217,7 +217,7 @@ def test_sweeps_keep_directions_slow_nodes_and_processor_times():
     assert (faster.slow_nodes, faster.allreduce) == ((Link(90.0, 2.0),), None)
     given = job(Link(10.0, 40.0))
     measured = msgspec.structs.replace(given.cluster, allreduce=own, launch_us=100.0)
-    expected = make(PlanningJob(given.profile, measured, given.simulator.prices.costs), "ddp").plan.prediction
+    expected = make_plan(PlanningJob(given.profile, measured, given.simulator.prices.costs), "ddp").plan.prediction
     (row,) = sweep_methods(
         given.profile, clusters(measured, [25.0], None), given.simulator.prices.costs, methods=["ddp"]
     )
@@ -262,8 +262,8 @@ class TestSlowNode:
         ]
         profile = msgspec.structs.replace(given.profile, tensors=(tensor,))
         cluster = Cluster(nodes=4, ranks_per_node=1, intra=FAST, inter=GBPS)
-        plans = plans_against(profile, cluster, Costs(codecs=()), [])
-        answer = against(plans, profile, cluster, Costs(codecs=()), [1.0, 2.0, 10.0])
+        plans = plans_for_slow_node(profile, cluster, Costs(codecs=()), [])
+        answer = steps_with_slow_node(plans, profile, cluster, Costs(codecs=()), [1.0, 2.0, 10.0])
         (row,) = answer.rows
         assert row.name == "plain DDP"
         assert row.steps_us == pytest.approx((6100.0, 12_100.0, 60_100.0))
@@ -276,8 +276,8 @@ class TestSlowNode:
         ]
         profile = msgspec.structs.replace(given.profile, tensors=(tensor,))
         cluster = Cluster(nodes=4, ranks_per_node=1, intra=FAST, inter=GBPS, slow_nodes=[Link(0.0, 4.0)])
-        plans = plans_against(profile, cluster, Costs(codecs=()), [])
-        (row,) = against(plans, profile, cluster, Costs(codecs=()), [2.0]).rows
+        plans = plans_for_slow_node(profile, cluster, Costs(codecs=()), [])
+        (row,) = steps_with_slow_node(plans, profile, cluster, Costs(codecs=()), [2.0]).rows
         # 3 of 4 nodes become as slow as the slow one; the slow one becomes twice as slow
         assert row.steps_us == pytest.approx((0.75 * 12_100.0 + 0.25 * 24_100.0,))
         assert row.worst_us == pytest.approx(24_100.0)
@@ -287,8 +287,8 @@ class TestSlowNode:
         given = uneven_job(inter=Link(5.0, 400.0))
         slower = [1.0, 200.0]
         arguments = (given.profile, given.cluster, given.simulator.prices.costs, slower)
-        plans = plans_against(*arguments, given.specs)
-        answer = against(plans, *arguments)
+        plans = plans_for_slow_node(*arguments, given.specs)
+        answer = steps_with_slow_node(plans, *arguments)
         assert list(plans) == ["plain DDP", "planned for 1", "planned for 200"]
         as_it_is, robust = (next(r for r in answer.rows if r.name == f"planned for {x}") for x in (1, 200))
         assert as_it_is.steps_us[0] <= robust.steps_us[0]

@@ -99,6 +99,14 @@ def narrow_residuals(device: Device) -> None:
                 exchange.finish()
 
 
+def step_shard(exchange: Exchange) -> None:
+    """Change what the rank holds by its shard, as an optimizer does."""
+    for buffers in exchange.buckets:
+        for chunk in buffers.chunks:
+            assert isinstance(chunk, ShardedSum)
+            buffers.flat.add_(chunk.total.sum())
+
+
 def gathers_later(device: Device) -> None:
     for sharded in (False, True):
         with lanes_of(device) as lanes:
@@ -107,11 +115,8 @@ def gathers_later(device: Device) -> None:
             for step in range(2):
                 fill(exchange, step)
                 exchange.await_gate()
-                if sharded:  # the rank steps its shard
-                    for buffers in exchange.buckets:
-                        for chunk in buffers.chunks:
-                            assert isinstance(chunk, ShardedSum)
-                            buffers.flat.add_(chunk.total.sum())
+                if sharded:
+                    step_shard(exchange)
                 exchange.executor.open_gate()
                 for bucket, flat in enumerate(exchange.flats):
                     exchange.await_bucket(bucket)

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from every_method import EVERY_METHOD
 from test_planner_joint import CODECS, made_up
 
 import gradwire as gw
@@ -15,8 +16,8 @@ from gradwire.plan.options import tree
 from gradwire.plan.schemes import carries, tasks_of
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import joint
-from gradwire.planner.methods import METHODS, RIVALS, make
-from gradwire.planner.starts import ddp
+from gradwire.planner.methods import make_plan
+from gradwire.planner.starts import ddp_draft
 from gradwire.sim.simulator import FS_PER_US
 
 WAYS = {(spec.schemes, spec.rounds, spec.state): spec for spec in example_specs() if spec.encodes}
@@ -50,12 +51,13 @@ def job_with(spec: Spec, nodes: int = 2, ranks_per_node: int = 1, limits: Limits
     return PlanningJob(profile, cluster, Costs(codecs=codecs), [spec], limits)
 
 
-@pytest.mark.parametrize("method", [method for method in (*METHODS, *RIVALS) if method != "ddp"])
+@pytest.mark.usefixtures("papers_methods")
+@pytest.mark.parametrize("method", [method for method in EVERY_METHOD if method != "ddp"])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_every_method_plans_what_the_engine_runs(spec: Spec, method: str) -> None:
     for nodes, ranks_per_node in ((2, 1), (2, 2)):
         job = job_with(spec, nodes, ranks_per_node)
-        made = make(job, method)
+        made = make_plan(job, method)
         device = job.rules.device
         for index, bucket in enumerate(made.plan.buckets):
             scheme_of(index, bucket, device)
@@ -69,7 +71,7 @@ def test_what_is_added_on_the_wire_is_priced_by_its_rounds() -> None:
     draft = joint(job)
     coded = [part for part in draft.parts if part.choice.encodes]
     assert coded and all(part.choice.option.count("allreduce:inter") == spec.rounds for part in coded)
-    plan = job.plan(draft, ddp(job))
+    plan = job.plan(draft, ddp_draft(job))
     assert plan.prediction is not None
     assert plan.prediction.step_us == pytest.approx(job.step(draft) / FS_PER_US, rel=1e-6)  # type: ignore[operator]
 

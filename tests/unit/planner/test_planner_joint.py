@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from every_method import EVERY_METHOD
 from typer.testing import CliRunner
 
 from benchmarks.papers.oracle import best_step_us
@@ -27,8 +28,8 @@ from gradwire.errors import PlanError
 from gradwire.planner.bytecomp import bytecomp
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint, quick_starts
-from gradwire.planner.methods import METHODS, RIVALS, explanation, make
-from gradwire.planner.starts import ddp
+from gradwire.planner.methods import explain_plan, make_plan
+from gradwire.planner.starts import ddp_draft
 from gradwire.sim.rules import Rules, rules_of
 from gradwire.sim.simulator import FS_PER_US
 
@@ -109,20 +110,21 @@ def test_never_worse_than_a_start_and_the_same_again(seed):
     assert joint(job_of(seed, 20, specs=(SPEC, TopK(0.01))), evaluations=10_000) == found
 
 
+@pytest.mark.usefixtures("papers_methods")
 @pytest.mark.filterwarnings("ignore:the prunings")
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_is_below_all_methods_and_not_below_compute_or_wire(seed):
     job = job_of(seed, 12)
     bound = job.lower_bound_us()
-    for method in (*METHODS, *RIVALS):
-        assert make(job, method).plan.prediction.step_us >= bound
+    for method in EVERY_METHOD:
+        assert make_plan(job, method).plan.prediction.step_us >= bound
     assert bound >= job.line.after[-1] / FS_PER_US * (1 - 1e-9)
 
 
 def test_the_bound_of_uncompressed_plans_is_the_wire():
     job = job_of(0, 5, specs=(), gbps=0.1, nodes=4, ranks_per_node=1)
     wire_us = 1.5 * sum(t.nbytes for t in job.profile.tensors) * 8 / 100
-    assert wire_us <= job.lower_bound_us() <= job.step(ddp(job)) / FS_PER_US
+    assert wire_us <= job.lower_bound_us() <= job.step(ddp_draft(job)) / FS_PER_US
 
 
 @pytest.mark.parametrize("spec", [SPEC, TopK(0.01), EFSignSGD(), QSGD(bits=2, block=64)])
@@ -149,7 +151,7 @@ def test_limits_are_kept():
 def test_exempt_tensors_are_not_compressed():
     job = job_of(4, 12, gbps=1.0)
     for method in ("joint", "fusion", "hipress"):
-        for part in make(job, method).draft.parts:
+        for part in make_plan(job, method).draft.parts:
             assert not (part.choice.encodes and job.exempt.intersection(part.tensors))
 
 
@@ -163,7 +165,7 @@ def test_one_rank_has_nothing_to_plan():
 def test_lanes_are_simulated_whole():
     profile, cluster = made_up(5, 6, gbps=1.0)
     job = PlanningJob(profile, cluster, Costs(codecs=CODECS), [SPEC], Limits(devices=("cpu",)), rules_of("cpu"))
-    made = make(job, "joint")
+    made = make_plan(job, "joint")
     assert made.plan.prediction.step_us == pytest.approx(job.simulator.step_us(made.plan))
     assert made.plan.prediction.step_us <= made.plan.prediction.baseline_step_us * (1 + 1e-9)
 
@@ -190,8 +192,9 @@ def plan(files, *more, costs=True):
     return CliRunner().invoke(app, [*arguments, *more])
 
 
+@pytest.mark.usefixtures("papers_methods")
 @pytest.mark.filterwarnings("ignore:the prunings")
-@pytest.mark.parametrize("method", [*METHODS, *RIVALS])
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method_gives_a_plan_that_can_be_simulated(files, method):
     done = plan(files, "--spec", "qsgd4", "--method", method, "--json", "-o", str(files / "plan.json"))
     assert done.exit_code == 0, done.output
@@ -217,10 +220,10 @@ def test_the_explanation_says_why_nothing_helps():
     rows = [*job.profile.tensors, TensorProfile(name="last", shape=(8, 8), dtype="float32", backward_us=90_000.0)]
     profile = Profile(model="slow", batch=1, device="V100", tensors=rows)
     job = PlanningJob(profile, job.cluster, Costs(codecs=CODECS), [SPEC])
-    assert "compute-bound: communication hides behind backward" in explanation(job, make(job))
-    assert "plain DDP never does" in explanation(job, make(job, "ddp"))
+    assert "compute-bound: communication hides behind backward" in explain_plan(job, make_plan(job))
+    assert "plain DDP never does" in explain_plan(job, make_plan(job, "ddp"))
     nothing = PlanningJob(profile, job.cluster, Costs(codecs=()))
-    assert "no spec was given" in explanation(nothing, make(nothing))
+    assert "no spec was given" in explain_plan(nothing, make_plan(nothing))
 
 
 def test_refusals(files):
@@ -243,7 +246,7 @@ def test_no_torch(files):
 
 
 def test_grace_compresses_every_tensor_and_gathers():
-    draft = make(job_of(6, 6, gbps=1.0, nodes=4, limits=Limits(exempt_vectors=False)), "grace").draft
+    draft = make_plan(job_of(6, 6, gbps=1.0, nodes=4, limits=Limits(exempt_vectors=False)), "grace").draft
     gathered = ("comp:gpu", "allgather:inter", "decomp:gpu")
     assert draft.parts == tuple(Part((place,), Choice(SPEC, gathered)) for place in range(6))
 
@@ -252,7 +255,7 @@ def test_grace_compresses_every_tensor_and_gathers():
 def test_hipress_compresses_between_nodes_what_is_then_sooner_exchanged(nodes, ranks_per_node):
     limits = Limits(exempt_vectors=False, devices=("gpu",))
     job = job_of(3, 12, gbps=25.0, nodes=nodes, ranks_per_node=ranks_per_node, limits=limits)
-    draft = make(job, "hipress").draft
+    draft = make_plan(job, "hipress").draft
     inside = ("reducescatter:intra",) if ranks_per_node > 1 else ()
     gathered = (*inside, "comp:gpu", "allgather:inter", "decomp:gpu", *(("allgather:intra",) if inside else ()))
     for part in draft.parts:
@@ -277,15 +280,16 @@ def test_systems_compress_every_tensor_between_nodes_alone(method, tasks, nodes,
     limits = Limits(exempt_vectors=False)
     job = job_of(3, 6, gbps=1.0, nodes=nodes, ranks_per_node=ranks_per_node, limits=limits)
     option = (*INSIDE, *tasks, *BACK) if 1 < nodes < job.cluster.world_size else tasks
-    draft = make(job, method).draft
+    draft = make_plan(job, method).draft
     assert draft.parts == tuple(Part((place,), Choice(SPEC, option)) for place in range(6))
-    assert job.step(make(job).draft) <= job.step(draft)
+    assert job.step(make_plan(job).draft) <= job.step(draft)
 
 
 def test_byteps_compress_needs_times_of_cpus():
     limits = Limits(exempt_vectors=False, devices=("gpu",))
-    draft = make(job_of(3, 6, gbps=1.0, nodes=4, ranks_per_node=1, limits=limits), "byteps-compress").draft
+    draft = make_plan(job_of(3, 6, gbps=1.0, nodes=4, ranks_per_node=1, limits=limits), "byteps-compress").draft
     assert not any(part.choice.encodes for part in draft.parts)
     assert any(
-        part.choice.encodes for part in make(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
+        part.choice.encodes
+        for part in make_plan(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
     )

@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from every_method import EVERY_METHOD
 from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noqa: F401
 
 from gradwire.core import Costs, Identity
@@ -12,21 +13,21 @@ from gradwire.plan.options import option_of
 from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import every_start, joint
-from gradwire.planner.methods import METHODS, RIVALS, explanation, make
+from gradwire.planner.methods import explain_plan, make_plan
 from gradwire.sim.simulator import FS_PER_US
 
 
 @pytest.mark.parametrize("restrict", [*RESTRICTED, "myopic"])
 def test_restricted_searches_stay_in_their_part(restrict):
     limits = Limits(restrict=restrict, exempt_vectors=False)
-    made = make(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=limits), "bytecomp")
+    made = make_plan(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=limits), "bytecomp")
     used = [option_of(part.choice.option) for part in made.draft.parts]
     assert all(RESTRICTED.get(restrict, lambda option: True)(option) for option in used)
-    free = make(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=Limits(exempt_vectors=False)))
+    free = make_plan(job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=Limits(exempt_vectors=False)))
     assert made.plan.prediction.step_us >= free.plan.prediction.lower_bound_us
     if restrict in ("all-compressed", "myopic"):
         with pytest.raises(PlanError, match=r"1\. use the method bytecomp; 2\. "):
-            make(job_of(1, 8, nodes=4, ranks_per_node=2, limits=limits))
+            make_plan(job_of(1, 8, nodes=4, ranks_per_node=2, limits=limits))
     else:
         job = job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2, limits=limits)
         assert all(RESTRICTED[restrict](option_of(part.choice.option)) for part in joint(job).parts)
@@ -58,29 +59,30 @@ def test_too_little_memory_says_how_much_is_enough():
     assert joint(job_of(2, 8, limits=Limits(memory_bytes=enough)))
 
 
-@pytest.mark.parametrize("method", [method for method in (*METHODS, *RIVALS) if method != "joint"])
+@pytest.mark.usefixtures("papers_methods")
+@pytest.mark.parametrize("method", [method for method in EVERY_METHOD if method != "joint"])
 def test_every_method_keeps_to_the_memory_allowed_or_says_what_it_needs(method):
     with pytest.raises(PlanError, match=rf"the plan of {method} needs (\d+)") as refused:
-        make(job_of(2, 8, limits=Limits(memory_bytes=1)), method)
+        make_plan(job_of(2, 8, limits=Limits(memory_bytes=1)), method)
     needed = int(str(refused.value).split("needs ")[1].split(" ")[0])
     job = job_of(2, 8, limits=Limits(memory_bytes=needed))
-    assert job.extra_bytes(make(job, method).draft) <= needed
+    assert job.extra_bytes(make_plan(job, method).draft) <= needed
 
 
 def test_what_must_not_be_compressed_and_must_be():
     limits = Limits(restrict="all-compressed")
     with pytest.raises(PlanError, match=r"must stay uncompressed.*1\. let all tensors be compressed"):
-        make(job_of(1, 8, limits=limits), "bytecomp")
+        make_plan(job_of(1, 8, limits=limits), "bytecomp")
 
 
 def test_the_explanation_tells_how_the_offload_was_searched():
-    few = make(job_of(3, 4, gbps=1.0), "bytecomp")
-    assert "all products of counts" in explanation(job_of(3, 4, gbps=1.0), few)
+    few = make_plan(job_of(3, 4, gbps=1.0), "bytecomp")
+    assert "all products of counts" in explain_plan(job_of(3, 4, gbps=1.0), few)
     restricted = Limits(restrict="inter-allgather")
     job = job_of(5, 90, gbps=1.0, nodes=4, ranks_per_node=2, limits=restricted)
-    assert "coordinate descent" in explanation(job, make(job, "bytecomp"))
+    assert "coordinate descent" in explain_plan(job, make_plan(job, "bytecomp"))
     alone = job_of(3, 4, limits=Limits(devices=("gpu",)))
-    assert "Nothing is offloaded" in explanation(alone, make(alone, "bytecomp"))
+    assert "Nothing is offloaded" in explain_plan(alone, make_plan(alone, "bytecomp"))
 
 
 def test_restrict_on_the_command_line(files):  # noqa: F811

@@ -9,7 +9,7 @@ from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.costs.prices import CurveCost
 from gradwire.planner.drafts import Draft, Limits, Part, PlanningJob
-from gradwire.planner.methods import make
+from gradwire.planner.methods import make_plan
 from gradwire.planner.pareto import improved
 from gradwire.planner.partition import Fusion, FusionCosts, evaluate
 from gradwire.planner.starts import by_lines
@@ -52,9 +52,11 @@ def cpu_job(launch_us, limits=None):
 
 
 def test_fusion_knows_of_launches():
-    planned_us, rule_us = (make(cpu_job(6411.0), method).plan.prediction.step_us for method in ("fusion", "bucket"))
+    planned_us, rule_us = (
+        make_plan(cpu_job(6411.0), method).plan.prediction.step_us for method in ("fusion", "bucket")
+    )
     assert planned_us < rule_us
-    unaware = cpu_job(6411.0).step(make(cpu_job(0.0), "fusion").draft) / FS_PER_US
+    unaware = cpu_job(6411.0).step(make_plan(cpu_job(0.0), "fusion").draft) / FS_PER_US
     assert planned_us < 0.95 * unaware
 
 
