@@ -1,4 +1,4 @@
-"""The handle: what `parallelize` returns, and what keeps a model synchronised."""
+"""The handle, which `parallelize` returns and which keeps a model synchronised."""
 
 import os
 import statistics
@@ -45,13 +45,13 @@ class Handle:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        """What the handle works on: the reducer, the exchange and the lanes of the model. For those who extend gradwire."""
+        """The reducer, the exchange and the lanes of the model, for extensions of gradwire."""
         self._recording: Recording | None = None
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients become ready
-        is known."""
+        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients
+        become ready is known."""
         return self.session.plan
 
     @property
@@ -77,7 +77,7 @@ class Handle:
             reducer.synchronise = before
 
     def stats(self) -> Stats:
-        """What happened so far on this rank. Needs no other rank."""
+        """Return statistics of this rank so far. Needs no other rank."""
         session = self.session
         buckets, reports, grid = session.exchange.buckets, list(session.reports), session.group.grid
         schedule = session.schedule
@@ -98,7 +98,8 @@ class Handle:
         )
 
     def time_codec(self, repeats: int = 5) -> float:
-        """CPU seconds that one step's encodes and decodes take when nothing else runs: the median of `repeats`.
+        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of
+        `repeats`.
 
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
@@ -145,7 +146,7 @@ class Handle:
     ) -> Recording:
         """Record an ordinary training loop for `gradwire report`. See `gradwire.record.recording.Recording`.
 
-        decision: where the plan comes from, if the caller knows more than gradwire does.
+        decision: the origin of the plan, if the caller knows more than gradwire does.
         """
         driver, policy = self.session.driver, self.session.policy
         given = "a plan that was given" if policy is None else f"a policy with {policy.default!r} as default"
@@ -154,16 +155,17 @@ class Handle:
         return self._recording
 
     def timeline(self) -> Timeline:
-        """One step as the last recording measured it, in the simulator's form. Raises StepStateError if nothing was recorded."""
+        """Return a step that the last recording measured, in the simulator's form. Raises StepStateError if nothing was
+        recorded."""
         if self._recording is None:
             raise StepStateError("nothing was recorded: train a few steps inside handle.record(FOLDER) first.")
         return self._recording.timeline()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of this rank: its step, plan and residuals, under the keys `rank{r}/...`.
+        """Return the state of this rank: its step, plan and residuals, under the keys `rank{r}/...`.
 
-        The tensors are copies. torch.distributed.checkpoint can save them. Of the plan the state holds what a policy needs to
-        make the plan again, and a digest.
+        The tensors are copies. torch.distributed.checkpoint can save them. The state contains a digest of the plan, and
+        the facts that a policy needs to make the plan again.
         """
         return state_of(self.session)
 
@@ -239,13 +241,14 @@ class Handle:
         self.session.attach()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients of the model so that the norm of all of them together is at most `max_norm`. Returns the norm
-        before. Call it between backward and `optimizer.step()`, on every rank.
+        """Scale all gradients of the model so that the norm of all of them together is at most `max_norm`.
 
-        The result is that of torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule both wait for all gathers. Where
-        gradients travel uncompressed in two phases, and with `shard_optimizer`, this method waits only for all reduce phases
-        and for one number of every rank. Then it is collective, and its result is equal to rounding. In the `delayed`
-        schedule gradients are each rank's own.
+        Returns the norm before. Call it between backward and `optimizer.step()`, on every rank.
+
+        The result equals that of torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule both wait for all gathers.
+        If gradients travel uncompressed in two phases, and with `shard_optimizer`, this method waits only for all
+        reduce phases and for one number of every rank. Then the method is collective, and its result is equal up to
+        rounding. In the `delayed` schedule gradients are each rank's own.
         """
         parameters, schedule = self.session.parameters.values(), self.session.schedule
         norm = None
@@ -257,7 +260,8 @@ class Handle:
         return norm
 
     def optimizer_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """With `shard_optimizer`: the state of the whole optimizer, on the CPU, as `state_dict()` of an ordinary optimizer.
+        """Return the state of the whole optimizer with `shard_optimizer`, on the CPU, as `state_dict()` of an ordinary
+        optimizer.
 
         Collective: every rank calls it. With `rank`, a rank of the group, only that rank gets the state, and the others get an
         empty one. `load_state_dict` of an ordinary optimizer takes it. Raises StepStateError without `shard_optimizer`.
@@ -273,7 +277,8 @@ class Handle:
         return self.session.schedule.optimizer_state_dict(rank)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With `shard_optimizer`: load what `optimizer_state_dict`, or `state_dict` of an ordinary optimizer, returned.
+        """Load an optimizer state with `shard_optimizer`: a result of `optimizer_state_dict`, or of an ordinary
+        optimizer's `state_dict`.
 
         Every rank passes the whole state, between steps, and keeps its shard. Nothing is sent. Any number of ranks may have saved
         the state. Raises what the optimizer's own `load_state_dict` raises, and StepStateError without `shard_optimizer`.

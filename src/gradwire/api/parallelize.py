@@ -1,4 +1,4 @@
-"""`parallelize`: from a model and a plan to a handle."""
+"""Defines `parallelize`, which makes a handle from a model and a plan."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.api.handle import Handle
-from gradwire.auto import Auto, Bits, CorrectionPeriods, Tuning, check_schedules
+from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
 from gradwire.core import Plan, Spec, as_schedule, show, whole
 from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
@@ -72,7 +72,7 @@ def parallelize(
                 "they would have no effect. Leave out plan=, or accuracy= and schedules=."
             )
         elif isinstance(plan, AdaptiveBits):
-            driver = Bits(plan)
+            driver = AdaptiveBitsDriver(plan)
         elif isinstance(plan, Tuned):
             driver = Tuning(plan)
         elif isinstance(plan, Policy) and as_schedule(plan.schedule).undecided:
@@ -87,10 +87,10 @@ def parallelize(
             )
     except Exception as error:
         prepared, problem, optimizers = None, error, []
-    told = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
-    told |= facts(prepared, problem, driver.later_specs if driver else ())
+    settings = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+    settings |= facts(prepared, problem, driver.later_specs if driver else ())
     try:
-        lanes.open(told, next(iter(prepared.parameters.values())).device if prepared is not None else None)
+        lanes.open(settings, next(iter(prepared.parameters.values())).device if prepared is not None else None)
         if problem is not None:
             raise problem
         assert prepared is not None
@@ -103,5 +103,5 @@ def parallelize(
     REGISTRY.add(model, prepared.parameters.values(), handle)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.utils.counters["frames"].get("ok"):
-        dynamo.reset()  # code that torch.compile made before would run without the hooks made since
+        dynamo.reset()  # code that torch.compile made before would run without the hooks made since then
     return handle

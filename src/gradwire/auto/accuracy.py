@@ -38,14 +38,14 @@ _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 _SAFE_DELAYED = tuple(
     Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS)
 )
-"""Those with a row of losses there. Staggered corrections in 8 bits have none."""
+"""The delayed schedules with measured losses in that file. It has no losses of staggered corrections in 8 bits."""
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
-    """The schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
+    """Return the schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
     words = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     for each in words:
         word("schedules", each, SCHEDULES, error=PlanError)
@@ -58,8 +58,8 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
 
 
 def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
-    """The schedules allowed beside `backward`, the most accurate first: `pipelined` costs no accuracy. Without `local`, which is
-    chosen in another way (`gradwire.auto.local`)."""
+    """Return the schedules that may run besides `backward`, the most accurate first. `pipelined` costs no accuracy.
+    `local` is not among them: `gradwire.auto.local` decides about local steps."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and accuracy != "exact":
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
@@ -67,17 +67,17 @@ def schedules_of(accuracy: str, words: Sequence[str]) -> tuple[Schedule, ...]:
 
 
 def specs_of(accuracy: str, tensors: Sequence[TensorInfo]) -> tuple[Spec, ...]:
-    """The specs allowed for these tensors beside no compression, the most accurate first."""
+    """Return the specs that the class allows for these tensors besides no compression, the most accurate first."""
     return all_specs(accuracy) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
 
 
 def all_specs(accuracy: str) -> tuple[Spec, ...]:
-    """The specs that the class allows beside no compression, the most accurate first."""
+    """Return the specs that the class allows besides no compression, the most accurate first."""
     return {"exact": (), "safe": _SAFE, "aggressive": _SAFE + _AGGRESSIVE}[accuracy]
 
 
 def later_specs(accuracy: str, words: Sequence[str]) -> tuple[Spec, ...]:
-    """All specs that may ever run, corrections too."""
+    """Return all specs that may ever run, corrections included."""
     schedules = schedules_of(accuracy, words)
     found = [*all_specs(accuracy), *(spec for each in schedules for spec in specs_under(each, all_specs(accuracy)))]
     corrections = [each.correction for each in schedules if each.correction is not None]
@@ -85,7 +85,7 @@ def later_specs(accuracy: str, words: Sequence[str]) -> tuple[Spec, ...]:
 
 
 def steps_for_one(specs: Iterable[Spec]) -> float:
-    """Steps needed with these specs for the progress of one step of plain DDP: those of the most lossy spec.
+    """Return how many steps with these specs bring the progress of one step of plain DDP. The most lossy spec decides.
 
     >>> steps_for_one([QSGD(bits=4), PowerSGD(rank=4)])
     1.2
@@ -94,7 +94,7 @@ def steps_for_one(specs: Iterable[Spec]) -> float:
 
 
 def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
-    """What may run under this schedule where a class allows `specs`: only what has a row of losses in the docs.
+    """Return those of `specs` that may run under this schedule: the specs with measured losses in the docs.
 
     >>> specs_under(Delayed(k=5), specs_of("safe", [TensorInfo("w", (4, 4), "float32")]))
     (ErrorFeedback(QSGD(bits=4, block=128)),)
@@ -105,7 +105,8 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
-    """The spec for all tensors of a dtype that can be encoded, vectors excepted; the others stay uncompressed."""
+    """Return a policy with this spec for all tensors of a dtype that can be encoded, vectors excepted. Other tensors
+    stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})
@@ -113,6 +114,6 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
 
 
 def first_policy(accuracy: str, tensors: Sequence[TensorInfo]) -> Policy:
-    """The policy until the first decision: the smallest safe spec. Its residuals go over to the chosen plan."""
+    """Return the policy until the first decision: the smallest safe spec. Its residuals pass to the chosen plan."""
     safe = [spec for spec in specs_of(accuracy, tensors) if spec in _SAFE]
     return policy_of(safe[-1] if safe else Identity(), tensors)
