@@ -1,5 +1,5 @@
-"""All tests that need a GPU, then GB/s of the GPU kernels of QSGD and casts, and of every compressor's encode and
-decode-and-add as the engine calls them, beside `copy_` between two float32 tensors of the same size.
+"""Runs all tests that need a GPU, then measures GB/s of the GPU kernels of QSGD and casts, and of every compressor's
+encode and decode-and-add as the engine calls them, compared with `copy_` between two float32 tensors of the same size.
 
     python -m benchmarks gpu [--megabytes 4 64 256] [--pairs 15] [--no-tests]
 
@@ -58,7 +58,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def calls_of(numel: int) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return the timed calls by name."""
     found: dict[str, Callable[[], object]] = dict(kernels_of(kernels_for("cuda"), numel, "cuda"))
     for entry in ENTRIES:
         encode, decode, _ = calls(entry.spec, numel, "cuda")
@@ -83,7 +83,8 @@ def measure(megabytes: int, pairs: int) -> list[Row]:
 
 
 def outcomes(junit: str) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and the end of each failure's message, from pytest's JUnit XML."""
+    """Return the numbers of passed, failed and skipped tests, and the end of each failure's message, from pytest's
+    JUnit XML."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
     failed = {
         f"{case.get('classname')}::{case.get('name')}": (found.text or found.get("message") or "")[-MESSAGE:]

@@ -1,4 +1,5 @@
-"""What `gradwire bench` does with --matrix, --papers, --predict and --what: it finds these functions where the repository is."""
+"""Implements --matrix, --papers, --predict and --what of `gradwire bench`, which finds these functions in the
+repository."""
 
 import os
 import sys
@@ -31,13 +32,13 @@ __all__ = ["METHODS", "TABLES", "bench_matrix", "bench_options", "bench_papers",
 
 MATRIX_WIDTH = 260
 METHODS = {"ceiling": ceiling_methods, "phases": phases_methods}
-"""By --what: the methods of the bench that are measured."""
+"""The measured methods of the bench, by the value of --what."""
 TABLES = {"ceiling": ceiling_tables, "phases": phases_tables}
-"""By --what: tables of a run of these, each with what it says in words."""
+"""Functions from a run to its tables with their results in words, by the value of --what."""
 
 
 def bench_predictions(request: BenchRequest, specs: list[str], json: Path | None) -> None:
-    """Profile, predict, measure; print what was predicted beside what was measured."""
+    """Profile, predict and measure; print the predictions next to the measurements."""
     asked = PredictRequest(request, [parse_spec(each) for each in specs])
     run = run_predict(asked, emulation_problem(), ProgressView(Console(stderr=True)), json)
     Console(width=FULL_WIDTH).print(prediction_table(run))

@@ -1,4 +1,4 @@
-"""Drivers that choose a handle's plan: they measure the live job, try plans, keep the fastest, and decide again after a change."""
+"""Drivers that choose a handle's plan: they measure the job, try plans, keep the fastest, and decide again after a change."""
 
 from gradwire.auto.accuracy import check_schedules
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
