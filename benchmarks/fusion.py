@@ -2,10 +2,10 @@
 
     python -m benchmarks fusion [--repeats 5] [--profiles FOLDER] [--seconds 5]
 
-Three regimes, each at 314 tensors (ResNet-101) and at 10,000. FOLDER may hold measured profiles as JSON with
-`tensors: [[name, float32 elements, microseconds of backward], ...]`: each is fused at the same costs, and compared with the
-rules and with Cupcake's own search, which gets so many seconds. Times of searches are CPU time. 1 if 314 tensors take more than 10 ms or
-10,000 more than 1 s.
+Three regimes, each at 314 tensors (ResNet-101) and at 10,000. FOLDER may hold measured profiles as JSON with `tensors:
+[[name, float32 elements, microseconds of backward], ...]`: each is fused at the same costs, and compared with the rules
+and with Cupcake's own search, which gets so many seconds. Times of searches are CPU time. 1 if 314 tensors take more
+than 10 ms or 10,000 more than 1 s.
 """
 
 import argparse
