@@ -36,8 +36,7 @@ def slow_step(work, rules):
 
 
 def begin(resource, now, work, rules, at, since, ready, running, part):
-    """Begin this resource's next task and return its entry of `running`; None if the resource is busy or has no
-    task."""
+    """Return the entry of `running` for the task that this resource begins now; None if it is busy or has no task."""
     busy = [entry for entry in running if entry[1] == resource]
     if len(busy) >= (rules.cpu_workers if resource == POOL else 1):
         return None

@@ -56,8 +56,8 @@ class Handle:
 
     @property
     def decision(self) -> Any:
-        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its str() is
-        one line of text. None before the first decision, and for a plan that the script chose."""
+        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its
+        str() is one line of text. None before the first decision, and for a plan that the script chose."""
         decisions = self.decisions
         return decisions[-1] if decisions else None
 
@@ -170,25 +170,27 @@ class Handle:
         return state_of(self.session)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from where `state_dict` was called. Call it between steps, on every rank. It sends nothing.
+        """Go on from the step at which `state_dict` was called. Call it between steps, on every rank. It sends nothing.
 
-        With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run goes on
-        bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states of all ranks that
-        saved, in one dictionary. Their residuals are shared out so that their sum stays. A rank whose state is missing begins
-        with zero residuals, and a warning names what is lost.
+        With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run
+        goes on bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states
+        of all ranks that saved, in one dictionary. Their residuals are distributed so that their sum stays. A rank
+        without a saved state begins with zero residuals, and a warning names the missing state.
 
-        Raises ValueError with the name of what is missing or does not fit. With `shard_optimizer` it raises StepStateError if the
-        state has tensors in another order and the optimizer has state already. After an error the handle is as before.
+        Raises ValueError with the name of an entry that is missing or does not fit. With `shard_optimizer` it raises
+        StepStateError if the state has tensors in another order and the optimizer has state already. After an error the
+        handle is as before.
         """
         load_state(self.session, state)
 
     def reset(self) -> None:
         """Go on after an exception in forward or backward that the script caught. Collective.
 
-        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from their backward
-        of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is None), and the next
-        backward is a new step. With error feedback, what ranks had computed in the void step is sent with the next one. Does
-        nothing if nothing failed. Raises the failure again if it cannot be mended, such as a dead rank.
+        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from
+        their backward of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is
+        None), and the next backward is a new step. With error feedback, the gradients that ranks computed in the void
+        step are sent with the next one. Does nothing if nothing failed. Raises the failure again if the handle cannot
+        recover from it, as from a dead rank.
 
         Example::
 
@@ -228,15 +230,15 @@ class Handle:
             reducer.control.joining = False
 
     def attach(self) -> None:
-        """Take in changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or others
-        in their place (`load_state_dict(assign=True)`). Collective.
+        """Adopt changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or
+        replaced ones (`load_state_dict(assign=True)`). Collective.
 
-        A training forward calls it when it sees such a change. Only a model that trains in eval mode, or whose parts are called
-        instead of the model, needs the call. All ranks get rank 0's parameters and buffers. Residuals of tensors that stay are
-        kept.
+        A training forward calls it when it sees such a change. Call it yourself only if the model trains in eval mode,
+        or if the script calls parts of the model instead of the model. All ranks get rank 0's parameters and buffers.
+        Residuals of tensors that stay are kept.
 
-        Raises StepStateError on all ranks when not all of them came to it, DisagreementError when they changed
-        differently, PlanError when the plan is a fixed one and does not fit.
+        Raises StepStateError on all ranks if some ranks do not call it, DisagreementError if ranks changed their models
+        differently, and PlanError if the plan is fixed and does not fit.
         """
         self.session.attach()
 
