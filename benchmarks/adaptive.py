@@ -1,4 +1,5 @@
-"""Adaptive bits beside uniform 4 bits and auto over slow links, in turns in one run: steps, and losses at equal steps.
+"""Compares adaptive bits with uniform 4 bits and auto over slow links, in turns in one run: steps, and losses at equal
+steps.
 
     python -m benchmarks adaptive [--job transformer] [--links 100mbit 200mbit] [--seeds 0 1 2] [--steps 30]
 
@@ -41,7 +42,8 @@ METHODS = {
     BY_TIME: f"{GRADWIRE_PREFIX}adaptive-time",
     AUTO: f"{GRADWIRE_PREFIX}auto",
 }
-"""By name in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay uncompressed."""
+"""The methods by their names in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay
+uncompressed."""
 DECIDING_STEPS = 15
 LAST = 10
 """Steps at the end of which the loss is the mean."""
@@ -49,13 +51,13 @@ WANTED = 1.15
 
 
 class Found(NamedTuple):
-    """What runs with one link found of a method, by seed."""
+    """The results of a method over one link, by seed."""
 
     turns_us: list[list[float]]
     """The median step of each turn."""
     loss: list[float]
     bytes: int | None
-    """That a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     chosen: list[str]
 
 
@@ -96,7 +98,7 @@ def run(arguments: list[str]) -> int:
 
 
 def found_in(runs: Sequence[BenchRun]) -> dict[str, Found]:
-    """By name of a method, what one run for each seed found."""
+    """Return the results of each method, from one run for each seed."""
     found = {}
     for name, method in METHODS.items():
         cells = [next(cell for cell in each.cells if cell.method == method) for each in runs]
@@ -120,7 +122,7 @@ def turns_of(cell: Cell, turn_steps: int) -> list[float]:
 
 
 def ratio_to_uniform(found: Mapping[str, Found], name: str) -> Interval:
-    """How many times faster than uniform 4 bits, over pairs of turns."""
+    """Return how many times faster than uniform 4 bits a method is, over pairs of turns."""
     uniform, own = (list(itertools.chain(*found[each].turns_us)) for each in (UNIFORM, name))
     return paired_ratio(uniform, own)
 
@@ -158,7 +160,7 @@ def lines_of(found: Mapping[str, Mapping[str, Found]]) -> list[str]:
 
 
 def verdict(found: Mapping[str, Mapping[str, Found]]) -> list[str]:
-    """What is not as wanted, at the slowest link."""
+    """Return the missed goals at the slowest link."""
     link, methods = next(iter(found.items()))
     best = max((BY_BYTES, BY_TIME), key=lambda name: ratio_to_uniform(methods, name).ratio)
     times, (loss, around) = ratio_to_uniform(methods, best).ratio, loss_against_uniform(methods, best)

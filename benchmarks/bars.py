@@ -1,4 +1,5 @@
-"""Bars as small PNGs, beside the curves of `gradwire.report.pictures`: every kind of bar has a colour and a hatch of its own."""
+"""Draws bars as small PNGs, to go with the curves of `gradwire.report.pictures`: every kind of bar has its own colour
+and hatch."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""Bits by tensor (CGX section 5): how many bytes the exact choice saves at equal error, and what is learned with it.
+"""Measures bits by tensor (CGX section 5): the bytes that the exact choice saves at equal error, and the losses with
+it.
 
     python -m benchmarks bits [--parts sizes losses] [--jobs transformer resnet] [--seeds 0 1 2 3 4] [--steps 300]
 
 sizes: all three jobs are trained on the exact mean of two ranks' gradients, in one process. In a few steps errors are measured
 as `gradwire.AdaptiveBits` does it. CGX's two rules choose bits within twice the error of 4 bits; the exact search then gets the
-error that each of them really has as its budget, and bytes are compared. Beside it: the bytes of the exact choice at twice the
+error that each of them really has as its budget, and bytes are compared. In addition: the bytes of the exact choice at twice the
 error of 4 bits, over those of 4 bits; and what is left of them if every tensor may have another block, too.
 
 losses: AdaptiveBits(alpha=2) and 4 bits for all, with and without error feedback, against S-SGD, as `benchmarks.paired` says.
@@ -45,7 +46,7 @@ ALPHA = 2.0
 BLOCK, OTHER_BLOCKS = 128, (32, 64, 256, 512, 1024)
 RULES = {"kmeans": kmeans, "linear": linear}
 WANTED = {"transformer": 0.95}
-"""Of a rule's bytes at its own error, at most so much in the median; elsewhere 1."""
+"""Largest wanted median of a rule's bytes at its own error, by job; 1 for other jobs."""
 ADAPTIVE = f"AdaptiveBits(alpha={ALPHA:g})"
 ARMS = {
     REFERENCE: PLAIN[REFERENCE],
@@ -84,7 +85,7 @@ def run(arguments: list[str]) -> int:
 
 
 def sizes_of(job_name: str) -> dict[str, dict[str, float]]:
-    """By step: see `compare`."""
+    """Return the sizes by step: see `compare`."""
     torch.set_num_threads(1)
     job = make_job(job_name, seed=0)
     model = job.make_model(seed=0)
@@ -139,7 +140,7 @@ def compare(any_block: Sequence[Sensitivity]) -> dict[str, float]:
 
 
 def median_of(steps: dict[str, dict[str, float]], measure: str) -> float:
-    """Over the measured steps of a job."""
+    """Return the median over the measured steps of a job."""
     return statistics.median(found[measure] for found in steps.values())
 
 
@@ -178,7 +179,8 @@ def too_large(sizes: dict[str, Any]) -> int:
 
 
 def measured_elsewhere(steps: int) -> dict[str, Any]:
-    """What the benchmark `convergence` knows of trainings of the same length and design: arms of one name are the same there."""
+    """Return the results of the benchmark `convergence` for trainings of the same length and design. Its arms of the
+    same name are the same."""
     known = json.loads(convergence.PATH.read_text()) if convergence.PATH.exists() else {}
     same = {name for name, arm in ARMS.items() if convergence.ARMS.get(name) == arm}
     alike = known | paired.DESIGN | {"steps": steps} == known

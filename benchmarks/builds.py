@@ -1,4 +1,4 @@
-"""Two builds of the C++ kernels beside each other: is any kernel of the second slower than in the first?
+"""Compares two builds of the C++ kernels: is any kernel of the second slower than in the first?
 
     python -m benchmarks builds OLD.so NEW.so [--levels avx2 baseline] [--pairs 31] [--only qsgd]
 
@@ -131,7 +131,7 @@ def _seconds(call: Call, kernels: Kernels) -> float:
 
 
 def run(arguments: list[str]) -> int:
-    """Measure and print; the exit status tells whether a kernel is more than 3 % slower."""
+    """Measure and print. The exit status is 1 if a kernel is more than 3 % slower."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks builds")
     parser.add_argument("old")
     parser.add_argument("new")

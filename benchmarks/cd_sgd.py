@@ -1,10 +1,10 @@
-"""What CD-SGD's corrections bring: losses and seconds of 2-bit thresholds with and without them, paired by seed.
+"""Measures CD-SGD's corrections: losses and seconds of 2-bit thresholds with and without them, paired by seed.
 
     python -m benchmarks cd_sgd [--ranks 2 4] [--seeds 0 1 2] [--steps 300] [--only k=5] [--losses | --times]
 
 Trains the transformer as `benchmarks.paired` says, with a fused AdamW: held-out losses at the end, at rates that fall to 0. Two
 kinds of threshold (a fixed t, and one that each block sends with its codes), corrections every k steps or never, and sums that
-come back uncompressed (the paper's pull) or encoded again. Beside them: the same without a schedule, the paper's own form, and
+come back uncompressed (the paper's pull) or encoded again. In comparison: the same without a schedule, the paper's own form, and
 2 bits with feedback. Corrections are staggered, but for the paper's form.
 
 *Seconds to loss*: the steps until the mean training loss of 20 steps is that of synchronous SGD before its rates fall (steps 131

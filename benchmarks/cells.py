@@ -1,4 +1,4 @@
-"""Step times: jobs x links x methods, DDP beside gradwire, interleaved in one run per number of nodes.
+"""Measures step times: jobs x links x methods, DDP and gradwire, interleaved in one run per number of nodes.
 
     python -m benchmarks cells [--jobs transformer] [--nodes 2,4] [--steps 40]
 

@@ -1,4 +1,4 @@
-"""What checksums add to encode and decode of a gradient that is in no cache; one thread.
+"""Measures the cost of checksums in encode and decode of a gradient that is in no cache; one thread.
 
     python -m benchmarks checksums [--numel 1048576] [--pairs 400] [--codes 2 4 8 16]
 

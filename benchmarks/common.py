@@ -1,4 +1,4 @@
-"""What the benchmarks share: where results go and what is written with them."""
+"""Functions that the benchmarks share: the place of results, and the facts written with them."""
 
 import json
 import statistics
@@ -35,10 +35,11 @@ def collected(
     timeout: float | None = None,
     hears: Callable[[str], bool] = lambda line: False,
 ) -> dict[str, Any]:
-    """What the ranks of `python -m MODULE ARGUMENTS`, of one thread each, print as lines of JSON objects, put together.
+    """Return the JSON objects that the ranks of `python -m MODULE ARGUMENTS` print, merged. Each rank has one thread.
 
-    hears: is given every line of standard output first; what it answers True to is done with. Other lines go to standard
-    error, but for warnings. Raises SystemExit if a rank fails, no object comes, or `timeout` seconds pass.
+    hears: a function that gets every line of standard output first; a line for which it returns True is dropped. Other
+    lines go to standard error, except warnings. Raises SystemExit if a rank fails, no object comes, or `timeout`
+    seconds pass.
     """
     found: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Encode and decode-and-add of every compressor as the engine calls them, beside `copy_`; one thread.
+"""Times encode and decode-and-add of every compressor as the engine calls them, compared with `copy_`; one thread.
 
     python -m benchmarks compressors [--megabytes 1 4 64] [--pairs 15] [--only TopK]
 
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     decode_ratio: float
     payload_bytes: int
     wanted: float | None
-    """Of the encode ratio, or of its GB/s where `in_gbps`."""
+    """Wanted encode ratio; with `in_gbps`, wanted GB/s."""
     in_gbps: bool
     ok: bool
 

@@ -1,15 +1,16 @@
-"""Mean steps of the delayed schedule beside equation 7 of CD-SGD (docs/papers/cd-sgd.md), with its parts measured apart.
+"""Compares mean steps of the delayed schedule with equation 7 of CD-SGD (docs/papers/cd-sgd.md), with its parts
+measured apart.
 
     python -m benchmarks delayed [--links 100mbit 500mbit 1000mbit] [--turns 2] [--again]
 
 The transformer. Takes 4 to 8 minutes a link. Needs network namespaces. All parts are measured in the same run, in turns with the
-schedules: compute (a step that sends nothing), the exchange of a usual step and of a correction (beside nothing else), and the
-CPU time of both. All are means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22
+schedules: compute (a step that sends nothing), the exchange of a usual step and of a correction (while nothing else runs), and
+the CPU time of both. All are means, parts as steps, so that what a busy host adds is in both; over whole periods: of a turn's 22
 steps the first, which waits for nothing, and the last, which waits twice, are left out.
 Where corrections are staggered, the exchange of each step is the mean of a period's. Writes benchmarks/results/delayed.json after
 each link, and a table into docs/schedules_measured.md. A link that has results is not measured again, unless --again.
 
-1 if a mean step is more than 10 % beside the equation, or k=None at 500 Mb/s more than 10 % above what is attainable, or k=5 with
+1 if a mean step is more than 10 % off the equation, or k=None at 500 Mb/s more than 10 % above what is attainable, or k=5 with
 8-bit corrections there not faster than the backward schedule, or staggered corrections anywhere slower than unstaggered ones by
 more than 2 %.
 """
@@ -83,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _measured(link: str, turns: int) -> dict[str, Any] | None:
-    """What the bench has measured over a link; None where it could not."""
+    """Return the bench's measurements over a link; None if they failed."""
     methods = ["floor", COMPUTE, USUAL, *CORRECTIONS.values(), BACKWARD, *SCHEDULES]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "bench.json"
@@ -138,7 +139,7 @@ def equation_us(parts: dict[str, float], k: int | None, corrections: str, stagge
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Markdown: what was measured of the parts, and each schedule's step beside the equation's."""
+    """Return Markdown: the measured parts, and each schedule's step next to the equation's."""
 
     def part(name: str) -> list[str]:
         return [f"{of['parts'][name] / 1e3:.1f}" for of in found.values()]

@@ -1,4 +1,4 @@
-"""How many steps auto needs to answer a link that becomes slower in mid-run, and faster again.
+"""Counts the steps that auto needs to answer a link that becomes slower in mid-run, and faster again.
 
     python -m benchmarks drift [--jobs transformer] [--fast 1000mbit] [--slow 100mbit] [--runs 3] [--busy]
 
@@ -27,11 +27,11 @@ from gradwire.testbed import EmulatedCluster
 
 PATH = RESULTS / "drift.json"
 SETTLED_STEPS = 40
-"""From a decision to the next change of the link."""
+"""Steps from a decision to the next change of the link."""
 MOST_STEPS = 200
-"""In which an answer must come."""
+"""Steps in which an answer must come."""
 WITHIN_STEPS = (10, 20)
-"""To a slower link, and back."""
+"""Wanted number of steps for the answer to a slower link, and for the way back."""
 BUSY_LINK, BUSY_STEPS = "500mbit", 500
 BURN = """
 import random, subprocess, sys, time
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _busy(jobs: list[str]) -> int:
-    """Count decisions on a busy machine; 1 if there was one beside the first."""
+    """Count decisions on a busy machine. Returns 1 if there was one besides the first."""
     runs = []
     for job in jobs:
         with EmulatedCluster(2, 1, inter=BUSY_LINK) as cluster:

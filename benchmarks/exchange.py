@@ -1,4 +1,5 @@
-"""How near to the wire one bucket gets: 32 MB of float32, 4 bits, 2 nodes, against wire_bytes * 8 / rate * 1514 / 1448.
+"""Compares the exchange of one bucket with the wire: 32 MB of float32, 4 bits, 2 nodes, against wire_bytes * 8 / rate *
+1514 / 1448.
 
     python -m benchmarks exchange [--rate 500mbit] [--repeats 15]
 

@@ -51,7 +51,7 @@ NVLINK_GBPS, PCIE_GBPS = 1200.0, 100.0
 
 
 def wrapped(name: str) -> str:
-    """In two lines if it is long."""
+    """Break a long name into two lines."""
     return name.replace("EF-", "EF-\n")
 
 
@@ -59,7 +59,7 @@ NAMES = [wrapped(name) for name in ALGORITHMS]
 
 
 class Section(NamedTuple):
-    """One figure: its rows beside what was published. Values are text as shown."""
+    """One figure: its rows and the published numbers. Values are text as shown."""
 
     name: str
     columns: Sequence[str]
@@ -92,7 +92,7 @@ def beds_of(papers: Papers) -> Beds:
 
 
 def percent(factor: float) -> str:
-    """What a factor gains: 1.5 is +50 %."""
+    """Write the gain of a factor: 1.5 is +50 %."""
     return f"{100 * (factor - 1):+.0f} %"
 
 

@@ -109,7 +109,7 @@ three models, which are compute-bound then. **Differs** for BERT-large: 51.8 doe
 less than half, as ByteComp's network does above. DenseNet-201 is left out: its 64 at 10 Gb/s implies no time.""",
     ),
 }
-"""By section: its title, and words about its table."""
+"""Title of each section, and the text about its table."""
 PICTURES = ("breakdown", "cupcake", "fusion", "throughput", "bound", "restricted")
 
 

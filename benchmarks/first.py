@@ -1,4 +1,5 @@
-"""Auto from its first step on a GPT-2 of transformers, in a race of equal seconds beside DDP and all that auto chooses from.
+"""Races auto, from its first step on, for equal seconds against DDP and all that auto chooses from, on a GPT-2 of
+transformers.
 
     python -m benchmarks first [--links 100mbit ..] [--nodes 2 4] [--seconds 60] [--again]
 
@@ -70,7 +71,7 @@ def run(arguments: list[str]) -> int:
 
 
 def measured(link: str, nodes: int, seconds: float) -> dict[str, Cell] | None:
-    """The cells by method; None if a method failed, which is told."""
+    """Return the cells by method. Return None, and print the reason, if a method failed."""
     request = BenchRequest(
         jobs=["gpt2"],
         links=[link],
@@ -87,7 +88,7 @@ def measured(link: str, nodes: int, seconds: float) -> dict[str, Cell] | None:
 
 
 EXTRAS = {"steps": "d", "times_ddp": ".2f", "of_plan": ".3f"}
-"""What a race tells beside `FirstSteps`, and how it is shown."""
+"""Columns of a race besides `FirstSteps`, and their formats."""
 
 
 def _kept(cells: dict[str, Cell]) -> dict[str, Any]:

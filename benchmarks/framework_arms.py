@@ -31,13 +31,13 @@ from gradwire.bench.ranks import Ranks, sent_by_interface
 WARMUP_STEPS, TURN_STEPS = 4, 3
 BATCH, LENGTH, WORDS = 4, 64, 4608
 PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
-"""What auto chooses on such links in the class "safe"."""
+"""The plan that auto chooses on such links in the class "safe"."""
 Arm = Callable[[int, Callable[[], None]], None]
 """A training of so many steps, which calls the function after each step."""
 
 
 class Turns:
-    """Which arm has the turn, and the times and bytes of the steps that count."""
+    """The arm that has the turn, and the times and bytes of the steps that count."""
 
     def __init__(self, names: Sequence[str], rounds: int, ranks: Ranks) -> None:
         self.names, self.ranks = names, ranks

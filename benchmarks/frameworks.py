@@ -90,7 +90,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def missed_by(found: dict[str, Any]) -> list[str]:
-    """What the cell does not reach, in words."""
+    """Return the goals that the cell misses, in words."""
     cell, steps, sent = found["cell"], found["step_us"], found["sent"]
 
     def ratio(over: str, method: str) -> float:

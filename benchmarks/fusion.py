@@ -1,11 +1,11 @@
-"""How long the exact fusion search takes, and what it gains over the rules that others use.
+"""Measures the time of the exact fusion search, and its gain over the rules that others use.
 
     python -m benchmarks fusion [--repeats 5] [--profiles FOLDER] [--seconds 5]
 
-Three regimes, each at 314 tensors (ResNet-101) and at 10,000. FOLDER may hold measured profiles as JSON with
-`tensors: [[name, float32 elements, microseconds of backward], ...]`: each is fused at the same costs, beside the rules and beside
-Cupcake's own search, which gets so many seconds. Times of searches are CPU time. 1 if 314 tensors take more than 10 ms or
-10,000 more than 1 s.
+Three regimes, each at 314 tensors (ResNet-101) and at 10,000. FOLDER may hold measured profiles as JSON with `tensors:
+[[name, float32 elements, microseconds of backward], ...]`: each is fused at the same costs, and compared with the rules
+and with Cupcake's own search, which gets so many seconds. Times of searches are CPU time. 1 if 314 tensors take more
+than 10 ms or 10,000 more than 1 s.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from gradwire.planner.partition import FusionCosts
 ALLOWED_MS = {314: 10.0, 10_000: 1000.0}
 BACKWARD_US = 120e3
 TOTAL_BYTES = 178e6
-"""Of all tensors together, about ResNet-101's."""
+"""Bytes of all tensors together, about ResNet-101's."""
 
 
 class Regime(NamedTuple):
-    """What a bucket costs; sizes of tensors vary by `spread` (0: all alike), link time is `link` times backward."""
+    """The costs of a bucket. Sizes of tensors vary by `spread` (0: all alike). Link time is `link` times backward."""
 
     encode_us: float
     exchange_us: float
@@ -61,7 +61,8 @@ def case(regime: Regime, tensors: int) -> tuple[list[float], list[int], tuple[fl
 
 
 def timed(repeats: int, *arguments: Any) -> tuple[Any, float]:
-    """What `optimal` finds, and the median milliseconds of CPU time: it is one thread, and waits for nothing."""
+    """Return the result of `optimal`, and its median CPU time in milliseconds. It runs on one thread and waits for
+    nothing."""
     taken = []
     for _ in range(repeats):
         start = time.process_time()

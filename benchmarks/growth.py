@@ -1,4 +1,5 @@
-"""How the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes docs/growth.md.
+"""Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes
+docs/growth.md.
 
     python -m benchmarks growth [--curves tensors elements ranks] [--seconds 8] [--largest 200e6] [--out docs]
 
@@ -78,13 +79,13 @@ def measured(curve: str, seconds: float, largest: float) -> list[dict[str, Any]]
 
 
 def slopes_of(curve: str, points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of each cost, the power of the curve's variable with which it grows."""
+    """Return for each cost the power of the curve's variable with which the cost grows."""
     return {cost: slope([p[curve] for p in points], [p[cost] for p in points]) for cost in COSTS}
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Of the line through the points' logarithms, by least squares. Points that are not above 0 are left out; None for fewer
-    than two others.
+    """Return the slope of the line through the points' logarithms, by least squares. Points that are not above 0 are
+    left out; None for fewer than two others.
 
     >>> round(slope([1, 2, 4], [3, 12, 48]), 3)
     2.0

@@ -1,4 +1,4 @@
-"""GB/s of every kernel, beside `copy_` between two warm float32 tensors of the same size; one thread.
+"""Measures GB/s of every kernel, compared with `copy_` between two warm float32 tensors of the same size; one thread.
 
     python -m benchmarks kernels [--megabytes 4 64] [--pairs 15] [--slow-pairs 3] [--levels avx2 avx512]
 

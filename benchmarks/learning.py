@@ -1,4 +1,4 @@
-"""Does the same model get learned? The transformer, 300 steps, DDP beside 4-bit QSGD, mean loss of steps 281 to 300.
+"""Checks that the same model is learned: the transformer, 300 steps, DDP and 4-bit QSGD, mean loss of steps 281 to 300.
 
 Two ranks on plain loopback; the methods take turns step by step, so one run holds both. The claim: with QSGD the mean over
 the seeds is at most 1 % above DDP's. The control: the same with kernels whose scale is deliberately halved where it is found

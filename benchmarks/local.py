@@ -1,4 +1,4 @@
-"""Local steps beside per-step compression: held-out loss against seconds of training, on slow links.
+"""Compares local steps with per-step compression: held-out loss against seconds of training, on slow links.
 
     python -m benchmarks local [--links 10mbit 20mbit 100mbit] [--nodes 2] [--every 30] [--seconds 300] [--only WORD ...]
     python -m benchmarks local --equal ...    losses at equal samples (`benchmarks.local_equal`)
@@ -44,7 +44,7 @@ PLAIN = {"lr": 1.0, "momentum": 0.0}
 
 
 EVERY, DELAY = 30, 5
-"""Steps from one exchange to the next, unless --every says otherwise; steps beside which a fragment is exchanged, at most."""
+"""Default number of steps from one exchange to the next, and most steps during which a fragment is exchanged."""
 
 
 def methods_of(every: int, delay: int = DELAY) -> dict[str, str]:
@@ -75,7 +75,7 @@ METHODS = methods_of(EVERY)
 STEPPED = {name: METHODS[name] for name in ("local, 4 bits, mean of weights", "streaming, 4 bits")} | {
     "streaming, 4 bits, delay=7": methods_of(EVERY, delay=7)["streaming, 4 bits"]
 }
-"""Those whose steps are predicted and timed."""
+"""The methods with predicted and timed steps."""
 COLUMNS = ("", "steps", "samples", "ms a step", "last loss", "seconds to auto's last loss", "times sooner")
 
 
@@ -129,9 +129,9 @@ def is_whole(path: Path) -> bool:
 
 
 class Race:
-    """What each method has reached so far, by its name: pairs of seconds and held-out loss, and the time of its steps.
+    """The results of each method so far, by its name: pairs of seconds and held-out loss, and the times of its steps.
 
-    While it goes on, by rank 0's clock; at its end, by the mean over ranks.
+    During the race seconds are those of rank 0's clock; at its end, the mean over ranks.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Race:
         keep(self.result())
 
     def told(self, event: StepEvent) -> bool:
-        """Of a step, or of the evaluation after a turn. Whether it is the latter."""
+        """Add a step, or the evaluation after a turn. Returns whether the event is an evaluation."""
         name = next(name for name, method in self._methods.items() if method == event.method)
         if event.held_out is None:
             self._step_us[name].append(event.us)
@@ -183,7 +183,7 @@ class Race:
         self._unfinished = False
 
     def result(self) -> dict[str, Any]:
-        """What is written. Methods that failed have what they reached before."""
+        """Return the results to write. Methods that failed have their results from before the failure."""
         found = {name: self._found(name) for name in self._methods if self._held_out[name] and self._step_us[name]}
         result = self._about | {"methods": found}
         result |= {"failed": self.failed} if self.failed else {}
@@ -201,7 +201,7 @@ class Race:
 
 
 class Told:
-    """The view of a race, which also keeps what is told."""
+    """The view of a race, which also records its events."""
 
     def __init__(self, view: View, race: Race, keep: Callable[[dict[str, Any]], None]) -> None:
         self._view, self._race, self._keep = view, race, keep

@@ -1,4 +1,5 @@
-"""Local steps at equal samples: held-out loss beside synchronous SGD's, for 5 to 100 steps between exchanges, paired by seed.
+"""Compares local steps at equal samples with synchronous SGD: held-out loss, for 5 to 100 steps between exchanges,
+paired by seed.
 
     python -m benchmarks local --equal [--jobs transformer] [--seeds 0 1 2] [--steps 300] [--only WORD ...] [--again]
 
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def equal_table(result: Mapping[str, Any]) -> str:
-    """Of what stands in the results: a row for each way, a column for each number of steps between exchanges."""
+    """Return the table of the results: a row for each way, a column for each number of steps between exchanges."""
     finals: Finals = result.get("finals", {})
     if not finals:
         return "Not measured yet.\n"

@@ -1,4 +1,4 @@
-"""How long a step of local steps takes over a slow link: beside a step that sends nothing, and beside the prediction.
+"""Measures a step of local steps over a slow link, against a step that sends nothing and against the prediction.
 
     python -m benchmarks local --step [--links 10mbit] [--nodes 2] [--turns 3] [--again]
 
@@ -62,7 +62,8 @@ def run(arguments: list[str], methods: Mapping[str, str]) -> int:
 
 
 def _measured(link: str, nodes: int, turns: int, methods: Mapping[str, str]) -> dict[str, Any]:
-    """By method, the measured and the predicted mean step in milliseconds; of the floor the measured one."""
+    """Return the measured and the predicted mean step of each method, in milliseconds; for the floor, the measured
+    one."""
     asked = BenchRequest(
         [JOB],
         [link],

@@ -1,4 +1,5 @@
-"""What every compressor does to learning: mean loss of the last 20 steps beside plain DDP's, transformer and CNN, by seed.
+"""Measures learning with every compressor: mean loss of the last 20 steps against plain DDP's, transformer and CNN, by
+seed.
 
     python -m benchmarks losses [--jobs transformer resnet] [--seeds 0 1 2] [--steps 300] [--only TopK]
 
@@ -24,10 +25,10 @@ PATH = RESULTS / "losses.json"
 WINDOW = 20
 TOGETHER = 5
 HALFWAY = "ddp, half the steps"
-"""Of DDP, too, but at half the steps: how fast the loss falls in the second half."""
+"""DDP at half the steps, which shows how fast the loss falls in the second half."""
 PLAIN = ("ddp", HALFWAY, "ddp-powersgd")
 BOUND = 0.03
-"""How far above DDP's loss a method with error feedback may end."""
+"""Largest distance from DDP's loss at which a method with error feedback may end."""
 
 
 def run(arguments: list[str]) -> int:

@@ -1,11 +1,11 @@
-"""Codecs on a GPU, on CPUs and on both (ByteComp's second dimension) without a GPU: executed beside the prediction.
+"""Compares codecs on a GPU, on CPUs and on both (ByteComp's second dimension) with their predictions, without a GPU.
 
     python -m benchmarks offload [--links 400mbit,2gbit] [--nodes 2] [--turns 12]
 
 The GPU is a sleeping accelerator (docs/decisions/042): computation and its codecs are timed sleeps; gradients, sockets and the
 codecs on CPUs are real. Each link: a profile is taken, gradwire's planner makes three plans with codecs on the GPU alone, on CPUs
 alone, and on both; then the plans take turns. Needs network namespaces; a link takes about half a minute. Writes
-benchmarks/results/offload.json and the page offload.md of docs/. 1 if a step is more than 10 % beside its prediction, or the plan
+benchmarks/results/offload.json and the page offload.md of docs/. 1 if a step is more than 10 % off its prediction, or the plan
 with both slower than one of the others by more than what is uncertain.
 """
 
@@ -90,7 +90,7 @@ def offload_page(result: dict[str, Any]) -> str:
 
 
 def verdict(links: dict[str, Any]) -> list[str]:
-    """What is not as promised, in words."""
+    """Return the broken promises, in words."""
     wrong = []
     for link, of in links.items():
         for name, plan in of["plans"].items():

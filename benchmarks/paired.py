@@ -1,4 +1,5 @@
-"""What benchmarks of learning share: ways of training side by side on two ranks of plain loopback, paired by seed and data.
+"""Functions that benchmarks of learning share: training side by side on two ranks of plain loopback, paired by seed and
+data.
 
 All arms of a seed begin with the same weights and get the same batches; towards the end the global weights are evaluated, several
 times, on the same batches that no arm has trained on. What is measured is written at once, so that a long run can be cut in
@@ -39,19 +40,19 @@ BOUNDS = {"loss": 0.01, "accuracy": 0.01}
 NUDGE = 1e-6
 
 DESIGN = {"ranks": 2, "held_out": HELD_OUT, "looks": LOOKS, "falling": FALLING}
-"""What must be alike for trainings to be compared."""
+"""The settings that must be equal for trainings to be compared."""
 
 Found = dict[str, float]
 """Loss and accuracy at the end of one training; of adaptive bits also `size`, their bytes over those of 4 bits."""
 Finals = dict[str, dict[str, dict[str, Found]]]
-"""By job, arm and seed."""
+"""Results by job, arm and seed."""
 
 
 class Arm(NamedTuple):
     """One way to train."""
 
     plan: Any
-    """As `gradwire.parallelize` takes it."""
+    """The plan as `gradwire.parallelize` takes it."""
     skipped: int = 0
     """Every so many steps the gradient is dropped on all ranks; 0 never."""
     expected: bool = False
@@ -64,7 +65,7 @@ PLAIN = {
     REFERENCE: Arm(gw.Uniform(gw.Identity())),
     "S-SGD nudged (chance alone)": Arm(gw.Uniform(gw.Identity()), nudged=True),
 }
-"""What others are compared with, and how far equally good trainings come apart."""
+"""The arms that others are compared with, and the arms that show how far equally good trainings come apart."""
 
 
 def parser_of(part: str, seeds: int) -> argparse.ArgumentParser:
@@ -94,10 +95,11 @@ def measure(
     together: int = TOGETHER,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All that is known by job, name and seed, after what is missing of `names` has been measured, and written one by one.
+    """Measure the missing results of `names`, write each at once, and return all known results by job, name and seed.
 
-    train: from job, seed, steps and a few names to what each gives. about: what stands beside it in the file. given: what
-    another benchmark has measured, by job, name and seed. The first names come first, over all seeds and jobs.
+    train: a function from job, seed, steps and a few names to the result of each name. about: further entries of the
+    file. given: results of another benchmark, by job, name and seed. The first names come first, over all seeds and
+    jobs.
     """
     known = json.loads(path.read_text()) if path.exists() else {}
     if options.again:
@@ -131,7 +133,7 @@ def measure(
 
 
 def on_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str], world: int = 2) -> dict[str, Any]:
-    """What rank 0 of `python -m MODULE JOB SEED STEPS NAMES` prints as JSON: something for each name.
+    """Return the JSON that rank 0 of `python -m MODULE JOB SEED STEPS NAMES` prints: a result for each name.
 
     Raises SystemExit if the ranks did not come to their end.
     """
@@ -143,7 +145,8 @@ def on_ranks(module: str, job: str, seed: int, steps: int, names: Sequence[str],
 
 
 def differences(found: dict[str, dict[str, Found]], arm: str, measure: str, other: str = REFERENCE) -> list[float]:
-    """By seed, what an arm has more than another: of the loss as a part of the other's, of accuracy in points (0.01 is one)."""
+    """Return by seed how much more an arm has than another: of the loss as a share of the other's, of accuracy in
+    points (0.01 is one)."""
     own, reference = found.get(arm, {}), found.get(other, {})
     pairs = [(own[seed][measure], reference[seed][measure]) for seed in own if seed in reference]
     return [a / b - 1 if measure == "loss" else a - b for a, b in pairs]
@@ -166,7 +169,8 @@ def table(
     other: Callable[[str], str] = lambda arm: REFERENCE,
     others: str = REFERENCE,
 ) -> list[str]:
-    """Markdown: a row for every job and arm beside the other arm that it is compared with. `others`: what those are called."""
+    """Return Markdown: a row for every job and arm, with the arm that it is compared with. others: the heading of those
+    arms."""
     rows = []
     for job, found in finals.items():
         for arm in arms:

@@ -1,13 +1,14 @@
-"""How long planning takes, what each method's plan is predicted to need, and how near joint comes to the best.
+"""Measures the time of planning, the predicted step of each method's plan, and the distance of joint from the best
+plan.
 
     python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--random N [--first SEED]]
 
 Two made-up models on 8 nodes of 8 ranks, one like BERT-base (199 tensors) and one of 314 tensors, with 4-bit QSGD on GPUs and
 CPUs. Times of codecs are made up too: what is measured here is the planner. Wall-clock medians, and the least CPU time, which
-says more on a busy machine; tables that many plans share, as the tree of options, are made before. Then small cases beside
+says more on a busy machine; tables that many plans share, as the tree of options, are made before. Then small cases against
 brute force. 1 if the joint planner takes more than 250 ms of CPU time.
 
---scaling: by tensors and by ranks. --random: so many random jobs, each method beside what the planner promises; 1 if a promise is
+--scaling: by tensors and by ranks. --random: so many random jobs, each method against the planner's promises; 1 if a promise is
 broken. --cases: published profiles in DIR, `profiles/*.json` and codec times.
 """
 

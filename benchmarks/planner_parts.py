@@ -1,4 +1,4 @@
-"""Parts of `python -m benchmarks planner` beside its table: how planning grows, published profiles, and how near plans come to
+"""Further parts of `python -m benchmarks planner`: how planning grows, published profiles, and how near plans come to
 the best ones."""
 
 import random

@@ -116,7 +116,8 @@ def _rules(rng: random.Random, device: str) -> Rules:
 
 
 def counterexamples(job: PlanningJob) -> list[str]:
-    """What the planner promises and does not keep here, in words. Steps are compared in whole femtoseconds, as it does itself."""
+    """Return the promises that the planner breaks here, in words. Steps are compared in whole femtoseconds, as in the
+    planner."""
     steps = {method: _step_us(job, method) for method in METHODS if method != "joint"}
     steps["joint"] = job.simulator.step_us(job.light(joint(job, moves=_MOVES)))
     joint_us, whole_us, bound_us = steps["joint"], steps["bytecomp"], job.lower_bound_us()

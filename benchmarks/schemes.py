@@ -1,4 +1,5 @@
-"""Every scheme, flat and hierarchical, beside the model's prediction; and what a quantised sum loses by each: docs/schemes.md.
+"""Compares every scheme, flat and hierarchical, with the model's prediction; measures the loss of a quantised sum:
+docs/schemes.md.
 
     python -m benchmarks schemes [--links 100mbit 200mbit 500mbit]
     python -m benchmarks schemes --measure [--links 200mbit] [--nodes 2] [--ranks-per-node 2] [--json FILE]

@@ -40,7 +40,7 @@ SYSTEMS = ("FP32", "GRACE", "HiPress", "ByteComp", "gradwire")
 
 
 class Bench(NamedTuple):
-    """What all parts share."""
+    """The settings that all parts share."""
 
     papers: Papers
     beds: Beds

@@ -1,4 +1,4 @@
-"""The text of docs/search_times.md: tables from the results, beside what was published."""
+"""The text of docs/search_times.md: tables of the results and the published numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -86,7 +86,7 @@ pay a latency and a codec call for each. This bound is harder to reach than the 
 tensors. gradwire's joint plan is within 10 % in all jobs with NVLink and in 9 of 15 over PCIe.""",
     ),
 }
-"""By part: its title, and words about its table."""
+"""Title of each part, and the text about its table."""
 PICTURES = {"bytecomp_figure_13": "distance"}
 
 

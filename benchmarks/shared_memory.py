@@ -1,9 +1,9 @@
-"""One exchange between ranks of a node: messages through shared memory beside TCP on loopback, in turns in one run.
+"""Compares one exchange between ranks of a node through shared memory and over TCP on loopback, in turns in one run.
 
     python -m benchmarks shared_memory [--ranks 2 4] [--megabytes 1 16] [--turns 24]
 
 `4 bits` is the two-phase exchange, `exact` a reduce-scatter and an all-gather of float32, as hierarchical plans have in a node,
-and `all-reduce` what `gw.Identity()` does on one node: gloo's beside the one through memory.
+and `all-reduce` what `gw.Identity()` does on one node: gloo's and the one through memory.
 Of each turn of several exchanges: the time of the slowest rank, and the processor's seconds of all ranks with all their threads.
 The ratios are medians over pairs of turns, one of each kind.
 """

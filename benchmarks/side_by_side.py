@@ -33,13 +33,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "side_by_side.md"
 
 
 class Claim(NamedTuple):
-    """How many times faster than another system a paper says that its system is, at most."""
+    """The largest speedup over another system that a paper claims for its system."""
 
     system: str
     over: str
     times: float
     where: str
-    """In the paper."""
+    """Place in the paper."""
 
 
 CLAIMS = (

@@ -1,4 +1,4 @@
-"""How slow a link may be for each way to train, in simulation: writes docs/slow_links.md and its picture.
+"""Finds by simulation how slow a link may be for each way to train. Writes docs/slow_links.md and its picture.
 
     python -m benchmarks slow_links [--nodes 2] [--out docs]
 
@@ -116,7 +116,7 @@ def made_plan(way: str, names: tuple[str, ...], numel: int, nodes: int) -> gw.Pl
 
 
 def measured_costs() -> Costs:
-    """What codecs take on a CPU core, in proportion to what they encode."""
+    """Return the times of codecs on a CPU core, in proportion to the encoded bytes."""
     rows = json.loads((RESULTS / "compressors.json").read_text())["rows"]
     speeds: dict[str, Mapping[str, float]] = {
         row["spec"]: row for row in rows if row["megabytes"] == max(each["megabytes"] for each in rows)
@@ -125,7 +125,7 @@ def measured_costs() -> Costs:
 
 
 def _in_words(rate: float) -> str:
-    """With three digits, or a dash.
+    """Write a rate with three digits, or a dash.
 
     >>> [_in_words(rate) for rate in (1879.9, 17.456, 0.05521, nan)]
     ['1,880', '17.5', '0.0552', '-']

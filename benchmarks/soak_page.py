@@ -8,8 +8,8 @@ NOT_YET = "Not measured yet: `make soak` writes the summary.\n"
 
 
 def soak_figures(summary: dict[str, Any]) -> str:
-    """What the last soak found: what held, and how many trials each pair of a kind and a schedule had. `summary` is soak.json, or
-    {} where there is none."""
+    """Describe the last soak: the checks that held, and the number of trials of each pair of a kind and a schedule.
+    summary: soak.json, or {} if there is none."""
     if "pairs" not in summary:
         return NOT_YET
     rows: list[tuple[str, object]] = [

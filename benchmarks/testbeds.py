@@ -1,4 +1,4 @@
-"""What the figures of the papers are made of: published profiles as jobs on the papers' clusters, and their systems as plans."""
+"""Inputs of the papers' figures: published profiles as jobs on the papers' clusters, and their systems as plans."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,8 @@ ALGORITHMS: dict[str, Spec] = {
     "OneBit": OneBit(),
 }
 FORWARD = 0.5
-"""Of backward: DeAR's assumption (equation 9), as the published profiles hold no forward times."""
+"""Forward as a share of backward: DeAR's assumption (equation 9), because the published profiles have no forward
+times."""
 GRACE, HITOPKCOMM = SYSTEMS["GRACE"][0], SYSTEMS["HiTopKComm"][0]
 DDP_BYTES = 25 * 2**20
 
@@ -57,7 +58,7 @@ class Papers:
         self.free = Costs(codecs=tuple(free))
 
     def profile(self, model: str, alone_ms: float | None = None) -> Profile:
-        """With forward times; `alone_ms` stretches all times to a published step of one GPU."""
+        """Return the profile with forward times. `alone_ms` stretches all times to a published step of one GPU."""
         read = import_file(self.data / "profiles" / f"{model}.json", 32, "V100")
         assert isinstance(read, Profile)
         backward_ms = sum(tensor.backward_us for tensor in read.tensors) / 1e3
@@ -97,14 +98,14 @@ FREE = ((4, 0.0), (8, 0.0))
 
 
 def step_ms(job: PlanningJob, draft: Draft) -> float:
-    """Of a draft."""
+    """Return the step of a draft."""
     step = job.step(draft)
     assert step is not None
     return step / FS_PER_US / 1e3
 
 
 def alone_ms(job: PlanningJob) -> float:
-    """Of one rank."""
+    """Return the step of one rank."""
     return job.line.after[-1] / FS_PER_US / 1e3
 
 

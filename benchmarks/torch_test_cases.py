@@ -42,7 +42,7 @@ RUNNER = os.getpid()
 
 
 def use_backend() -> None:
-    """From now on groups of gloo are gradwire's."""
+    """Make all later groups of gloo gradwire's."""
 
     def replaced(make: Any) -> Any:
         signature = inspect.signature(make)
@@ -63,7 +63,7 @@ def use_backend() -> None:
 
 
 def use_hook() -> None:
-    """From now on each DistributedDataParallel has gradwire's hook, uncompressed."""
+    """Give each later DistributedDataParallel gradwire's hook, uncompressed."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
@@ -122,11 +122,11 @@ class Collectives(FreshRanks, TestDistBackend, DistributedTest._DistTestBase):
 
 
 class DdpUnderDistAutograd(DdpUnderDistAutogradTest, TensorPipeRpcAgentTestFixture, FreshRanks):
-    """DDP beside layers on other ranks."""
+    """DDP combined with layers on other ranks."""
 
 
 class DdpComparison(DdpComparisonTest, TensorPipeRpcAgentTestFixture, FreshRanks):
-    """Gradients of DDP in distributed autograd beside those of DDP alone."""
+    """Gradients of DDP in distributed autograd, compared with those of DDP alone."""
 
 
 class Rpc(RpcTest, TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, FreshRanks):
@@ -176,7 +176,7 @@ class Told(unittest.TestResult):
 
 
 def reason_of(error: str) -> str:
-    """What each rank raised, without the way there."""
+    """Return the errors of all ranks without their tracebacks."""
     raised = []
     for rank in re.split(r"^Process \d+ exited with error code .*$", error, flags=re.MULTILINE):
         lines = [line.strip() for line in rank.splitlines() if line.strip()]

@@ -44,7 +44,7 @@ ASK_FOR_GLOO = {
 """Tests that no other backend can pass, and the line of torch that asks for gloo."""
 
 Outcomes = dict[str, tuple[str, str]]
-"""How each test ended, and why."""
+"""The end of each test, and its reason."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -89,7 +89,8 @@ def beside(gloo: Outcomes, place: Outcomes) -> dict[str, list[str]]:
 
 
 def line_of(file: str, words: str) -> str:
-    """Where the installed torch says so: `file:line`. Raises SystemExit if it says so no longer."""
+    """Return the place of the words in the installed torch: `file:line`. Raises SystemExit if the file does not contain
+    them any more."""
     lines = (Path(torch.__file__).parent / file).read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if words in line:

@@ -1,4 +1,5 @@
-"""Bayesian optimisation of the bucket size on live jobs, beside random search and the best of a grid (DeAR, section IV-B).
+"""Compares Bayesian optimisation of the bucket size on live jobs with random search and the best of a grid (DeAR,
+section IV-B).
 
     python -m benchmarks tuning [--jobs mlp resnet transformer] [--links 100mbit 500mbit] [--again]
 
@@ -47,27 +48,27 @@ START = 100 * MB
 POLICY = gw.Uniform(gw.Identity(), schedule=gw.Pipelined(), edge_bytes=START)
 TRIALS, GRID, SEEDS = 10, 12, 10
 WITHIN = 1.05
-"""Of the best of the grid."""
+"""Largest factor over the best of the grid."""
 SAME = 1.02
 """Times within so much of each other are no difference on a shared machine."""
 
 
 class Steps(NamedTuple):
-    """How many of what."""
+    """Numbers of rounds and steps."""
 
     rounds: int
     counted: int
-    """In each turn of the grid, after one that does not count."""
+    """Steps in each turn of the grid, after one that does not count."""
     trial: int
-    """In each trial of a search."""
+    """Steps in each trial of a search."""
     discarded: int
 
 
 USUAL = Steps(rounds=3, counted=3, trial=10, discarded=2)
 SLOW = Steps(rounds=3, counted=1, trial=4, discarded=1)
-"""Over 100 Mb/s, where a step takes one or two seconds."""
+"""The numbers over 100 Mb/s, where a step takes one or two seconds."""
 BESIDE = 9
-"""Steps of each size that count where the choice is compared: three tell no 5 % from chance."""
+"""Counted steps of each size in the comparison with the choice: three do not separate 5 % from chance."""
 
 
 def run(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Exchanges over links that are not alike: one slow node, and uplinks slower than downlinks, beside what they are priced with.
+"""Compares exchanges over uneven links with their prices: one slow node, and uplinks slower than downlinks.
 
     python -m benchmarks uneven [--nodes 4] [--rate 400mbit] [--slow 100mbit] [--megabytes 2] [--repeats 5]
 
@@ -25,7 +25,7 @@ WORDS = ("alltoall", "allgather", "gather", "broadcast")
 _PAYLOAD = 1448 / 1514
 """The part of a rate that TCP has for payload."""
 ROUNDS = 3
-"""Of each exchange the median counts."""
+"""Number of rounds. The median of each exchange counts."""
 
 
 def run(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
-"""What is the most that compression can bring here? Steps with fake compression (CGX, Fig. 1, Fig. 6, Table 8).
+"""Measures the most that compression can bring: steps with fake compression (CGX, Fig. 1, Fig. 6, Table 8).
 
-Fake compression sends the first part of what it is given and computes nothing, so a step with it costs what a perfect codec
-of that ratio would. Where more ratio stops paying, compute is the limit. The rest asks what a real codec costs: the same
-bytes with and without its work.
+Fake compression sends the first part of its input and computes nothing, so a step with it costs as much as a perfect
+codec of that ratio would. Compute is the limit where more ratio brings no faster step. The other methods show the cost
+of a real codec: the same bytes with and without its work.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def ceiling_methods() -> list[str]:
 
 
 def ceiling_tables(run: BenchRun) -> Iterator[tuple[Table, str]]:
-    """For each job and link: the table, and what it says in words."""
+    """Yield the table of each job and link, and its result in words."""
     for job, link in dict.fromkeys((cell.job, cell.link) for cell in run.cells):
         cells = {cell.method: cell for cell in run.cells if (cell.job, cell.link) == (job, link)}
         table = Table(

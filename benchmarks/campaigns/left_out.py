@@ -26,7 +26,8 @@ SUMS_IN_A_ROW = 8
 
 
 class ReduceOnly(TwoPhase):
-    """Every rank ends with its shard of the sum, and tells nobody: all other gradients stay each rank's own."""
+    """The reduce phase alone: every rank ends with its shard of the sum and does not send it. All other gradients stay
+    each rank's own."""
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         super().post(link, tag, (0,))
@@ -67,9 +68,9 @@ KEPT: dict[str, type[TwoPhase]] = {
 
 
 def keep_only(part: str, exchange: Exchange) -> None:
-    """From the next step on these buckets do only this part of their exchange. On all ranks, between steps.
+    """Let these buckets do only this part of their exchange from the next step on. Call it on all ranks, between steps.
 
-    Raises StepStateError for a bucket without two phases, naming it.
+    Raises StepStateError with the name of a bucket without two phases.
     """
     for buffers in exchange.buckets:
         for chunk in buffers.chunks:
@@ -82,9 +83,10 @@ def keep_only(part: str, exchange: Exchange) -> None:
 
 
 def exchange_alone(exchange: Exchange, number: int) -> None:
-    """Exchange all buckets beside nothing else, and wait for it. On all ranks, between steps.
+    """Exchange all buckets while nothing else runs, and wait for the exchange. Call it on all ranks, between steps.
 
-    Exchange `number` of a row, from 0, sends what the one before has left in the buckets, or new random numbers.
+    number: the place of the exchange in a row, from 0. It sends the values that the exchange before has left in the
+    buckets, or new random numbers.
     """
     if number % SUMS_IN_A_ROW == 0:
         generator = torch.Generator().manual_seed(number)

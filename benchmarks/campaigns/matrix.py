@@ -48,9 +48,9 @@ TURN_S = 1.5
 DECIDING_STEPS = MOST_STEPS + 3
 """A deciding method takes these steps in one turn: the most that it may need, and a few under its choice."""
 LEARNERS = (SAFE, AGGRESSIVE, POWERSGD)
-"""What learns otherwise than DDP: it goes on until its loss is DDP's."""
+"""Methods that learn otherwise than DDP. They train until they have DDP's loss."""
 LEARNERS_STEPS = 1.2
-"""For so many times DDP's steps."""
+"""Most steps of these methods, as a multiple of DDP's steps."""
 SLOW_GBPS = 0.5
 """They go on over links of this rate or less, where time to a loss is the question. Over faster links DDP goes on, in turns with
 auto, to `RIVAL_STEPS`: there auto's time since its first step is close to DDP's."""
@@ -58,14 +58,15 @@ RIVAL_STEPS = 120
 
 SHARE_OF_WIRE = {"floor": 0.0, "ddp-fp16": 0.5, POWERSGD: 0.03, SAFE: 0.1, AGGRESSIVE: 0.05}
 SHARE_OF_WIRE |= dict.fromkeys(CANDIDATES[1:], 0.1)
-"""How much of plain DDP's wire time a method needs, roughly, where it is not all of it: for the estimate of time alone."""
+"""Rough share of plain DDP's wire time that a method needs, if it is not all; used only to estimate the length of the
+run."""
 PLAIN_STEPS_TO_DECIDE = 6
 START_S = 20.0
 
 
 @dataclass(frozen=True)
 class MatrixRequest:
-    """What to measure. Raises FormatError or TestbedError naming the first thing that is wrong."""
+    """The measurements to make. Raises FormatError or TestbedError with the first wrong value."""
 
     folder: Path
     jobs: Sequence[str] = JOBS
@@ -132,7 +133,7 @@ def run_matrix(
 
 
 def measured_cells(request: MatrixRequest) -> list[MatrixCell]:
-    """Those of the cells asked for that have results."""
+    """Return the requested cells that have results."""
     cells = []
     for key in _keys(request):
         run, learning = _cell(request, key), _learning(request, key.nodes, key.job)
@@ -157,7 +158,7 @@ def expected_seconds(
 
 
 def _step_us(learning: BenchRun, gbps: float | None, method: str) -> float:
-    """What a step of the method will take, roughly: compute and what it sends one after the other."""
+    """Estimate a step of the method roughly: compute and sends one after the other."""
     steps = {cell.method: cell.step.median_us for cell in learning.cells if cell.step is not None}
     if method == "floor":
         return steps["floor"]
@@ -218,7 +219,7 @@ def _turn_steps(request: MatrixRequest, key: _Key) -> int:
 
 
 def _goals(request: MatrixRequest, key: _Key) -> dict[str, int]:
-    """By method, the number of steps in all."""
+    """Return the number of steps in all, by method."""
     gbps = gbps_of(key.link)
     if gbps is None or gbps > SLOW_GBPS:
         return {SAFE: JUDGED_STEPS, **dict.fromkeys(RIVALS, RIVAL_STEPS)}
@@ -239,7 +240,7 @@ def _learning_path(request: MatrixRequest, nodes: int, job: str) -> Path:
 
 
 def _cell(request: MatrixRequest, key: _Key) -> BenchRun | None:
-    """What was measured before of this cell, with this seed, if it has all methods and as many steps as asked for."""
+    """Return an earlier result of this cell with this seed, if it has all methods and enough steps."""
     run, goals = _kept(_path(request, key), request.seed), _goals(request, key)
     whole_run = run is not None and {cell.method for cell in run.cells} == set(METHODS)
     enough = run is not None and all(len(cell.loss) >= goals.get(cell.method, 0) for cell in run.cells)
@@ -247,7 +248,7 @@ def _cell(request: MatrixRequest, key: _Key) -> BenchRun | None:
 
 
 def _learning(request: MatrixRequest, nodes: int, job: str) -> BenchRun | None:
-    """What was measured before, if it has as many steps as asked for."""
+    """Return an earlier result if it has enough steps."""
     run = _kept(_learning_path(request, nodes, job), request.seed)
     whole_run = run is not None and len(run.cells[-1].loss) == request.loss_steps
     return run if whole_run else None

@@ -37,24 +37,26 @@ RIVALS = ("ddp", "ddp-2mb")
 CANDIDATES = ("gradwire:identity", "gradwire:qsgd4", "gradwire:qsgd2-ef")
 """The specs that auto "safe" chooses from."""
 METHODS = ("floor", "ddp-fp16", "ddp", SAFE, "ddp-2mb", EXACT, "ddp-again", POWERSGD, AGGRESSIVE, *CANDIDATES[1:])
-"""In the order of their turns: methods that are compared stand together. `EXACT` stands for the first candidate."""
+"""The methods in the order of their turns: methods that are compared stand together. `EXACT` stands for the first
+candidate."""
 LEARNS_AS_DDP = ("ddp", "ddp-again", "ddp-2mb", "ddp-fp16", EXACT)
 """Their losses are DDP's, step by step, but for rounding: `MatrixCell.apart` measures how far that is true."""
 CHOOSING_EVERY, FIRST_CHOOSING = 4, 1
 """Rounds 1, 5, 9, .. choose the better DDP, the others compare."""
 UNCOMPRESSED = "uncompressed"
-"""How the name of a plan begins in which nothing is encoded."""
+"""Beginning of a plan's name if the plan encodes nothing."""
 WINDOW = 20
 """Steps that a smoothed loss is the mean of."""
 
 
 class Reached(NamedTuple):
-    """When a method's smoothed loss was at DDP's final value."""
+    """The moment when a method's smoothed loss was at DDP's final value."""
 
     seconds: float
-    """From the first step on, with all that was decided meanwhile. Where it was never reached: how long was tried."""
+    """Seconds from the first step on, including the steps before the decision. If the loss was never reached: the
+    length of the training."""
     step: int | None
-    """How many steps that took; None if it was never reached."""
+    """Number of these steps; None if the loss was never reached."""
     computed: bool = False
     """Whether some of these steps were not made over this link: they count with the mean of those that were."""
 
@@ -84,11 +86,11 @@ class MatrixCell:
 
     @property
     def name(self) -> str:
-        """For a reader: the job, the nodes, the link."""
+        """The cell's name for a reader: job, nodes, link."""
         return f"{self.job}, {self.run.nodes} nodes, {self.link}"
 
     def method(self, name: str) -> Cell:
-        """What was measured of a method."""
+        """Return the measurements of a method."""
         found = self.run.cell(self.job, self.link, name)
         assert found is not None, f"cells are saved whole, and {name} is missing"
         return found
@@ -112,12 +114,12 @@ class MatrixCell:
         return min(RIVALS, key=lambda name: float(np.median(self.blocks(name)[FIRST_CHOOSING::CHOOSING_EVERY])))
 
     def speedup(self, name: str, baseline: str = "ddp") -> Interval:
-        """How many times faster than the baseline a method is, over pairs of blocks in the comparing rounds."""
+        """Return how many times faster than the baseline a method is, over pairs of blocks in the comparing rounds."""
         return paired_ratio(self._comparing(baseline), self._comparing(name))
 
     @property
     def pairs(self) -> int:
-        """Of blocks, in each ratio."""
+        """Number of pairs of blocks in each ratio."""
         return len(self._comparing("ddp"))
 
     def of_attainable(self, name: str) -> float | None:
@@ -126,7 +128,7 @@ class MatrixCell:
         return 1e3 * self.median_ms(name) / attainable_us if attainable_us else None
 
     def chose(self, name: str) -> str:
-        """What a deciding method ran in the steps that count, in words; '' if it had not decided."""
+        """Return the plan that a deciding method ran in the steps that count, in words; '' if it had not decided."""
         decided = self._decided(name)
         return decided.chosen if decided else ""
 
@@ -136,7 +138,8 @@ class MatrixCell:
         return decided is not None and (decided.plain or decided.chosen.startswith(UNCOMPRESSED))
 
     def _decided(self, name: str) -> Decided | None:
-        """In force when the steps that count began. Later ones, on the way to the loss, are not what was measured."""
+        """Return the decision in force when the steps that count began. Later decisions, on the way to the loss, are
+        not measured."""
         cell = self.method(name)
         return next((each for each in reversed(cell.decided) if each.step <= cell.counted[0]), None)
 
@@ -154,7 +157,7 @@ class MatrixCell:
         return smooth(self._ddp_learning)[-1]
 
     def reached(self, name: str) -> Reached:
-        """When the method's loss was at the target first."""
+        """Return the first moment when the method's loss was at the target."""
         cell = self.method(name)
         curve = self._ddp_learning if name in LEARNS_AS_DDP else cell.loss
         step = next((at for at, loss in enumerate(smooth(curve), WINDOW) if loss <= self.target), None)
@@ -175,7 +178,8 @@ class MatrixCell:
 
     @property
     def apart(self) -> float:
-        """How far the losses of `LEARNS_AS_DDP` were from DDP's at most, as part of the first step's loss."""
+        """Return the largest distance of the losses of `LEARNS_AS_DDP` from DDP's, as a share of the first step's
+        loss."""
         known = np.asarray(self._ddp_learning)
         largest = 0.0
         for name in LEARNS_AS_DDP:
@@ -206,8 +210,9 @@ def smooth(curve: Sequence[float]) -> list[float]:
 
 
 def paired_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """How many times faster than the baseline, by pairs measured next to each other: the median of their ratios, with a 95 %
-    percentile bootstrap interval over pairs. A drift of the machine is the same for both of a pair."""
+    """Return how many times faster than the baseline, by pairs measured next to each other: the median of their ratios,
+    with a 95 % percentile bootstrap interval over pairs. A drift of the machine affects both measurements of a pair
+    alike."""
     ratios = np.asarray(baseline_us, dtype=np.float64) / np.asarray(times_us, dtype=np.float64)
     chosen = np.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])

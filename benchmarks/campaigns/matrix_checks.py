@@ -1,4 +1,4 @@
-"""What the matrix has to show, with what was measured beside what is wanted. Pure: no torch."""
+"""Checks the matrix: the measured values against the wanted ones. Pure: no torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ __all__ = ["Check", "checks", "verdict_lines"]
 FEWEST_PAIRS = 7
 REACHED, MEDIAN, PLAIN = 0.98, 0.95, 0.99
 SPEEDUPS = {0.1: 6.3, 0.5: 2.9, 1.0: 2.0}
-"""Of the transformer on two nodes over DDP, by Gb/s."""
+"""Wanted speedups of the transformer on two nodes over DDP, by Gb/s."""
 OF_ATTAINABLE = 1.15
 SLOW_GBPS = (0.1, 0.5)
 
@@ -24,7 +24,7 @@ class Check(NamedTuple):
     wanted: str
     measured: str
     holds: bool | None
-    """None: nothing was measured that could tell."""
+    """Whether the check holds; None if nothing was measured that could decide it."""
 
 
 def checks(cells: Sequence[MatrixCell]) -> list[Check]:
@@ -40,7 +40,7 @@ def verdict_lines(cells: Sequence[MatrixCell]) -> Iterator[str]:
 
 
 def _never_slower(cells: Sequence[MatrixCell]) -> Iterator[Check]:
-    """Auto beside the better DDP in every cell."""
+    """Check auto against the better DDP in every cell."""
     pairs = [(float(cell.pairs), cell.name) for cell in cells]
     yield _least(f"at least {FEWEST_PAIRS} pairs of blocks in every cell", pairs, FEWEST_PAIRS, "{:.0f}")
     against = [cell.speedup(SAFE, cell.better_ddp) for cell in cells]
@@ -59,7 +59,7 @@ def _never_slower(cells: Sequence[MatrixCell]) -> Iterator[Check]:
 
 
 def _transformer(cells: Sequence[MatrixCell]) -> Iterator[Check]:
-    """How fast auto is where the network is slow."""
+    """Check the speed of auto on slow networks."""
     found = {cell.gbps: cell for cell in cells if (cell.job, cell.run.nodes) == ("transformer", 2)}
     for gbps, least in SPEEDUPS.items():
         cell = found.get(gbps)
@@ -90,7 +90,7 @@ def _first(cells: Sequence[MatrixCell]) -> Check:
 
 
 def _sooner(cells: Sequence[MatrixCell]) -> Check:
-    """Auto's most lossy class beside torch's PowerSGD hook."""
+    """Check auto's most lossy class against torch's PowerSGD hook."""
     slow = [cell for cell in cells if cell.gbps in SLOW_GBPS]
     wanted = (
         "auto \"aggressive\" reaches DDP's loss sooner than torch's PowerSGD hook in every cell at 100 and 500 Mb/s"
@@ -107,7 +107,7 @@ def _sooner(cells: Sequence[MatrixCell]) -> Check:
 
 
 def _controls(cells: Sequence[MatrixCell]) -> Iterator[Check]:
-    """How far the bench can be trusted: these have no wanted value."""
+    """Report the controls, which show how far the bench can be trusted. They have no wanted value."""
     if cells:
         ratios = [cell.speedup("ddp-again").ratio for cell in cells]
         yield Check(
@@ -122,7 +122,8 @@ def _controls(cells: Sequence[MatrixCell]) -> Iterator[Check]:
 
 
 def _least(wanted: str, found: Sequence[tuple[float, str]], least: float, shown: str) -> Check:
-    """`found`: values with their cells' names. The lowest is told, and how many are too low."""
+    """Check that all values are large enough. found: values with their cells' names. The check reports the lowest value
+    and the number of values that are too low."""
     if not found:
         return Check(wanted, "not measured", None)
     lowest, name = min(found)

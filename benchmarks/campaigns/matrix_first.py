@@ -1,4 +1,5 @@
-"""Auto from its first step: when it decided, its time since the start beside DDP's, and its choice beside the best one.
+"""Judges auto from its first step: when it decided, its time since the start against DDP's, and its choice against the
+best one.
 
 Pure: no torch, no clock.
 """

@@ -24,9 +24,9 @@ NAMES = {
     SAFE: "auto safe",
     AGGRESSIVE: "auto aggressive",
 }
-"""What trains until it has DDP's loss."""
+"""Names of the methods that train until they have DDP's loss."""
 FIXED_NAMES = {"gradwire:qsgd4": "4 bits", "gradwire:qsgd2-ef": "2 bits, feedback"}
-"""What only has its steps measured."""
+"""Names of the methods of which only steps are measured."""
 
 HEAD = """# Auto beside DDP: every job, link and number of nodes
 
@@ -98,7 +98,7 @@ def matrix_page(cells: Sequence[MatrixCell]) -> str:
 
 
 def readme_block(cells: Sequence[MatrixCell]) -> str:
-    """What stands between the marks of the README: one job's steps, in short."""
+    """Return the text between the marks of the README: one job's steps, in short."""
     shown = [cell for cell in cells if cell.job == README_JOB]
     header = ["nodes", "link", "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook", "gradwire, exact", "gradwire"]
     rows = []
@@ -158,7 +158,7 @@ def _times(interval: Interval) -> str:
 
 
 def _seconds(reached: Reached) -> str:
-    """Not below a tenth of a second.
+    """Write seconds, with at least a tenth of a second.
 
     >>> _seconds(Reached(12.34, 100)), _seconds(Reached(12.34, 100, computed=True)), _seconds(Reached(9.0, None))
     ('12.3', '~12.3', '> 9.0')

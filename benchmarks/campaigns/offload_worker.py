@@ -31,17 +31,18 @@ from gradwire.transport.lanes import CPU_LANES
 
 TURN_STEPS, PROFILE_STEPS, SETTLING_STEPS = 5, 10, 3
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))
-"""With a residual, which an offloaded encode copies to the host and back."""
+"""A spec with a residual. An offloaded encode copies the residual to the host and back."""
 LAYERS = (LayerTimes(1_000_000, 3750.0, 10_000.0),) * 8
-"""Long beside what the host does meanwhile. Ranks of one machine share its processors: where copies, sockets and codecs of two
-ranks fill two of them, each takes longer than it was measured to. Steps of 90 ms were 20 to 30 % above their predictions."""
+"""Times that are long compared with the host's work meanwhile. Ranks of one machine share its processors: if copies,
+sockets and codecs of two ranks fill two processors, each takes longer than measured. Steps of 90 ms were 20 to 30 %
+above their predictions."""
 ENCODE = ((2**16, 600.0), (2**21, 3600.0), (2**23, 14_250.0))
 DECODE = ((2**16, 450.0), (2**21, 1950.0), (2**23, 7500.0))
-"""Of the sleeping accelerator: more than the same codec takes on the host, so that its work is done before it wakes up, and not
-so much that all codecs belong on CPUs."""
+"""Decode times of the sleeping accelerator. They are longer than on the host, so that the host's work is done before
+the device wakes up, and short enough that not all codecs belong on CPUs."""
 DEVICES = {"gpu": ("gpu",), "cpu": ("cpu",), "both": ("gpu", "cpu")}
 RULES = Rules(device="gpu", lanes=CPU_LANES, offload_lanes=OFFLOAD_LANES, cpu_workers=OFFLOAD_WORKERS)
-"""How a rank works where an accelerator stands in."""
+"""The rules of a rank with a stand-in for an accelerator."""
 
 
 class Asleep:
@@ -66,7 +67,8 @@ class Asleep:
 
 
 def profiled(accelerator: SleepingAccelerator) -> PlanningJob:
-    """What the plans are made from. A step is timed without the optimizer, so the profile is without it too."""
+    """Return the job from which the plans are made. A step is timed without the optimizer, so the profile has none
+    either."""
     trained = Asleep(accelerator, gw.Uniform(gw.Identity()))
     with tempfile.TemporaryDirectory() as name:
         with trained.handle.profile(Path(name), PROFILE_STEPS, [SPEC]) as found:

@@ -76,13 +76,13 @@ class PapersCell(Document, frozen=True, kw_only=True):
     profile_steps: int
     seed: int
     specs: tuple[str, ...]
-    """What the systems without a compressor of their own chose from."""
+    """The specs from which systems without a compressor of their own chose."""
     fit: LinkFit
     rows: tuple[SystemRow, ...]
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """The cell's name for a reader."""
         inside = "" if self.intra is None else f", {self.intra} inside nodes"
         return f"{self.job}, {self.nodes} x {self.ranks_per_node} ranks, {self.link}{inside}"
 
@@ -96,7 +96,8 @@ class PapersCell(Document, frozen=True, kw_only=True):
         return [f"{self.name}, {row.system}: {row.failure}" for row in self.rows if row.failure is not None]
 
     def speedup(self, system: str, baseline: str) -> Interval | None:
-        """How many times faster than the baseline a system is, over pairs of blocks; None if one of them failed."""
+        """Return how many times faster than the baseline a system is, over pairs of blocks; None if one of them
+        failed."""
         rows = self.measured
         if system not in rows or baseline not in rows:
             return None
@@ -139,7 +140,7 @@ def _measured(cell: PapersCell, row: SystemRow) -> Iterator[str]:
 
 
 class _Picked(NamedTuple):
-    """In one cell, a system beside the fastest measured one."""
+    """A system and the fastest measured system in one cell."""
 
     cell: str
     system: str
@@ -150,7 +151,7 @@ class _Picked(NamedTuple):
 
 
 def papers_verdict(cells: Sequence[PapersCell]) -> list[str]:
-    """What is wanted of all cells beside what they show, a line each."""
+    """Return a line for each goal of all cells, with the measured result."""
     cells = [cell for cell in cells if cell.measured]
     if not cells:
         return ["Nothing was measured."]

@@ -39,7 +39,7 @@ LINKS = ("100mbit", "200mbit", "500mbit")
 
 @dataclass(frozen=True)
 class PapersRequest:
-    """What to measure. Raises FormatError, or what BenchRequest raises, for the first thing that is wrong."""
+    """The measurements to make. Raises FormatError, or an error of BenchRequest, for the first wrong value."""
 
     folder: Path
     specs: Sequence[Spec]
@@ -135,7 +135,7 @@ def run_papers(
 
 
 def _kept(request: PapersRequest, key: PapersKey) -> PapersCell | None:
-    """What was measured before with this seed, these specs and turns, and enough steps, if no system failed."""
+    """Return an earlier result with this seed, these specs and turns, and enough steps, if no system failed."""
     path = request.folder / key.file
     cell = PapersCell.load(path) if path.exists() else None
     if cell is None or cell.failures or cell.steps < request.steps:

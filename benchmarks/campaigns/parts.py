@@ -14,7 +14,7 @@ PARTS = ("reduce-only", "gather-only", "compute-only", EXCHANGE_ONLY)
 
 
 def part_of_step(name: str) -> tuple[str, str]:
-    """What is left of the step, and the policy, of a method that is wrong on purpose.
+    """Return the remaining part of the step, and the policy, of a method that is wrong on purpose.
 
     >>> part_of_step("wrong-on-purpose:reduce-only:qsgd4@pipelined")
     ('reduce-only', 'qsgd4@pipelined')

@@ -1,8 +1,8 @@
-"""What of each phase a step waits for: DeAR's Fig. 8, for gradients as they are and in 4 bits.
+"""Measures how long a step waits for each phase: DeAR's Fig. 8, for uncompressed gradients and for 4 bits.
 
-The reduce phase alone, and the gather phase alone, beside the same compute: what a step takes more than compute is what that
-phase exposes. Runs in which a phase is left out are wrong on purpose, and only their times are used. Both schedules send by
-all-to-all and all-gather, so that they differ in nothing but when.
+The reduce phase alone, and the gather phase alone, run with the same compute. The step's time beyond compute is the
+exposed time of that phase. Runs that leave a phase out are wrong on purpose, and only their times are used. Both
+schedules send by all-to-all and all-gather, so that they differ only in the moments of sending.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def phases_methods() -> list[str]:
 
 
 def phases_tables(run: BenchRun) -> Iterator[tuple[Table, str]]:
-    """For each job and link: the table, and what must be known of it."""
+    """Yield the table of each job and link, and a note for its reader."""
     for job, link in dict.fromkeys((cell.job, cell.link) for cell in run.cells):
         cells = {cell.method: cell for cell in run.cells if (cell.job, cell.link) == (job, link)}
         table = Table(title=f"{job}, {link}, {run.nodes} nodes x {run.ranks_per_node} ranks", title_justify="left")

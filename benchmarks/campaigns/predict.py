@@ -1,4 +1,5 @@
-"""Predictions beside measurements: each job over each link is profiled, its methods are predicted, and only then measured.
+"""Compares predictions with measurements: each job over each link is profiled, its methods are predicted, and only then
+measured.
 
     python -m benchmarks predict [--jobs mlp] [--links 100mbit] [--methods ddp,gradwire:qsgd4] [--spec SPEC] [--json FILE]
 
@@ -65,12 +66,13 @@ def run(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What to predict and measure. Raises FormatError, or what BenchRequest raises, for the first thing that is wrong."""
+    """The predictions and measurements to make. Raises FormatError, or an error of BenchRequest, for the first wrong
+    value."""
 
     measured: BenchRequest
     """Jobs, links, and methods: ddp and gradwire:POLICY. The planner's own plan is one more."""
     specs: Sequence[Spec]
-    """What the planner may use beside all-reduce; all of them are timed."""
+    """Specs that the planner may use besides all-reduce. All of them are timed."""
     profile_steps: int = 20
 
     def __post_init__(self) -> None:
@@ -83,13 +85,13 @@ class PredictRequest:
 
 
 def predictable(methods: Sequence[str]) -> list[str]:
-    """Those of the bench's methods that a plan describes."""
+    """Return the methods of the bench that a plan describes."""
     deciding = {GRADWIRE_PREFIX + name for name in DECIDING}
     return [m for m in methods if m == "ddp" or (m.startswith(GRADWIRE_PREFIX) and m not in deciding)]
 
 
 class Profiled(NamedTuple):
-    """What one profiling measured."""
+    """The measurements of one profiling."""
 
     profile: Profile
     cluster: Cluster
@@ -97,7 +99,7 @@ class Profiled(NamedTuple):
     warned: tuple[str, ...]
 
     def fit(self, job: str, link: str) -> LinkFit:
-        """What predictions take the link to be."""
+        """Return the fit of the link that predictions use."""
         inter, summed = self.cluster.inter, self.cluster.allreduce or self.cluster.inter
         return LinkFit(
             job=job,

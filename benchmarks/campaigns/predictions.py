@@ -1,4 +1,4 @@
-"""Predicted beside measured steps: the plans that are predicted, the file and its table. No torch."""
+"""Defines the plans that are predicted, and the file and table of predicted and measured steps. No torch."""
 
 import statistics
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     p10_us: float | None = None
     p90_us: float | None = None
     computation_us: float
-    """Of the prediction: optimizer, forward and backward, as profiled."""
+    """Predicted time of optimizer, forward and backward, as profiled."""
     wire_us: float
-    """Of the prediction: how long the link between nodes is busy."""
+    """Predicted busy time of the link between nodes."""
     codec_us: float
-    """Of the prediction: all encodes and decodes."""
+    """Predicted time of all encodes and decodes."""
     failure: str | None = None
 
     @property
@@ -47,7 +47,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LinkFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a cell group's predictions take a link to be, from the profiling before it."""
+    """The fit of a link for a cell group's predictions, from the profiling before the group."""
 
     job: str
     link: str
@@ -56,7 +56,7 @@ class LinkFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allreduce_alpha_us: float
     allreduce_gbps: float
     said: tuple[str, ...] = ()
-    """What the profiling warned of."""
+    """Warnings of the profiling."""
 
 
 class PredictRun(Document, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class PredictRun(Document, frozen=True, kw_only=True):
     cells: tuple[Predicted, ...] = ()
 
     def with_errors(self) -> "PredictRun":
-        """The same with its errors summed up."""
+        """Return the run with its errors summed up."""
         errors = [abs(cell.error) for cell in self.cells if cell.error is not None]
         if not errors:
             return self
@@ -88,8 +88,8 @@ class PredictRun(Document, frozen=True, kw_only=True):
 
 
 def ddp_plan(profile: Profile) -> Plan:
-    """What DistributedDataParallel does after its first step: all-reduce of tensors in gradient-ready order, a bucket closing
-    with the tensor that brings it to 25 MiB, the first one to 1 MiB. Tensors must be of one dtype."""
+    """Return the plan of DistributedDataParallel after its first step: all-reduce of tensors in gradient-ready order. A
+    bucket closes with the tensor that brings it to 25 MiB, the first bucket at 1 MiB. Tensors must be of one dtype."""
     buckets: list[list[TensorProfile]] = [[]]
     filled = 0
     for tensor in profile.tensors:

@@ -1,4 +1,4 @@
-"""Each scheme on one bucket, flat and hierarchical, by size: what was measured beside what the model predicts.
+"""Measures each scheme on one bucket, flat and hierarchical, by size, and compares it with the model's prediction.
 
 `python -m benchmarks schemes`. The links and the codec are fitted before, from exchanges and sizes that are not among the cells.
 """
@@ -76,20 +76,20 @@ SCHEMES = (
 
 
 class SchemesWork(Document, frozen=True, kw_only=True):
-    """What the ranks are asked to measure."""
+    """The measurements that the ranks make."""
 
     what: ClassVar[str] = "order to the ranks that measure schemes"
 
     nbytes: tuple[int, ...]
     repeats: tuple[int, ...]
-    """How often, for each size."""
+    """Number of repeats for each size."""
     rounds: int
     """Times that every option has its turn; `repeats` are made in each."""
     collective_timeout_s: float
     runner: int
     """The process id of who gave the order. When it dies, so do the ranks."""
     result: str
-    """Where rank 0 writes the `SchemesRecord`."""
+    """File for the `SchemesRecord`, which rank 0 writes."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,18 +98,19 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     scheme: str
     hierarchical: bool
     nbytes: int
-    """Of gradient in the bucket."""
+    """Bytes of gradient in the bucket."""
     us: tuple[float, ...]
-    """From the bucket being ready to its mean being back, on the slowest rank; of each repeat."""
+    """Time of each repeat on the slowest rank: from the moment when the bucket is ready to the moment when its mean is
+    back."""
     inter_bytes: int
     """Bytes that a node means to send to others, of all its ranks; of the node that sends most."""
     counted_bytes: int
-    """What that node's interface sent, its median."""
+    """Median of the bytes that the node's interface sent."""
     plan: Plan
 
 
 class SchemesRecord(Document, frozen=True, kw_only=True):
-    """What the ranks measured."""
+    """The measurements of the ranks."""
 
     what: ClassVar[str] = "record of measured schemes"
 
@@ -118,19 +119,19 @@ class SchemesRecord(Document, frozen=True, kw_only=True):
     costs: Costs
     """The codec's times."""
     problems: tuple[str, ...]
-    """What is poor about the fits, in words."""
+    """Weaknesses of the fits, in words."""
     start_us: float = 0.0
-    """What a bucket takes beside its exchanges and codec tasks: from the hook to a lane, and back to backward. Measured before,
-    with buckets smaller than all cells."""
+    """Time of a bucket besides its exchanges and codec tasks: from the hook to a lane, and back to backward. It is
+    measured first, with buckets smaller than those of all cells."""
     exchanges: tuple[Exchange, ...]
 
     def predicted_us(self, exchange: Exchange) -> float:
-        """What the model makes of one of the exchanges, with what was measured before them."""
+        """Predict one of the exchanges from the measurements before them."""
         return predicted_us(exchange, self.cluster, self.costs) + self.start_us
 
 
 class SchemesRun(Document, frozen=True, kw_only=True):
-    """What was measured over one link, and what is needed to predict it."""
+    """The measurements over one link, and the numbers that predict them."""
 
     what: ClassVar[str] = "run of schemes"
 
@@ -142,7 +143,7 @@ class SchemesRun(Document, frozen=True, kw_only=True):
 
 
 def predicted_us(exchange: Exchange, cluster: Cluster, costs: Costs) -> float:
-    """What the model of a step on CPUs says of it: one bucket that is ready at once.
+    """Predict the exchange by the model of a step on CPUs: one bucket that is ready at once.
 
     Raises PlanError for a codec that `costs` lack.
     """

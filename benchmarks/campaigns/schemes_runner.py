@@ -1,4 +1,4 @@
-"""Measures all schemes on an emulated cluster, after what the prediction needs, and tells it as a table."""
+"""Measures the inputs of the prediction and then all schemes on an emulated cluster, and prints them as a table."""
 
 import os
 import statistics
@@ -30,11 +30,11 @@ __all__ = ["run_schemes", "schemes_tables", "verdict"]
 
 SIZES = tuple(size << 10 for size in (64, 256, 1024, 4096, 16384, 65536))
 LARGE = 1 << 20
-"""From so many bytes on the prediction is meant to hold."""
+"""Bytes from which the prediction is meant to hold."""
 MEANT = 0.25
 ROUNDS = 2
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the repository: ranks find this package there, wherever they are started."""
+"""The repository's folder, in which ranks find this package wherever they are started."""
 
 
 def run_schemes(
@@ -98,7 +98,7 @@ def _measured(
 
 
 def schemes_tables(run: SchemesRun) -> Iterator[Table]:
-    """For each size a table of schemes. * is the fastest."""
+    """Yield a table of schemes for each size. * is the fastest."""
     measured = run.measured
     cluster = measured.cluster
     for nbytes in dict.fromkeys(exchange.nbytes for exchange in measured.exchanges):
@@ -134,7 +134,7 @@ def schemes_tables(run: SchemesRun) -> Iterator[Table]:
 
 
 def verdict(run: SchemesRun) -> str:
-    """How the model did, in words; '' where no bucket is large enough."""
+    """Describe the quality of the model; '' if no bucket is large enough."""
     errors = {
         f"{e.scheme}{' hierarchical' * e.hierarchical}, {size_name(e.nbytes)}": run.measured.predicted_us(e)
         / median_us(e)
@@ -158,7 +158,7 @@ def median_us(exchange: Exchange) -> float:
 
 
 def size_name(nbytes: int) -> str:
-    """In KB or MB of 1024 or 1024^2 bytes.
+    """Write a size in KB or MB of 1024 or 1024^2 bytes.
 
     >>> size_name(65536), size_name(4 << 20)
     ('64 KB', '4 MB')

@@ -106,7 +106,7 @@ class TorchftDiLoCo(Method):
 
 
 def _own_address() -> str:
-    """By which other ranks reach this one."""
+    """Return the address at which other ranks reach this one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     addresses = psutil.net_if_addrs()[interface]
     return next(str(each.address) for each in addresses if each.family is socket.AF_INET)

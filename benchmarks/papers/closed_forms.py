@@ -37,7 +37,7 @@ def wfbp_us(forward_us: float, backward_us: float, all_reduce_us: float) -> floa
 
 
 def local_update_us(compute_us: float, exchange_us: float) -> float:
-    """Local updates: the exchange runs beside the next step's compute. CD-SGD, equation 4."""
+    """Return the step of local updates: the exchange runs during the next step's compute. CD-SGD, equation 4."""
     _times(compute_us=compute_us, exchange_us=exchange_us)
     return max(compute_us, exchange_us)
 
@@ -173,7 +173,8 @@ def dear_us(forward_us: float, backward_us: float, reduce_scatter_us: float, all
 
 
 def dear_saving_us(forward_us: float, all_gather_us: float) -> float:
-    """What DeAR saves over wait-free backpropagation. DeAR, equation 9: backward takes twice forward, and both phases the same.
+    """Return DeAR's saving over wait-free backpropagation. DeAR, equation 9: backward takes twice forward, and both
+    phases the same.
 
     Never more than forward.
 

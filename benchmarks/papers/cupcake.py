@@ -27,11 +27,11 @@ _MOST = 600
 
 
 class Search(NamedTuple):
-    """What a search found, and what it took."""
+    """The result of a search, and its cost."""
 
     fusion: Fusion
     calls: int
-    """How often FindOptFusion was called."""
+    """Number of calls of FindOptFusion."""
     finished: bool
     """False if the time was over first: then `fusion` is only the best so far."""
 

@@ -1,4 +1,4 @@
-"""How long the papers' searches take: Cupcake's Table 1, ByteComp's Tables 5 and 6. Times are CPU time of one thread."""
+"""Times the papers' searches: Cupcake's Table 1, ByteComp's Tables 5 and 6. Times are CPU time of one thread."""
 
 import math
 import time
@@ -30,7 +30,7 @@ PRUNINGS = {
     "only pruning 2": (False, True),
     "no pruning": (False, False),
 }
-"""By the rows of Cupcake's Table 1: whether pruning 1 and pruning 2 are on."""
+"""Rows of Cupcake's Table 1: whether pruning 1 and pruning 2 are on."""
 
 
 class FusionSearch(NamedTuple):
@@ -39,7 +39,7 @@ class FusionSearch(NamedTuple):
     name: str
     ms: float
     calls: int | None
-    """Of FindOptFusion; None for the exact search."""
+    """Number of calls of FindOptFusion; None for the exact search."""
     finished: bool
     over_best: float
     """The step of its plan over the shortest."""
@@ -71,7 +71,7 @@ class OptionSearch(NamedTuple):
 
     tensors: int
     options: int
-    """Of one tensor, compressed or not."""
+    """Number of options of one tensor, compressed or not."""
     compressed: int
     """Tensors that it compresses."""
     ms: float
@@ -81,7 +81,7 @@ class OptionSearch(NamedTuple):
     short_over_whole: float
     """The step of that search over the whole one's."""
     brute_force_log10_s: float
-    """Of the seconds that all strategies take at the time of one simulated step: an estimate."""
+    """Logarithm of the seconds that all strategies take at the time of one simulated step: an estimate."""
     draft: Draft
 
 
@@ -125,11 +125,12 @@ class OffloadSearch(NamedTuple):
     gain: float
     """The step before over the step after."""
     brute_force_log10_s: float
-    """Of the seconds that all 2^tensors strategies take at the time of one simulated step: an estimate."""
+    """Logarithm of the seconds that all 2^tensors strategies take at the time of one simulated step: an estimate."""
 
 
 def offload_search(job: PlanningJob, draft: Draft, most: int = 100_000) -> OffloadSearch:
-    """Which compressed tensors of a draft go to CPUs. most: products that are all tried."""
+    """Search for the compressed tensors of a draft that go to CPUs. most: the number of products up to which all are
+    tried."""
     parts = draft.parts
     moved = {
         place: job.program(part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option))))

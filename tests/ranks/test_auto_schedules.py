@@ -14,7 +14,7 @@ from worlds import Given, Worlds, digest
 
 import gradwire as gw
 from gradwire.api.handle import Handle
-from gradwire.auto.changes import Pace
+from gradwire.auto.changes import StepPace
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.trial import Candidate, Trial
@@ -378,7 +378,7 @@ def test_whole_cycles_count() -> None:
 
 def test_an_evaluation_is_not_taken_for_a_step_whatever_plan_it_meets() -> None:
     """Plans run in turns of three steps; the one's optimizer takes 0.2 s between steps, the other's none."""
-    pace, now, wrong = Pace(), 0.0, 0
+    pace, now, wrong = StepPace(), 0.0, 0
     for number in range(60):
         plan = number // 3 % 2
         if number % 3 == 0:

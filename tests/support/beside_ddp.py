@@ -1,4 +1,4 @@
-"""The same training script under plain DDP and under gradwire, in one world, compared bit for bit.
+"""Runs the same training script under plain DDP and under gradwire, in one world, and compares the results bit for bit.
 
 A script is a module-level function that takes a Library, calls `library.parallelize` where it would call either
 library's own, trains, and returns what else than the weights is compared.
@@ -47,7 +47,8 @@ class Library:
         self._handles: dict[nn.Module, gw.Handle] = {}
 
     def parallelize(self, model: nn.Module, **ddp: Any) -> Any:
-        """What the script calls instead of the model: a wrapper, or the model itself."""
+        """Parallelize the model. The script calls the returned object instead of the model: a wrapper, or the model
+        itself."""
         wrapped = model
         if self.kind == "ddp":
             wrapped = DistributedDataParallel(model, **ddp)
@@ -72,11 +73,11 @@ class Library:
         return wrapped.no_sync() if self.kind == "ddp" else self._handles[wrapped].no_sync()
 
     def join(self, wrapped: Any) -> AbstractContextManager[None]:
-        """For ranks with different numbers of batches."""
+        """Return the library's join context, for ranks with different numbers of batches."""
         return wrapped.join() if self.kind == "ddp" else self._handles[wrapped].join()
 
     def end(self) -> list[str]:
-        """What became of all models; fails where one was not trained."""
+        """Return the digests of all models at the end. Fails if a model was not trained."""
         at_end = [digest(model.parameters()) for model in self._models]
         for first, last in zip(self._at_first, at_end, strict=True):
             assert first != last, "nothing was trained"

@@ -12,13 +12,14 @@ WORLD = NODES * RANKS_PER_NODE
 EVERYBODY = frozenset(range(WORLD))
 
 Held = dict[int, list[frozenset[int]]]
-"""What one rank has: chunk -> parts, each the ranks whose gradients were added. Payloads may be several; raw is one."""
+"""The values of one rank: chunk -> parts. A part is the set of ranks with gradients in the sum. A raw value is one
+part; payloads may be several."""
 
 WORDS = ("allreduce", "reducescatter", "reduce", "allgather", "broadcast", "alltoall", "gather")
 LINKS = (("inter",), ("inter", "inter"), ("intra", "inter", "intra"), ("intra", "inter", "inter", "intra"))
 """Links in the order in which ByteComp uses them: flat (written as inter) or nested, one or two exchanges between nodes."""
 CODECS = ((), ("comp",), ("decomp",), ("decomp", "comp"))
-"""What may stand between two exchanges without being for nothing."""
+"""The codec tasks that make sense between two exchanges."""
 
 
 class Impossible(Exception):
@@ -26,7 +27,7 @@ class Impossible(Exception):
 
 
 class Cluster:
-    """What all ranks hold, and whether it is payloads. Each task gives a new cluster."""
+    """The values of all ranks, and whether they are payloads. Each task gives a new cluster."""
 
     def __init__(self, held: list[Held] | None = None, coded: bool = False, flat: bool = False) -> None:
         # one chunk for each rank, so that shards of shards are still whole chunks
@@ -62,7 +63,7 @@ class Cluster:
 
     @property
     def most_parts(self) -> int:
-        """How many payloads of one chunk a rank has at most."""
+        """Return the largest number of payloads of one chunk on a rank."""
         return max(len(parts) for held in self.held for parts in held.values())
 
 
@@ -78,7 +79,8 @@ def add(parts: list[frozenset[int]]) -> list[frozenset[int]]:
 
 
 def exchange(word: str, coded: bool, group: list[Held]) -> list[Held]:
-    """What each rank of a group has after a collective. Ranks that hold nothing, behind a root, only receive."""
+    """Return the values of each rank of a group after a collective. Ranks without values, behind a root, only
+    receive."""
     holders = [index for index, held in enumerate(group) if held]
     if not holders:
         return group

@@ -22,7 +22,7 @@ Gradient = Callable[[torch.nn.Module, int, int], None]
 """Runs forward and backward of a model, for a step and a rank."""
 Gradients = list[torch.Tensor]
 Mean = Callable[[int, list[Gradients]], Gradients]
-"""What ranks get of everybody's gradients in a step."""
+"""A function from a step and the gradients of all ranks to the mean that ranks get."""
 
 
 def tanh_layers(*widths: int) -> torch.nn.Sequential:
@@ -128,7 +128,8 @@ class Reference:
 
 
 def dealt_out(plan: gw.Plan, k: int) -> list[set[str]]:
-    """By step of a period, the tensors that are corrected in it: the largest bucket first, each to the lightest step."""
+    """Return the tensors that are corrected in each step of a period: the largest bucket first, each to the lightest
+    step."""
     held, shares = [0] * k, [set[str]() for _ in range(k)]
     for bucket in sorted(plan.buckets, key=lambda bucket: bucket.numel, reverse=True):
         step = held.index(min(held))
@@ -138,8 +139,8 @@ def dealt_out(plan: gw.Plan, k: int) -> list[set[str]]:
 
 
 class Sent:
-    """What ranks get of gradients that are sent with a spec, by a handle with the backward schedule; every rank calls it. The
-    plan's tensors are float32, and all are compressed."""
+    """Computes the mean that ranks get of gradients that a handle with the backward schedule sends with a spec. Every
+    rank calls it. The plan's tensors are float32, and all are compressed."""
 
     def __init__(self, schedule: gw.Delayed, plan: gw.Plan, make_model: Callable[[], torch.nn.Module]) -> None:
         self.schedule, self.carrier = schedule, make_model()

@@ -74,7 +74,7 @@ class Block(NamedTuple):
     mark: str
     """file, run, output, or nothing."""
     about: str
-    """What follows the mark."""
+    """The words after the mark."""
     language: str
     text: str
 

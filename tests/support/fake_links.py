@@ -22,7 +22,7 @@ Key = tuple[int, int, int]
 
 
 class FakeLink:
-    """What schemes use of a link. A part that does not come within half a minute is an error, not a hang."""
+    """The part of a link that schemes use. A part that does not come within half a minute is an error, not a hang."""
 
     streams = Streams()
     wire: Wire | None = None

@@ -11,11 +11,11 @@ __all__ = ["FlippingBackend", "FlippingWire"]
 
 
 class FlippingWire:
-    """Between a wire and its connection to a peer: flips one bit of what is sent."""
+    """A stage between a wire and its connection to a peer, which flips one bit of the sent bytes."""
 
     def __init__(self, wire: Any, peer: int) -> None:
         self.flip_at = -1
-        """Where the byte lies that is changed, from now on; -1: nowhere."""
+        """Position of the byte to change, counted from now on; -1 for none."""
         self._real, (near, self._far) = wire._sockets[peer], socket.socketpair()
         wire._sockets[peer] = near
         wire._connections[peer].fd = near.fileno()
@@ -41,7 +41,7 @@ class FlippingBackend:
         self._backend = backend
         self._kept: list[torch.Tensor] = []
         self.at_part = -1
-        """Which of the parts that are sent from now on; -1: none."""
+        """Number of the part to change, counted from now on; -1 for none."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

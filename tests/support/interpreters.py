@@ -61,7 +61,7 @@ def left_in(session: int) -> list[str]:
 
 
 def watch(folder: Path, ranks: dict[str, int]) -> dict[str, dict[str, object]]:
-    """What became of every rank; those that are still there at the deadline are killed and have no exit code."""
+    """Wait for every rank and return its end. Ranks that still run at the deadline are killed and have no exit code."""
     ends: dict[str, dict[str, object]] = {}
     interrupted: dict[str, float] = {}
     deadline = time.monotonic() + DEADLINE_S

@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def sees_a_race() -> bool:
-    """Whether the sanitizer finds two threads that decode into the same memory. Throws that report away."""
+    """Return whether the sanitizer finds two threads that decode into the same memory. Drops that report."""
     import torch
 
     from gradwire.kernels import cpu
@@ -63,7 +63,7 @@ def sees_a_race() -> bool:
 
 
 def fuzz(seconds: float, ranks: int, seed: int) -> bool:
-    """Whether ranks end all rounds with the same weights."""
+    """Return whether ranks end all rounds with the same weights."""
     from worlds import World
 
     began, rounds, broken, world = time.monotonic(), 0, 0, None

@@ -59,7 +59,7 @@ def gradients(rank: int, step: int, sizes: Iterable[int] = SIZES) -> list[torch.
 
 
 def true_mean(world_size: int, step: int, sizes: Iterable[int] = SIZES) -> torch.Tensor:
-    """Of all tensors one after another, float64."""
+    """Return the mean of all tensors, one after another, in float64."""
     return torch.stack([torch.cat(gradients(rank, step, sizes)).double() for rank in range(world_size)]).mean(0)
 
 
@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def buckets(self) -> list[BucketBuffers]:
-        """Of each rank."""
+        """The bucket of each rank."""
         return [rank.buckets[0] for rank in self.ranks]
 
     def step(self, step: int, given: Sequence[Sequence[torch.Tensor]]) -> list[FakeLink]:
@@ -115,7 +115,7 @@ class Ranks:
         return sent
 
     def held_back(self) -> torch.Tensor:
-        """What ranks have not sent yet, all together, float64."""
+        """The sum of all that ranks have not sent yet, in float64."""
         total = torch.zeros(sum(self.sizes), dtype=torch.float64)
         for rank in self.ranks:
             for key, value in rank.memory.state().items():
@@ -125,7 +125,7 @@ class Ranks:
         return total
 
     def results(self) -> list[torch.Tensor]:
-        """What each rank's bucket holds, or the gradients that were lent."""
+        """The contents of each rank's bucket, or of the gradients that were lent."""
         return [
             torch.cat([rank.lent.of(slot) for slot in bucket.slots]) if bucket.slots[0].apart else bucket.flat
             for bucket, rank in zip(self.buckets, self.ranks, strict=True)
@@ -134,7 +134,7 @@ class Ranks:
 
 @contextmanager
 def _instead(root: int, codecs: Callable[[Any, int], dict[str, Any]] | None) -> Iterator[None]:
-    """While a rank is assembled: another root, other codecs."""
+    """Use another root and other codecs while a rank is assembled."""
     real = engine_options.scheme_of
 
     def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Packages beside gradwire, as pip would lay them out, made without pip: what tests of entry points share."""
+"""Packages outside gradwire, laid out as pip would do it, but without pip. Tests of entry points share them."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ def install(example: str, folder: Path) -> None:
 
 
 def lay_out(folder: Path, name: str, points: dict[str, dict[str, str]]) -> None:
-    """What says that a package is installed, and its entry points by group."""
+    """Write the metadata of an installed package, with its entry points by group."""
     info = folder / f"{name.replace('-', '_')}-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")

@@ -18,7 +18,7 @@ from sanitizers import ROOT, run_again, use_library
 
 LARGEST_BYTES = 64 * 2**20
 MOST_ELEMENTS = 64 * 2**20
-"""Of a large gradient: Top-k would take billions to fill a payload."""
+"""Most elements of a large gradient. Top-k would need billions of elements to fill a payload."""
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def fuzz(payloads: int, large: int, seed: int) -> int:
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     specs = [spec for spec in dict.fromkeys([*SPECS, *FEEDBACK]) if not isinstance(spec, PowerSGD)]
     ends: Counter[str] = Counter()
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     done = largest = 0
     while done < payloads + large:
         spec, dtype = chance.choice(specs), chance.choice([torch.float32, torch.bfloat16, torch.float16])
@@ -76,16 +76,16 @@ def fuzz(payloads: int, large: int, seed: int) -> int:
                 except PayloadError:
                     ends["refused"] += 1
                 done += 1
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            print(f"{done} of {payloads} payloads after {told - began:.0f} s: {dict(ends)}", flush=True)
+        if time.monotonic() - reported > 10:
+            reported = time.monotonic()
+            print(f"{done} of {payloads} payloads after {reported - began:.0f} s: {dict(ends)}", flush=True)
     took = f"{time.monotonic() - began:.0f} s"
     print(f"{done} payloads of {len(specs)} specs, up to {largest} bytes, {dict(ends)}, nothing found, in {took}")
     return 0
 
 
 def numel_for(spec: "Spec", dtype: "torch.dtype", chance: random.Random) -> int:  # noqa: F821
-    """How many elements have a payload of 1 to 64 MB, as far as there is room for so many."""
+    """Return the number of elements with a payload of 1 to 64 MB, up to MOST_ELEMENTS."""
     from test_laws import codec_of
 
     trial = 2**16

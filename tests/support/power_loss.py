@@ -1,4 +1,4 @@
-"""A rank of test_power_loss.py: trains, and prints when a link may be cut and what it was told.
+"""A rank of test_power_loss.py: trains, and prints when a link may be cut, and the error that it gets.
 
 python power_loss.py SCENARIO ...
 """
@@ -65,7 +65,7 @@ def train(scenario: str) -> None:
 
 
 def wait(scenario: str, rank: int) -> None:
-    """What this rank does when the others go on."""
+    """Wait on this rank while the others go on, as the scenario asks."""
     if scenario == "alone" and rank == 0:
         time.sleep(BUSY_S)
     if scenario == "slow" and rank == 1:
@@ -77,7 +77,7 @@ def wait(scenario: str, rank: int) -> None:
 
 
 def finished(scenario: str, step: int) -> bool:
-    """Whether the run may end: ranks do not look at a clock, since all must end after the same step."""
+    """Return whether the run may end. Ranks do not look at a clock, because all must end after the same step."""
     if scenario == "slow":
         return step >= 8
     time.sleep(0.02)

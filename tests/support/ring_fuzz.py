@@ -64,7 +64,7 @@ def told_of_a_race() -> bool:
 
 
 def fuzz(seconds: float, ranks: int, seed: int) -> bool:
-    """Whether all messages arrived as they were sent."""
+    """Return whether all messages arrived as they were sent."""
     began, rounds, broken = time.monotonic(), 0, 0
     while time.monotonic() - began < seconds:
         ended = one_round(random.Random(seed + rounds), ranks)

@@ -12,7 +12,7 @@ INSIDE = "GRADWIRE_FUZZ_LIBRARY"
 
 
 def use_library() -> bool:
-    """Whether this is the second run, which uses the library with the sanitizer from here on."""
+    """Return whether this is the second run, which uses the library with the sanitizer from here on."""
     if (library := os.environ.get(INSIDE)) is None:
         return False
     from gradwire.core import native

@@ -1,4 +1,5 @@
-"""How scripts end: on two ranks each, all at once, in interpreters of their own. See interpreters.py, which runs them."""
+"""Runs scripts to their ends: on two ranks each, all at once, in interpreters of their own. See interpreters.py, which
+runs them."""
 
 import json
 import subprocess
@@ -13,7 +14,7 @@ End = dict[str, Any]
 
 
 def ends_of(script: str, arguments: list[str], folder: Path) -> dict[str, End]:
-    """What became of "ARGUMENT.RANK", for every argument that the script is run with; it lies in the folder."""
+    """Return the end of "ARGUMENT.RANK" for every argument with which the script runs. The script is in the folder."""
     (folder / "train.py").write_text(script)
     runner = Path(__file__).with_name("interpreters.py")
     command = [sys.executable, str(runner), str(folder), str(folder / "train.py"), *arguments]

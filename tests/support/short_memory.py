@@ -11,7 +11,8 @@ __all__ = ["short_memory"]
 
 OURS = ("gradwire.engine", "gradwire.exchange", "gradwire.collectives", "gradwire.api", "gradwire.integrations")
 OUTSIDE = ("step", "told", "ddp_hook")
-"""What stands before `optimizer.step` and before gradwire's part: failing there is as failing in the script, a line before."""
+"""Functions that run before `optimizer.step` and before gradwire's part. A failure there is like a failure in the
+script, one line before."""
 
 
 @contextmanager
@@ -39,5 +40,6 @@ def short_memory(line: int) -> Iterator[list[str]]:
 
 
 def _is_with(frame: FrameType) -> bool:
-    """Whether the line is that of a `with`: Python comes there again when the block ends, and an error would leave it open."""
+    """Return whether the line is that of a `with`. Python comes there again when the block ends, and an error would
+    leave it open."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")

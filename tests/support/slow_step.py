@@ -39,7 +39,7 @@ def gated_by(work, at, fresh):
 
 
 def begin(resource, now, work, rules, at, since, ready, running, part):
-    """What this resource begins now, as an entry of `running`; None if it is busy or nothing is there."""
+    """Return the entry of `running` for the task that this resource begins now; None if it is busy or has no task."""
     busy = [entry for entry in running if entry[1] == resource]
     if len(busy) >= (rules.cpu_workers if resource == POOL else 1):
         return None

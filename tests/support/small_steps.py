@@ -37,7 +37,8 @@ def cluster(nodes=2, ranks_per_node=1):
 
 
 def plan_of(model, options, spec=None, launch=None, groups=None, schedule="backward", chunk_bytes=0):
-    """One bucket for each tensor, or for each group of indices; launched bucket by bucket if not told."""
+    """Make a plan with one bucket for each tensor, or for each group of indices. The default launch order is bucket by
+    bucket."""
     groups = groups or [[i] for i in range(len(model.tensors))]
     buckets = []
     for group, option in zip(groups, options, strict=True):

@@ -35,7 +35,7 @@ class _Timeline:
 
 
 class _Touched:
-    """Who touched the bytes of one tensor's memory."""
+    """The operations that touched the bytes of one tensor's memory."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage  # kept: memory of another tensor must not be taken for this one's
@@ -43,7 +43,7 @@ class _Touched:
 
 
 class _Recorder(TorchDispatchMode):
-    """Tells the device of each operation of the thread that entered it."""
+    """Reports each operation of the thread that entered it to the device."""
 
     def __init__(self, device: "Device") -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Device:
 
     @property
     def host(self) -> _Timeline:
-        """What this thread does itself."""
+        """The timeline of this thread's own work."""
         if not hasattr(self._threads, "host"):
             self._threads.host = _Timeline(f"the host's thread {threading.current_thread().name}")
         host: _Timeline = self._threads.host
@@ -119,7 +119,7 @@ class Device:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What is inside runs on the host, at once."""
+        """Run the block on the host, at once."""
         self._threads.computes = True
         try:
             yield
@@ -190,8 +190,8 @@ class _Event:
 
 
 class DeviceLink:
-    """What schemes use of a link, as NCCL does it: operations on a stream of its own, which waits for the stream that is current
-    when they begin. Nothing arrives; what would arrive is touched."""
+    """The part of a link that schemes use, with NCCL's behaviour: operations run on a stream of their own, which waits
+    for the stream that is current when they begin. Nothing arrives; the tensors that would arrive are touched."""
 
     wire = None
 

@@ -60,7 +60,7 @@ class Interpreter:
         assert_alike(expected, found.result(timeout=120))
 
     def run(self, function: Run, *arguments: Any) -> dict[str, torch.Tensor]:
-        """What the function makes on interpreted kernels."""
+        """Return the results of the function on interpreted kernels."""
         return self._process.submit(_interpreted, function, arguments).result(timeout=120)
 
 
@@ -117,7 +117,8 @@ def _cache_in(folder: str) -> None:
 
 
 def _choose() -> tuple[list[str], str, list[str]]:
-    """What is loaded of the Triton kernels for CPU, who is chosen for CUDA, and which functions are its own."""
+    """Return the Triton modules that kernels for CPU load, the name of the module chosen for CUDA, and the names of its
+    own functions."""
     kernels_for("cpu")
     loaded = [name for name in sys.modules if name.startswith("gradwire.kernels.triton")]
     with warnings.catch_warnings():

@@ -44,17 +44,17 @@ CONTEXT.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended a job."""
+    """The end of a job on one rank."""
 
     kind: str
     """returned, raised, died (its process is gone) or silent (it did not answer in time)."""
     value: Any
-    """What it returned; for the others a text that tells."""
+    """The returned value; for other ends, a text that describes the end."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank lives."""
+    """The network place of a rank."""
 
     namespace: str = ""
     """The file of a network namespace; '' for that of the tests."""
@@ -100,9 +100,9 @@ class World:
                 pipe.send_bytes(job)
 
     def collect(self, deadline_s: float = 60.0, needed: Iterable[int] | None = None) -> list[Outcome]:
-        """What became of the job on every rank (or at least on those that are needed).
+        """Return the end of the job on every rank, or at least on the ranks that are needed.
 
-        Those that are silent at the deadline say where they are, and die.
+        Ranks that are silent at the deadline report where they are, and are killed.
         """
         deadline = time.monotonic() + deadline_s
         outcomes: dict[int, Outcome] = {}
@@ -135,11 +135,11 @@ class World:
             raise
         if any(outcome.kind != "returned" for outcome in outcomes):
             self.close()
-            told = "\n".join(
+            described = "\n".join(
                 f"---- rank {rank} {outcome.kind}: {outcome.value if outcome.kind != 'returned' else ''}"
                 for rank, outcome in enumerate(outcomes)
             )
-            raise AssertionError(f"{function.__name__} in a world of {self.size}:\n{told}")
+            raise AssertionError(f"{function.__name__} in a world of {self.size}:\n{described}")
         return [outcome.value for outcome in outcomes]
 
     def __enter__(self) -> Self:

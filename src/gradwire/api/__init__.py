@@ -1,4 +1,4 @@
-"""What training scripts call: `parallelize` and the handle that it returns."""
+"""The functions and classes that training scripts call: `parallelize` and the handle that it returns."""
 
 from gradwire.api.handle import Handle
 from gradwire.api.parallelize import parallelize

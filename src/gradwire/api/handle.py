@@ -1,4 +1,4 @@
-"""The handle: what `parallelize` returns, and what keeps a model synchronised."""
+"""The handle, which `parallelize` returns and which keeps a model synchronised."""
 
 import os
 import statistics
@@ -45,7 +45,7 @@ class Handle:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        """What the handle works on: the reducer, the exchange and the lanes of the model. For those who extend gradwire."""
+        """The reducer, the exchange and the lanes of the model, for extensions of gradwire."""
         self._recording: Recording | None = None
         self._detached = False
 
@@ -56,14 +56,14 @@ class Handle:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients become ready
-        is known."""
+        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients
+        become ready is known."""
         return self.session.plan
 
     @property
     def decision(self) -> Any:
-        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its str() is
-        one line of text. None before the first decision, and for a plan that the script chose."""
+        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its
+        str() is one line of text. None before the first decision, and for a plan that the script chose."""
         decisions = self.decisions
         return decisions[-1] if decisions else None
 
@@ -83,7 +83,7 @@ class Handle:
             reducer.synchronise = before
 
     def stats(self) -> Stats:
-        """What happened so far on this rank. Needs no other rank."""
+        """Return statistics of this rank so far. Needs no other rank."""
         session = self.session
         buckets, reports, grid = session.exchange.buckets, list(session.reports), session.group.grid
         schedule = session.schedule
@@ -104,7 +104,8 @@ class Handle:
         )
 
     def time_codec(self, repeats: int = 5) -> float:
-        """CPU seconds that one step's encodes and decodes take when nothing else runs: the median of `repeats`.
+        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of
+        `repeats`.
 
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
@@ -151,7 +152,7 @@ class Handle:
     ) -> Recording:
         """Record an ordinary training loop for `gradwire report`. See `gradwire.record.recording.Recording`.
 
-        decision: where the plan comes from, if the caller knows more than gradwire does.
+        decision: the origin of the plan, if the caller knows more than gradwire does.
         """
         driver, policy = self.session.driver, self.session.policy
         given = "a plan that was given" if policy is None else f"a policy with {policy.default!r} as default"
@@ -160,26 +161,27 @@ class Handle:
         return self._recording
 
     def timeline(self) -> Timeline:
-        """One step as the last recording measured it, in the simulator's form. Raises StepStateError if nothing was recorded."""
+        """Return a step that the last recording measured, in the simulator's form. Raises StepStateError if nothing was
+        recorded."""
         if self._recording is None:
             raise StepStateError("nothing was recorded: train a few steps inside handle.record(FOLDER) first.")
         return self._recording.timeline()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of this rank: its step, plan and residuals, under the keys `rank{r}/...`.
+        """Return the state of this rank: its step, plan and residuals, under the keys `rank{r}/...`.
 
-        The tensors are copies. torch.distributed.checkpoint can save them. Of the plan the state holds what a policy needs to
-        make the plan again, and a digest.
+        The tensors are copies. torch.distributed.checkpoint can save them. The state contains a digest of the plan, and
+        the facts that a policy needs to make the plan again.
         """
         return state_of(self.session)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from where `state_dict` was called. Collective: call it between steps, on every rank. All ranks load, or none.
 
-        With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run goes on
-        bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states of all ranks that
-        saved, in one dictionary. Their residuals are shared out so that their sum stays. A rank whose state is missing begins
-        with zero residuals, and a warning names what is lost.
+        With the same number of ranks pass at least this rank's own state, and run the same plan or policy. Then the run
+        goes on bit for bit; another `residual_dtype` changes the rounding. With another number of ranks pass the states
+        of all ranks that saved, in one dictionary. Their residuals are distributed so that their sum stays. A rank
+        without a saved state begins with zero residuals, and a warning names the missing state.
 
         Raises ValueError with the name of what is missing or does not fit; on all ranks if it does not fit on one, and if ranks
         pass states of different steps. With `shard_optimizer` it raises StepStateError if the state has tensors in another order
@@ -190,10 +192,11 @@ class Handle:
     def reset(self) -> None:
         """Go on after an exception in forward or backward that the script caught. Collective.
 
-        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from their backward
-        of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is None), and the next
-        backward is a new step. With error feedback, what ranks had computed in the void step is sent with the next one. Does
-        nothing if nothing failed. Raises the failure again if it cannot be mended, such as a dead rank.
+        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from
+        their backward of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is
+        None), and the next backward is a new step. With error feedback, the gradients that ranks computed in the void
+        step are sent with the next one. Does nothing if nothing failed. Raises the failure again if the handle cannot
+        recover from it, as from a dead rank.
 
         Example::
 
@@ -233,26 +236,27 @@ class Handle:
             reducer.control.joining = False
 
     def attach(self) -> None:
-        """Take in changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or others
-        in their place (`load_state_dict(assign=True)`). Collective.
+        """Adopt changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or
+        replaced ones (`load_state_dict(assign=True)`). Collective.
 
-        A training forward calls it when it sees such a change. Only a model that trains in eval mode, or whose parts are called
-        instead of the model, needs the call. All ranks get rank 0's parameters and buffers. Residuals of tensors that stay are
-        kept.
+        A training forward calls it when it sees such a change. Call it yourself only if the model trains in eval mode,
+        or if the script calls parts of the model instead of the model. All ranks get rank 0's parameters and buffers.
+        Residuals of tensors that stay are kept.
 
-        Raises StepStateError on all ranks when not all of them came to it, DisagreementError when they changed
-        differently, PlanError when the plan is a fixed one and does not fit.
+        Raises StepStateError on all ranks if some ranks do not call it, DisagreementError if ranks changed their models
+        differently, and PlanError if the plan is fixed and does not fit.
         """
         self.session.attach()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients of the model so that the norm of all of them together is at most `max_norm`. Returns the norm
-        before. Call it between backward and `optimizer.step()`, on every rank.
+        """Scale all gradients of the model so that the norm of all of them together is at most `max_norm`.
 
-        The result is that of torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule both wait for all gathers. Where
-        gradients travel uncompressed in two phases, and with `shard_optimizer`, this method waits only for all reduce phases
-        and for one number of every rank. Then it is collective, and its result is equal to rounding. In the `delayed`
-        schedule gradients are each rank's own.
+        Returns the norm before. Call it between backward and `optimizer.step()`, on every rank.
+
+        The result equals that of torch.nn.utils.clip_grad_norm_. In the `pipelined` schedule both wait for all gathers.
+        If gradients travel uncompressed in two phases, and with `shard_optimizer`, this method waits only for all
+        reduce phases and for one number of every rank. Then the method is collective, and its result is equal up to
+        rounding. In the `delayed` schedule gradients are each rank's own.
         """
         parameters, schedule = self.session.parameters.values(), self.session.schedule
         norm = None
@@ -264,7 +268,8 @@ class Handle:
         return norm
 
     def optimizer_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """With `shard_optimizer`: the state of the whole optimizer, on the CPU, as `state_dict()` of an ordinary optimizer.
+        """Return the state of the whole optimizer with `shard_optimizer`, on the CPU, as `state_dict()` of an ordinary
+        optimizer.
 
         Collective: every rank calls it. With `rank`, a rank of the group, only that rank gets the state, and the others get an
         empty one. `load_state_dict` of an ordinary optimizer takes it. Raises StepStateError without `shard_optimizer`.
@@ -280,7 +285,8 @@ class Handle:
         return self.session.schedule.optimizer_state_dict(rank)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With `shard_optimizer`: load what `optimizer_state_dict`, or `state_dict` of an ordinary optimizer, returned.
+        """Load an optimizer state with `shard_optimizer`: a result of `optimizer_state_dict`, or of an ordinary
+        optimizer's `state_dict`.
 
         Every rank passes the whole state, between steps, and keeps its shard. Nothing is sent. Any number of ranks may have saved
         the state. Raises what the optimizer's own `load_state_dict` raises, and StepStateError without `shard_optimizer`.

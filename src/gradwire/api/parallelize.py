@@ -1,4 +1,4 @@
-"""`parallelize`: from a model and a plan to a handle."""
+"""Defines `parallelize`, which makes a handle from a model and a plan."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.api.handle import Handle
-from gradwire.auto import Auto, Bits, CorrectionPeriods, Tuning, check_schedules
+from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
 from gradwire.core import Plan, Spec, as_schedule, show, whole
 from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
@@ -75,10 +75,10 @@ def parallelize(
             )
     except Exception as error:
         prepared, problem, optimizers = None, error, []
-    told = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
-    told |= facts(prepared, problem, driver.later_specs if driver else ())
+    settings = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+    settings |= facts(prepared, problem, driver.later_specs if driver else ())
     try:
-        lanes.open(told, next(iter(prepared.parameters.values())).device if prepared is not None else None)
+        lanes.open(settings, next(iter(prepared.parameters.values())).device if prepared is not None else None)
         if problem is not None:
             raise problem
         assert prepared is not None
@@ -99,7 +99,8 @@ def _driver_of(
     schedules: Sequence[str],
     ranks: int,
 ) -> FirstDriver | None:
-    """Return the driver that changes the plan while the job runs; None: the plan stays. Raises PlanError for arguments without effect."""
+    """Return the driver that changes the plan while the job runs, None if the plan stays. Raises PlanError for arguments without
+    effect."""
     if isinstance(plan, str) and plan == "auto":
         return Auto(accuracy, schedules, ranks)
     if (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
@@ -108,7 +109,7 @@ def _driver_of(
             "they would have no effect. Leave out plan=, or accuracy= and schedules=."
         )
     if isinstance(plan, AdaptiveBits):
-        return Bits(plan)
+        return AdaptiveBitsDriver(plan)
     if isinstance(plan, Tuned):
         return Tuning(plan)
     if isinstance(plan, Policy) and as_schedule(plan.schedule).undecided:

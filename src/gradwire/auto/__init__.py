@@ -1,16 +1,16 @@
-"""Decides what a handle runs: measures the live job, tries plans on it, keeps the fastest, and looks again when times change."""
+"""Drivers that choose a handle's plan: they measure the job, try plans, keep the fastest, and decide again after a change."""
 
 from gradwire.auto.accuracy import check_schedules
-from gradwire.auto.adaptive_bits import Bits
+from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
 from gradwire.auto.correcting import CorrectionPeriods
 from gradwire.auto.decision import AutoDecision
 from gradwire.auto.driver import Auto
 from gradwire.auto.tuning import Tuning
 
 __all__ = [
+    "AdaptiveBitsDriver",
     "Auto",
     "AutoDecision",
-    "Bits",
     "CorrectionPeriods",
     "Tuning",
     "check_schedules",

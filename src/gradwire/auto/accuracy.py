@@ -43,14 +43,14 @@ _DELAYED_RANKS = 2
 _SAFE_DELAYED = tuple(
     Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS)
 )
-"""Those with a row of losses there. Staggered corrections in 8 bits have none."""
+"""The delayed schedules with measured losses in that file. It has no losses of staggered corrections in 8 bits."""
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
-    """The schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
+    """Return the schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
     words = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     for each in words:
         word("schedules", each, SCHEDULES, error=PlanError)
@@ -97,7 +97,7 @@ def later_specs(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Spec, 
 
 
 def steps_for_one(specs: Iterable[Spec]) -> float:
-    """Steps needed with these specs for the progress of one step of plain DDP: those of the most lossy spec.
+    """Return how many steps with these specs bring the progress of one step of plain DDP. The most lossy spec decides.
 
     >>> steps_for_one([QSGD(bits=4), PowerSGD(rank=4)])
     1.2
@@ -106,7 +106,7 @@ def steps_for_one(specs: Iterable[Spec]) -> float:
 
 
 def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
-    """What may run under this schedule where a class allows `specs`: only what has a row of losses in the docs.
+    """Return those of `specs` that may run under this schedule: the specs with measured losses in the docs.
 
     >>> specs_under(Delayed(k=5), specs_of("safe", [TensorInfo("w", (4, 4), "float32")], ranks=2))
     (ErrorFeedback(QSGD(bits=4, block=128)),)
@@ -117,7 +117,8 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
-    """The spec for all tensors of a dtype that can be encoded, vectors excepted; the others stay uncompressed."""
+    """Return a policy with this spec for all tensors of a dtype that can be encoded, vectors excepted. Other tensors
+    stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})

@@ -1,9 +1,11 @@
-"""Bits by tensor on a live job: rank 0 assigns bits by errors that are measured on the gradients themselves.
+"""Driver of `gw.AdaptiveBits`: chooses the bits of each tensor while the job trains, from errors that `bit_errors`
+measures.
 
-In one step of each period every rank encodes and decodes all that it is about to send with every number of bits: its own
-gradients, or whatever the schedule sends. Where the sum of all ranks is encoded too, the error of that encode follows from the
-norm of the mean. Squared errors are added over ranks and encodes. The new plan keeps the buckets, so residuals stay in place; new
-buckets are made only if tensors get blocks of different sizes.
+In one step of each period every rank encodes and decodes everything that it is about to send, with every number of
+bits: its own gradients, or the tensors that the schedule sends instead. If an option encodes the sum of all ranks too,
+the error of that encode follows from the norm of the mean. Squared errors are added over ranks and encodes. Rank 0 then
+chooses the bits. The new plan keeps the buckets, so residuals stay in place. Buckets change only if tensors get blocks
+of different sizes.
 """
 
 import logging
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from gradwire.auto.bit_errors import WIDTHS, Errors, ErrorsSoFar, check, columns, of_both_encodes
+from gradwire.auto.bit_errors import WIDTHS, BitErrors, SavedBitErrors, check, columns, of_both_encodes
 from gradwire.auto.decision import say, unlike
 from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
@@ -31,38 +33,39 @@ from gradwire.planner.exposed import shortest, step_times, with_specs
 from gradwire.record import Decision
 
 UNIFORM = WIDTHS.index(4)
-"""The index of 4 bits among the ways, whose error sets the error budget."""
+"""Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
 _RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
-"""Those of bytes. time: until the times of the job are known."""
+"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are
+known."""
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """Bits by tensor from a step on."""
+    """The bits of each tensor from `step` on, and how they were chosen."""
 
     step: int
     rule: str
     bits: Mapping[str, int]
     blocks: Mapping[str, int]
-    """Elements that share one scale."""
+    """Elements that share one scale, by tensor."""
     nbytes: int
-    """Payload bytes of these tensors, encoded once."""
+    """Payload bytes of one encode of these tensors."""
     uniform_nbytes: int
-    """Payload bytes with 4 bits for all tensors."""
+    """Payload bytes of one encode with 4 bits for all tensors."""
     error: float
-    """The error over that of 4 bits for all tensors: square roots of squared errors summed over ranks."""
+    """Error relative to 4 bits for all tensors. Both errors are square roots of squared errors summed over ranks."""
     proven: bool
-    """Whether fewer bytes would break the budget."""
+    """Whether the solver proved that fewer bytes would exceed the error budget."""
     measured_us: float
-    """Time of measuring, on rank 0."""
+    """Time of measuring the errors on rank 0, in microseconds."""
     chosen_us: float
-    """Time of choosing, on rank 0."""
+    """Time of choosing the bits on rank 0, in microseconds."""
     predicted_us: float | None = None
-    """The predicted step, where bits were chosen for it."""
+    """Predicted time of a step; None if the bits were chosen by bytes."""
     uniform_us: float | None = None
-    """The predicted step with 4 bits for all tensors."""
+    """Predicted time of a step with 4 bits for all tensors; None if the bits were chosen by bytes."""
 
     def __str__(self) -> str:
         counts = {width: list(self.bits.values()).count(width) for width in WIDTHS}
@@ -82,7 +85,7 @@ class Assigned:
 def sensitivities(
     adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
 ) -> list[Sensitivity]:
-    """The input of the rules. Rows are sums of `measured` over ranks, one for each tensor."""
+    """Return the input of the rules. rows: for each tensor the result of `measured`, summed over ranks."""
     tensors, ways = [], adaptive.ways(WIDTHS)
     for info, row in zip(infos, rows, strict=True):
         sizes = [spec.payload_bytes([ElementRun(info.numel, spec.element_bits)], 4) for spec in ways]
@@ -92,27 +95,27 @@ def sensitivities(
 
 
 def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
-    """The index of each tensor's way, from rows as in `sensitivities`. Raises PlanError if an error is not finite."""
+    """Choose a way for each tensor. rows: as in `sensitivities`. Raises PlanError if an error is not finite."""
     tensors = sensitivities(adaptive, infos, rows)
     return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
 
 
 def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:
-    """The plan with these bits; other tensors keep their specs."""
+    """Return the plan with these bits by tensor. Other tensors keep their specs."""
     specs = {name: adaptive.spec(width, adaptive.block) for name, width in bits.items()}
     buckets = tuple(with_specs(bucket, specs) for bucket in plan.buckets)
     return msgspec.structs.replace(plan, buckets=buckets, prediction=None)
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):
-    """The field `measuring` of a state."""
+    """The field `measuring` of a saved state."""
 
-    errors: ErrorsSoFar | None = None
+    errors: SavedBitErrors | None = None
     times: dict[str, Any] | None = None
 
 
 class _Chosen(NamedTuple):
-    """What rank 0 tells the others."""
+    """The assignment that rank 0 sends to the other ranks, with its predicted times."""
 
     assignment: Assignment
     predicted_us: float | None = None
@@ -132,7 +135,7 @@ class _Basis(NamedTuple):
 
 
 def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
-    """What a state keeps of measurements. Raises ValueError if that is damaged."""
+    """Decode the measurements in a saved state. Raises ValueError if they are damaged."""
     if not saved.measuring:
         return _Kept(), None
     try:
@@ -144,8 +147,8 @@ def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
         ) from error
 
 
-class Bits:
-    """The driver of one handle."""
+class AdaptiveBitsDriver:
+    """Driver of one handle with `gw.AdaptiveBits`."""
 
     searching = False
 
@@ -153,26 +156,26 @@ class Bits:
         self.adaptive = adaptive
         self.later_specs = adaptive.ways(WIDTHS)
         self.decisions = Latest[Assigned]()
-        self._errors: Errors | None = None
+        self._errors: BitErrors | None = None
         self._timing = JobTiming(self.later_specs) if adaptive.rule == "time" else None
 
     def __repr__(self) -> str:
         return repr(self.adaptive)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """The policy until the first measurement."""
+        """Return the policy until the first measurement."""
         return self.adaptive.policy
 
     def recorded(self) -> Decision:
-        """The last assignment, if there is one."""
+        """Return the last assignment as a recorded run stores it."""
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan cannot come from the policy with other bits; '' if it can."""
+        """Return why a saved plan cannot come from the policy with other bits; '' if it can."""
         return unlike(plan, own, self.adaptive.ways(WIDTHS))
 
     def state(self, session: Session) -> dict[str, torch.Tensor]:
-        """A measurement that has begun, and the times of the job."""
+        """Return the measurement that is under way, and the times of the job."""
         pending = isinstance(session.schedule, EndsLater) and session.schedule.untold
         errors, sums = self._errors.so_far(pending) if self._errors is not None else (None, {})
         times = self._timing.times if self._timing is not None else None
@@ -182,13 +185,14 @@ class Bits:
         return {"measuring": torch.frombuffer(bytearray(text), dtype=torch.uint8), **sums}
 
     def check(self, session: Session, saved: Saved) -> None:
-        """Raises ValueError for measurements that are not as `state` returns them."""
+        """Check the measurements of a saved state. Raises ValueError if `state` cannot have returned them."""
         kept, _ = _read(saved)
         if kept.errors is not None and kept.errors.by == repr(self.adaptive):
             check(kept.errors, saved.measured, self.adaptive, session.tensors)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Measure gradients where the run that saved would have done so, and go on with a measurement that has begun."""
+        """Go on from a saved state: measure errors in the steps in which the saved run would have measured them, and
+        complete a measurement that is under way."""
         self._stop()
         kept, times = _read(saved)
         if self._timing is not None:
@@ -214,7 +218,7 @@ class Bits:
             self._timing.stop()
 
     def finished(self, session: Session) -> None:
-        """A step ended."""
+        """End a step: complete a measurement, or begin one that is due."""
         live = Live(session)
         if self._timing is not None and self._errors is None:
             self._timing.finished(live)
@@ -225,7 +229,7 @@ class Bits:
         self._measure_if_due(session)
 
     def _since_first(self, session: Session) -> int:
-        """Steps of this period since its first one that is measured; 0 just before it."""
+        """Return the number of steps since the first measured step of this period; 0 just before it."""
         first = min(_FIRST, self.adaptive.period - self.adaptive.measured_steps)
         return session.reducer.step % self.adaptive.period - first
 
@@ -233,11 +237,11 @@ class Bits:
         if not self._since_first(session) and self._errors is None:
             self._errors = self._errors_of(session)
 
-    def _errors_of(self, session: Session) -> Errors:
-        return Errors(self.adaptive, session, self._adapting(Live(session)))
+    def _errors_of(self, session: Session) -> BitErrors:
+        return BitErrors(self.adaptive, session, self._adapting(Live(session)))
 
     def _adapting(self, live: Live) -> set[str]:
-        """The tensors whose bits are chosen: those that match no rule of the policy."""
+        """Return the names of the tensors with bits to choose: those that match no rule of the policy."""
         ways = set(self.adaptive.ways(WIDTHS))
         ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
         found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
@@ -266,7 +270,7 @@ class Bits:
         found = shortest(tensors, budget, buckets, step_us)
         return _Chosen(found, step_us(found.choices), step_us([UNIFORM] * len(infos)))
 
-    def _choose(self, live: Live, errors: Errors) -> None:
+    def _choose(self, live: Live, errors: BitErrors) -> None:
         """Choose bits by the errors of all ranks, change the plan, and log the decision."""
         self._stop()
         adapting = self._adapting(live)
@@ -283,7 +287,7 @@ class Bits:
         self._log(live, self._described(live.step, _Basis(infos, rows, errors.us, began), specs, chosen))
 
     def _errors_of_all_ranks(
-        self, live: Live, errors: Errors, adapting: set[str]
+        self, live: Live, errors: BitErrors, adapting: set[str]
     ) -> tuple[list[TensorInfo], list[list[float]]]:
         """The tensors with a gradient in this step, with the row of each, summed over ranks. Other tensors keep their bits."""
         infos, ways = [info for info in live.infos if info.name in adapting], self.adaptive.ways(WIDTHS)

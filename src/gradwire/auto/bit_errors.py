@@ -1,4 +1,8 @@
-"""The errors of each tensor with each number of bits, from what ranks send and from the norms of the means that they get."""
+"""Measures the error of each tensor with each number of bits, for the driver in `adaptive_bits`.
+
+The errors of the first encode come from the tensors that a rank sends. The errors of a second encode follow from the
+norms of the means that ranks get.
+"""
 
 import math
 import time
@@ -17,64 +21,69 @@ from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.plan import AdaptiveBits, encodes_again
 
 WIDTHS = tuple(range(2, 9))
-"""Bits to choose from. The specs of these widths, `adaptive.ways(WIDTHS)`, are the ways to encode a tensor."""
+"""Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a
+tensor."""
 _ARRIVED, _STEPS_SENT, _STEPS_ARRIVED = -3, -2, -1
-"""The last columns of a row."""
+"""Indices of the last columns of a row."""
 _TOP = 0.01
-"""The part of a gradient's values that count as its top values."""
+"""Share of a gradient's values that count as its top values."""
 
 
-class ErrorsSoFar(msgspec.Struct, forbid_unknown_fields=True):
-    """How far a measurement is, as states keep it."""
+class SavedBitErrors(msgspec.Struct, forbid_unknown_fields=True):
+    """A measurement under way, as states save it."""
 
     by: str
     left: int
     sent: Mapping[str, int]
     rows: Mapping[str, Sequence[float | None]]
-    """Not finite: None."""
+    """The rows of `BitErrors`, with None for numbers that are not finite."""
 
 
-class Errors:
-    """Measures each tensor as it is sent, or added up over several steps, until `remove`.
+class BitErrors:
+    """Measures each tensor when it is sent, or the sum of several steps, until `remove`.
 
-    rows: by name what `measured` returns, and three squared norms: of the sum over ranks that arrived and, added up over the
-    steps, of what was sent and of what arrived. All are of the sum over ranks, not of the mean. `of_both_encodes` takes them.
+    rows: by name the result of `measured`, and three squared norms: of the sum over ranks that this rank received, and,
+    added up over the steps, of the tensors that were sent and of the sums that were received. All numbers are of the
+    sum over ranks, not of the mean. `of_both_encodes` reads the rows.
     """
 
     def __init__(self, adaptive: AdaptiveBits, session: Session, wanted: set[str]) -> None:
         self.rows: dict[str, list[float]] = {}
         self.us = 0.0
-        # lanes keep this, and what ends with a session keeps lanes
+        # lanes keep a reference to this object and outlive the session
         self._adaptive, self._session = adaptive, weakref.proxy(session)
         self._left = adaptive.measured_steps
-        """Steps to come."""
+        """Number of steps that are still to be measured."""
         self._options = {n: bucket.option for bucket in session.plan.buckets for n in bucket.tensors if n in wanted}
         self._again = [name for name in self._options if encodes_again(self._options[name])]
-        """Tensors whose sums are encoded too."""
+        """Tensors with a second encode, of the sum over ranks."""
         self._sent: Counter[str] = Counter()
-        """How often each tensor was sent, in steps that were void too."""
+        """Number of times that each tensor was sent, void steps included."""
         self._now: list[str] = []
-        """The tensors of the step at hand."""
+        """Tensors that were sent in the current step."""
         self._own: dict[str, torch.Tensor] = {}
         self._means: dict[str, torch.Tensor] = {}
-        """Added up so far."""
+        """Means added up so far, by name."""
         session.lanes.watch = self._sends
 
     def remove(self) -> None:
         self._session.lanes.watch = None
 
-    def so_far(self, pending: bool) -> tuple[ErrorsSoFar, dict[str, torch.Tensor]]:
-        """What `load` goes on with, between two of the steps. pending: the last one has landed, but its end was not told yet."""
+    def so_far(self, pending: bool) -> tuple[SavedBitErrors, dict[str, torch.Tensor]]:
+        """Return the measurement for `load` to go on with. Call it between two steps.
+
+        pending: the last exchange has ended, but `step_ended` was not called for its step yet.
+        """
         self._take_means()
         sums = {
             f"{MEASURED}{which}/{name}": values.clone()
             for which, of in enumerate((self._own, self._means))
             for name, values in of.items()
         }
-        return ErrorsSoFar(repr(self._adaptive), self._left - pending, self._sent, self.rows), sums
+        return SavedBitErrors(repr(self._adaptive), self._left - pending, self._sent, self.rows), sums
 
-    def load(self, saved: ErrorsSoFar, sums: Mapping[str, torch.Tensor]) -> None:
-        """Go on where `so_far` was called, when `check` finds nothing wrong with it."""
+    def load(self, saved: SavedBitErrors, sums: Mapping[str, torch.Tensor]) -> None:
+        """Go on with a measurement that `so_far` returned and that `check` accepted."""
         self._left, self._sent = saved.left, Counter(saved.sent)
         self.rows = {n: [math.nan if each is None else each for each in row] for n, row in saved.rows.items()}
         for key, values in sums.items():
@@ -99,19 +108,20 @@ class Errors:
         self.us += 1e6 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
-        """A step counted; returns whether it was the last one. Raises what waiting for its means does."""
+        """Count a step. Returns whether it was the last one. Raises the error of the exchange if waiting for its means
+        fails."""
         self._take_means()
         self._left -= 1
         return self.done
 
     @property
     def done(self) -> bool:
-        """Whether no step is left to measure."""
+        """Whether all steps are measured."""
         return not self._left
 
     @torch.no_grad()
     def _take_means(self) -> None:
-        """Measure the norms of the means of the step at hand."""
+        """Measure the norms of the means that arrived in the current step."""
         began = time.perf_counter()
         sent, self._now = set(self._now), []
         session, group = self._session, self._session.group
@@ -137,9 +147,9 @@ class Errors:
 
 
 def check(
-    saved: ErrorsSoFar, sums: Mapping[str, torch.Tensor], adaptive: AdaptiveBits, tensors: Sequence[TensorInfo]
+    saved: SavedBitErrors, sums: Mapping[str, torch.Tensor], adaptive: AdaptiveBits, tensors: Sequence[TensorInfo]
 ) -> None:
-    """Raises ValueError for a saved measurement that does not fit the model or these adaptive bits."""
+    """Check a saved measurement. Raises ValueError if it does not fit the model or these adaptive bits."""
     numels = {info.name: info.numel for info in tensors}
     wrong = sorted(name for name in saved.sent if name not in numels)
     wrong += sorted(name for name, row in saved.rows.items() if len(row) != columns(adaptive) or name not in saved.sent)
@@ -153,7 +163,7 @@ def check(
 
 
 def _added(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor, last: bool) -> torch.Tensor:
-    """The values of a step, added to those of the steps before."""
+    """Return the sum of this step's values and those of the steps before."""
     if name in sums:
         values = sums.pop(name).add_(values)
     elif not last:
@@ -164,27 +174,30 @@ def _added(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor, last:
 
 
 def _square(values: torch.Tensor) -> float:
-    """The squared norm."""
     return float(values.detach().float().square().sum())
 
 
 def columns(adaptive: AdaptiveBits) -> int:
-    """The numbers of a row."""
+    """Return the length of a row."""
     return len(adaptive.ways(WIDTHS)) + 2 - _ARRIVED
 
 
 def of_both_encodes(
     row: Sequence[float], option: tuple[str, ...], ranks: int, present: int, unbiased: bool = True
 ) -> list[float]:
-    """A row of `Errors`, summed over ranks, with the errors of all encodes of the option; as long as one of `measured`.
+    """Return the errors of all encodes of an option together, in the form that `measured` returns.
 
-    An encode of the sum loses as much as one of a gradient, in relation to the norm. Only its owner has the sum as it is before
-    that encode. What arrives was encoded in the present way, and would lose nothing in the same way again. So its norm counts,
-    without the noise of the encodes that it came through. present: the index of that way. unbiased: whether errors are noise.
+    row: a row of `BitErrors`, summed over ranks. present: the index of the way that the tensor has now. unbiased:
+    whether the errors of an encode are independent noise.
+
+    An encode of the sum loses as much as an encode of a gradient, relative to the norm. Only the owner of a shard has
+    the sum before that encode. Other ranks receive the sum in the present encoding, which would lose nothing if it were
+    encoded in the same way again. So the error is estimated from the norm of the received sum, without the noise of the
+    encodes before.
     """
     *errors, square, top = row[:_ARRIVED]
     arrived, steps_sent, steps_arrived = row[_ARRIVED:]
-    # an owner adds its own part of a shard as it is
+    # an owner adds its own part of a shard without an encode
     encoded = 1 - 1 / ranks if _first_link(option) == "alltoall" else 1.0
     first = [encoded * error for error in errors]
     if not encodes_again(option) or not square:
@@ -192,7 +205,7 @@ def of_both_encodes(
     relative = [error / square for error in errors]
     noise = relative[present] if unbiased else 0.0
     exact = arrived - encoded * noise * steps_sent - noise / (1 + noise) * steps_arrived
-    exact = min(max(exact, 0.0), ranks * square)  # no sum is longer
+    exact = min(max(exact, 0.0), ranks * square)  # the norm of a sum is at most the sum of the norms
     return [*(own + each * (exact + own) for own, each in zip(first, relative, strict=True)), square, top]
 
 
@@ -201,7 +214,8 @@ def _first_link(option: Sequence[str]) -> str:
 
 
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """For a flat gradient of one rank: the squared error of each of the ways, the squared norm, and that of its top."""
+    """Return the squared error of each way, the squared norm, and the squared norm of the top values of a rank's flat
+    gradient."""
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)

@@ -1,8 +1,10 @@
-"""The time of each step, and whether a link or the batch has changed since a plan was chosen. Pure: no communication.
+"""Finds signs that a link, the batch or the computation has changed since a plan was chosen. Pure: no communication.
 
-Processor and wire are watched apart. A processor that is busy for a while makes steps longer; that asks for no other plan. Two
-signs do: the time of lanes on links, and the elements of the inputs of a step. The first is only a sign: a busy processor delays
-lanes, too. So the driver measures the links before it believes it. A third sign corrects a decision that was made while the
+`change_watch` exchanges the numbers between ranks and acts on the signs.
+
+Two signs ask for another plan: the time of lanes on links, and the number of elements in a step's inputs. A processor
+that is busy for a while makes steps longer, but asks for no other plan. A busy processor delays lanes too, so the
+caller measures the links before a change of links counts. A third sign corrects a decision that was made while the
 processor was busy: computation that takes far longer or shorter than planned, for many windows in a row.
 
 Values are medians over windows of steps. A large change counts at once, a small one after two windows in a row.
@@ -16,45 +18,46 @@ from typing import NamedTuple
 WINDOW = 4
 """Steps of a window."""
 LARGE_LINK, SMALL_LINK = 2.5, 1.5
-"""Factors between the times on links before and now."""
+"""Factors between link times before and now: the large one counts at once, the small one after two windows."""
 BATCH = 1.25
-"""The factor between the elements of a step's inputs before and now; it counts after two windows."""
+"""Factor between the input elements of a step before and now. Counts after two windows."""
 COMPUTE, _COMPUTE_WINDOWS = 2.0, 10
-"""The factor between the time of computation now and as planned; it counts after so many windows in a row."""
+"""Factor between the computation time now and the planned one, and the number of windows in a row after which it
+counts."""
 _LINK_PART = 0.1
-"""Times on links count if they are at least this part of a step, before or now."""
+"""Link times count if they are at least this share of a step, before or now."""
 _KEPT = 15
-"""Times between steps that count in their median."""
+"""Number of times between steps that enter their median."""
 
 
 class Change(NamedTuple):
-    """Values now over those since the plan was chosen."""
+    """A sign of a change. Each number is the value now over the value when the plan was chosen."""
 
     link: float
     """Time of lanes on links."""
     batch: float
     """Elements of the inputs of a step."""
     compute: float
-    """Time of a step without its wait for exchanges."""
+    """Time of a step without the wait for exchanges."""
     of: str
-    """What seems to have changed: links, batch or compute."""
+    """The changed thing: "links", "batch" or "compute"."""
 
 
-class Signs:
-    """Compares the windows of a run with the first window after `begin`."""
+class ChangeSigns:
+    """Compares windows of steps with the first window after `begin`."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, compute_us: float = 0.0) -> None:
-        """The next window is what later ones are compared with. `compute_us`: the time of computation that a plan is made for, 0
-        for that of the next window."""
+        """Start over: compare later windows with the next one. compute_us: the computation time for which the plan was
+        chosen; 0 for the time of the next window."""
         self._first: tuple[float, float] | None = None
         self._compute_us = compute_us
         self._before = (0, 0, 0)
         """The directions of the changes of links, batch and computation in the last window: -1, 0 or 1."""
         self._in_a_row = 0
-        """Windows in a row in which computation took far longer, or far shorter."""
+        """Number of windows in a row in which computation took far longer, or far shorter."""
 
     def window(
         self,
@@ -63,8 +66,11 @@ class Signs:
         computes_us: Sequence[float],
         inputs: Sequence[float],
     ) -> Change | None:
-        """Add the values of the steps until now: times of steps and computation, of the slowest rank; times on links, of the rank
-        that waited least; elements of inputs, of all ranks. Returns a change if there is a sign of one."""
+        """Add one window of steps. Returns a change if there is a sign of one.
+
+        steps_us, computes_us: of the slowest rank. links_us: of the rank that waited least. inputs: elements, summed
+        over ranks.
+        """
         now, compute_us = (median(links_us), median(inputs)), median(computes_us)
         if self._first is None:
             self._first, self._compute_us = now, self._compute_us or compute_us
@@ -89,26 +95,27 @@ def _direction(ratio: float, factor: float) -> int:
     return (ratio >= factor) - (ratio <= 1 / factor)
 
 
-class Pace:
-    """The time of each step, from the end of the step before to its own end.
+class StepPace:
+    """Measures the length of each step, from the end of the step before to its own end.
 
     Between the end of a step and the next forward the script steps the optimizer, loads a batch, and sometimes evaluates or
     saves. This part counts with its median under the same plan, so that an evaluation does not look like a slow plan. The rest
     of the step, in which every schedule waits for its exchange, counts as measured.
 
-    >>> pace = Pace()
+    >>> pace = StepPace()
     >>> [round(pace.step(began_s, ended_s), 1) for began_s, ended_s in ((0.0, 0.9), (1.0, 1.9), (2.0, 2.9), (60.0, 60.9))]
     [0.0, 0.9, 1.9, 59.9]
     """
 
     def __init__(self) -> None:
         self._between: dict[int, deque[float]] = {-1: deque(maxlen=_KEPT)}
-        """By plan, seconds from the end of a step to the forward of the next."""
+        """Seconds from the end of a step to the forward of the next one, by plan."""
         self._plan = -1
         self.mark_s: float | None = None
         """The end of the last step; None before the first."""
         self._follows = False
-        """Whether the time since then is the script's alone, without changes of plan or pauses."""
+        """Whether only the script's own work lies between the last step and the next one: no change of plan and no
+        pause."""
 
     @property
     def usual_s(self) -> float:
@@ -117,14 +124,16 @@ class Pace:
         return median_low(between) if between else 0.0
 
     def step(self, began_s: float, ended_s: float) -> float:
-        """Add a step with the forward at `began_s`. Returns the start of the step: `began_s` minus the usual time between."""
+        """Add a step. Returns the start of the step in seconds: `began_s`, the start of its forward, minus the usual
+        time between steps."""
         if self.mark_s is not None and self._follows:
             self._between[self._plan].append(began_s - self.mark_s)
         self.mark_s, self._follows = ended_s, True
         return began_s - self.usual_s
 
     def runs(self, plan: int) -> None:
-        """Another plan runs from now on, known by a number. The time between steps so far is its first value."""
+        """Note that another plan runs from now on. plan: its number. The usual time between steps so far is its first
+        value."""
         if plan not in self._between:
             self._between[plan] = deque([self.usual_s], maxlen=_KEPT)
         self._plan = plan
@@ -135,6 +144,6 @@ class Pace:
         self._follows = False
 
     def forget(self) -> None:
-        """The numbers of plans get new meanings."""
+        """Forget the numbers of the plans. Later calls of `runs` may give them to other plans."""
         self._between, self._plan = {-1: deque([self.usual_s], maxlen=_KEPT)}, -1
         self.pause()

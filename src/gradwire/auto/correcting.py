@@ -1,7 +1,8 @@
-"""`gw.Delayed(k="auto")` on a live job: how often buckets are corrected, by the residual that error feedback keeps back.
+"""Driver of `gw.Delayed(k="auto")`: chooses how often buckets are corrected, from the residuals of error feedback.
 
-In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the two sums,
-and each finds the same k. The larger the residual is beside a gradient, the more often corrections come.
+In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the
+two sums, and each rank finds the same k. The larger the residuals are relative to the gradients, the more often
+corrections come.
 """
 
 import math
@@ -23,16 +24,16 @@ from gradwire.record import Decision
 PERIOD = 200
 """Steps from one measurement to the next."""
 MEASURED_AT = 20
-"""The step of each period that is measured, the warm-up left out: residuals have grown by then."""
+"""The measured step of each period, counted without the warm-up. Residuals have grown by then."""
 POSSIBLE = (2, 5, 10, 20, 50, 100)
-"""Not 1: then nothing would be compressed, and no residual would ever change."""
+"""The values of k to choose from. k = 1 is missing: it compresses nothing, so residuals would never change again."""
 _LAG = 5.0
-"""What k residuals may come to, in gradients. The paper advises k = 5, and its quantiser keeps back 0.7 to 1 gradients if these
-are normal and independent."""
+"""The largest k times residual, in units of a gradient. The paper advises k = 5, and its quantiser keeps back 0.7 to 1
+gradients if these are normal and independent."""
 
 
 def k_for(residual: float) -> int:
-    """The k for a residual of this norm, over the norm of a gradient.
+    """Return the k for a residual. residual: the norm of the residuals over the norm of the gradients.
 
     >>> [k_for(residual) for residual in (0.0, 0.2, 1.0, 2.4, 30.0)]
     [100, 20, 5, 2, 2]
@@ -42,12 +43,12 @@ def k_for(residual: float) -> int:
 
 @dataclass(frozen=True)
 class ChosenK:
-    """How often buckets are corrected from a step on."""
+    """The k that applies from `step` on, and the residual that led to it."""
 
     step: int
     k: int
     residual: float
-    """The norm of all residuals over that of all gradients, of all ranks."""
+    """Norm of the residuals of all ranks over the norm of their gradients."""
 
     def __str__(self) -> str:
         return (
@@ -57,13 +58,13 @@ class ChosenK:
 
 
 class CorrectionPeriods:
-    """The driver of one handle."""
+    """Driver of one handle with `gw.Delayed(k="auto")`."""
 
     later_specs = ()
     searching = False
 
     def __init__(self, policy: Policy) -> None:
-        """Raises PlanError where there is no residual to measure, or where a change of k would lose one."""
+        """Raises PlanError if there is no residual to measure, or if a change of k would lose one."""
         if not any(spec.feedback for spec in (policy.default, *(spec for _, spec in policy.rules))):
             raise PlanError(
                 f"k is 'auto', which looks at the residuals of error feedback, and {policy.default!r} keeps none. Wrap it in "
@@ -81,27 +82,27 @@ class CorrectionPeriods:
         return repr(self.policy)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """The policy until the first measurement."""
+        """Return the policy until the first measurement."""
         return msgspec.structs.replace(self.policy, schedule=as_schedule(self.policy.schedule).with_k(FIRST_K))
 
     def recorded(self) -> Decision:
-        """The last choice, if there is one."""
+        """Return the last choice as a recorded run stores it."""
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan cannot come from the policy with another k; '' if it can."""
+        """Return why a saved plan cannot come from the policy with another k; '' if it can."""
         if plan.schedule.corrects and plan.schedule.period in POSSIBLE:
             plan = msgspec.structs.replace(plan, schedule=plan.schedule.with_k(FIRST_K))
         return unlike(plan, own)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Keep nothing but the plan."""
+        """Do nothing: the saved plan is all that a resumed run needs."""
 
     def detached(self) -> None:
-        """Nothing is kept on the model."""
+        """Do nothing: this driver adds no hooks to the model."""
 
     def finished(self, session: Session) -> None:
-        """A step ended."""
+        """End a step, and choose k anew if a measurement is due."""
         live = Live(session)
         if (live.step - live.plan.schedule.warmup_steps) % PERIOD == MEASURED_AT:
             rows = live.exchange(squares(session))()
@@ -124,7 +125,7 @@ class CorrectionPeriods:
 
 @torch.no_grad()
 def squares(session: Session) -> Sequence[float]:
-    """The sums of squares of this rank's residuals, and of its own gradients as parts of the mean."""
+    """Return two sums of squares: of this rank's residuals, and of its own gradients as parts of the mean."""
     kept = [value for key, value in session.exchange.memory.carried().items() if key.startswith("residual/")]
     gradients = [parameter.grad for parameter in session.parameters.values() if parameter.grad is not None]
     own, parts = (math.fsum(float(each.float().square().sum()) for each in tensors) for tensors in (kept, gradients))

@@ -1,4 +1,4 @@
-"""Decisions of `plan="auto"`, and how the user is told."""
+"""Decisions of `plan="auto"`, and the lines that report them to the user."""
 
 import logging
 from collections.abc import Collection
@@ -16,16 +16,16 @@ class Tried:
     """A candidate plan."""
 
     name: str
-    """Its specs and number of buckets, in words."""
+    """Specs and number of buckets, in words."""
     predicted_us: float
     """Predicted time of a step."""
     measured_us: float | None
-    """Median time of the counted steps on the slowest rank; of a plan that only ran before the trial, the most that a step took;
-    None if the plan did not run."""
+    """Median time of the counted steps on the slowest rank. For a plan that only ran before the trial: the longest time
+    of a step. None if the plan did not run."""
     steps: int
     """The number of counted steps."""
     steps_for_one: float = 1.0
-    """Steps needed for the progress of one step of plain all-reduce."""
+    """Number of steps that bring the progress of one step of plain all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class AutoDecision:
 
     step: int
     why: str
-    """The reason for deciding: 'at the start', or the change in the times."""
+    """The reason for deciding: "at the start", or the change in the times."""
     chosen: Tried
     plain: Tried
-    """Plain all-reduce, chosen or not."""
+    """Plain all-reduce, whether it was chosen or not."""
     tried: tuple[Tried, ...]
     """All candidates, in the order of the trial."""
     took_steps: int
@@ -47,11 +47,11 @@ class AutoDecision:
     exposed_us: float
     """Time that a step waits for exchanges, on the rank that waits least: an upper bound on the gain of other schedules."""
     elsewhere: tuple[Tried, ...] = ()
-    """For each schedule that `schedules=` does not allow: its best plan by prediction."""
+    """The plan with the best prediction for each schedule that `schedules=` does not allow."""
     refused: tuple[str, ...] = ()
-    """Allowed schedules that cannot run in this script, each with the reason."""
+    """Allowed schedules that cannot run in this script, with the reasons."""
     instead_of: Tried | None = None
-    """The fastest plan that ran, where local steps were chosen in its place."""
+    """The fastest plan of the trial, if local steps were chosen instead of it; else None."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
@@ -62,15 +62,15 @@ class AutoDecision:
         measured = chosen.measured_us
         runs = f"plan='auto' runs {chosen.name}: {measured / 1e3:.1f} ms a step (predicted {chosen.predicted_us / 1e3:.1f})"
         if chosen == plain:
-            beside = "plain all-reduce: no plan tried is more than 2 % faster"
+            comparison = "plain all-reduce: no plan tried is more than 2 % faster"
         elif plain.measured_us:
             times = plain.measured_us / max(measured, 1e-9)
-            beside = f"plain all-reduce {plain.measured_us / 1e3:.1f} ms, {times:.2f} times as long"
+            comparison = f"plain all-reduce {plain.measured_us / 1e3:.1f} ms, {times:.2f} times as long"
         else:
-            beside = f"plain all-reduce {plain.predicted_us / 1e3:.1f} ms by prediction"
+            comparison = f"plain all-reduce {plain.predicted_us / 1e3:.1f} ms by prediction"
         part = 100 * self.cost_us / max(1000 * measured, 1e-9)
         return (
-            f"{runs}; {beside}. Decided in {self.took_steps} steps ({self.why}), which cost {self.cost_us / 1e6:.2f} s, "
+            f"{runs}; {comparison}. Decided in {self.took_steps} steps ({self.why}), which cost {self.cost_us / 1e6:.2f} s, "
             f"{part:.1f} % of 1000 steps. A step waits {self.exposed_us / 1e3:.1f} ms for exchanges{self._elsewhere}."
             + "".join(
                 f" {each.name} took {each.measured_us / 1e3:.1f} ms, but needs about {each.steps_for_one:g} times as many steps."
@@ -91,7 +91,7 @@ class AutoDecision:
         )
 
     def recorded(self) -> Recorded:
-        """The decision as a recorded run stores it."""
+        """Return the decision as a recorded run stores it."""
         alternatives = tuple(
             Alternative(name=each.name, step_us=each.measured_us, kept=each == self.chosen)
             for each in self.tried
@@ -128,12 +128,13 @@ def say(line: str) -> None:
 
 
 def say_failed(instead: str) -> None:
-    """Log that rank 0 could not plan, with the exception at hand, and what runs instead."""
+    """Log that rank 0 could not plan, with the current exception. instead: what runs now."""
     _LOGGER.warning("rank 0 could not plan, so %s. Pass plan= to choose one.", instead, exc_info=True)
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
-    """Why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ, and specs in `ways` replace each other.
+    """Return why a saved plan cannot belong to the policy of `own`; '' if it can. Buckets may differ, and specs in
+    `ways` replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
     >>> from gradwire.plan.policy import Uniform

@@ -1,16 +1,21 @@
-"""`plan="auto"` on a live job, in four phases.
+"""Driver of `plan="auto"`, in four phases.
 
 1. settle: the first step runs the first policy, until memory is allocated and the order of gradients is known.
-2. look: two steps, or one if steps are long, record when gradients become ready, with all sends after the last one. Then links
-   are measured, codecs' times come from the machine's cache, and rank 0 plans and makes offers.
-3. try: the best offer runs, and others if predictions do not tell them apart: the turns of a `Trial`.
-4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer a step later, without
-   waiting. If exchanges take longer or shorter, links are measured; if these have changed, or the batch, there are new offers.
 
-All ranks do the same in the same step: every decision follows from numbers that all ranks have. Steps in which a rank had no
-batch (`handle.join()`) do not count on any rank. `Pace` times the steps; in the `delayed` schedule a step ends in the next
-`optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks. If planning fails, plain
-all-reduce runs on all ranks.
+2. look: two steps, or one if steps are long, record when gradients become ready. All sends wait for the last gradient.
+Then links are measured, the codecs' times are read from the machine's cache, and rank 0 plans and makes offers.
+
+3. try: the best offer runs. Other offers run too if predictions cannot separate them. A `Trial` decides about the
+turns.
+
+4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer one step
+later, without waiting. If exchanges take longer or shorter, links are measured. If the links or the batch have changed,
+rank 0 makes new offers.
+
+All ranks do the same in the same step: every decision follows from numbers that all ranks have. Steps in which a rank
+had no batch (`handle.join()`) do not count on any rank. `StepPace` times the steps; in the `delayed` schedule a step
+ends in the next `optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks. If
+planning fails, plain all-reduce runs on all ranks.
 """
 
 import time
@@ -31,8 +36,8 @@ from gradwire.auto.accuracy import (
     specs_of,
     specs_under,
 )
-from gradwire.auto.change_watch import Watcher, seconds_for
-from gradwire.auto.changes import Pace
+from gradwire.auto.change_watch import ChangeWatch, seconds_for
+from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
@@ -59,12 +64,13 @@ SETTLE_STEPS = 1
 
 _Phase = Callable[[Live, float], None]
 _Planned = tuple[Candidate, dict[str, Any]]
-_Told = tuple[list[_Planned], list[Candidate], _Planned | None]
-"""Candidates with their plans; the best candidates of schedules that are not allowed; and local steps, allowed or not."""
+_Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
+"""The message of rank 0: candidates with their plans, the best candidates of schedules that are not allowed, and local
+steps, whether they are allowed or not."""
 
 
 class Auto:
-    """The driver of one handle."""
+    """Driver of one handle with `plan="auto"`."""
 
     def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
@@ -73,12 +79,12 @@ class Auto:
         self.schedules = check_schedules(schedules)
         self.later_specs = later_specs(accuracy, self.schedules, ranks)
         self.decisions = Latest[AutoDecision]()
-        self._watcher = Watcher()
+        self._watch = ChangeWatch()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
-        self._pace = Pace()
+        self._pace = StepPace()
         self._began_s = 0.0
-        """When the current step began."""
+        """Start of the current step, in seconds of `clock`."""
         self._stepped: Stepped | None = None
         self._phase: _Phase = self._settle
         self._current: Plan | None = None
@@ -92,7 +98,7 @@ class Auto:
 
     @property
     def searching(self) -> bool:
-        """Whether there is no decision yet; a resumed run then decides anew."""
+        """Whether there is no decision yet. A run that resumes a state with `searching` decides anew."""
         return self._phase not in (self._watching, self._settle_resumed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
@@ -100,7 +106,7 @@ class Auto:
         return first_policy(self.accuracy, tensors, ranks) if ranks > 1 else Uniform(Identity())
 
     def recorded(self) -> Recorded:
-        """The last decision and its reason."""
+        """Return the last decision and its reason as a recorded run stores them."""
         if self.decisions:
             return self.decisions[-1].recorded()
         if self.searching:
@@ -110,7 +116,7 @@ class Auto:
         return Recorded(by="plan='auto'", words=(words,))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan is not allowed, by its schedule or its specs; '' if it is."""
+        """Return why the schedule or the specs of a saved plan are not allowed; '' if they are."""
         kind = plan.schedule.word
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
@@ -124,8 +130,8 @@ class Auto:
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Run the saved plan. If other ranks saved the plan, decide anew with this plan as the current one. If the plan was only
-        on trial, decide anew without it."""
+        """Go on from a saved state with the saved plan. If other ranks saved the plan, decide anew with this plan as
+        the current one. If the plan was only on trial, decide anew without it."""
         live = Live(session)
         self._begin(live)
         self._current = None if saved.searching else live.plan
@@ -133,11 +139,11 @@ class Auto:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:
-        """Leave out the time until the next step's forward: the script does something else now."""
+        """Leave out the time until the next step's forward, because the script does something else now."""
         self._pace.pause()
 
     def finished(self, session: Session) -> None:
-        """A step ended."""
+        """End a step, and run the current phase."""
         live = Live(session)
         if live.infos is not self._infos:  # the model changed
             self._begin(live)
@@ -165,14 +171,14 @@ class Auto:
         self._infos = live.infos
         self.detached()
         live.hold(False)
-        self._pace = Pace()
+        self._pace = StepPace()
         self._phase = self._settle
         self._steps, self._spent_us, self._took = 0, 0.0, 0
         self._why = "at the start"
         self._current = self._profile = self._costs = None
 
     def _settle(self, live: Live, us: float) -> None:
-        if live.plan.schedule != Backward():  # of a resumed run; the parts of overlapping steps cannot be measured
+        if live.plan.schedule != Backward():  # of a resumed run; steps that overlap cannot be measured in parts
             live.change_to(live.plan_of(self.first_policy(live.infos, live.group.world_size)))
             self._pace.forget()
             return
@@ -198,13 +204,13 @@ class Auto:
         self._looking = None
         self._profile, step_us = found
         began = self.clock()
-        self._watcher.cluster = cluster_of(live, seconds_for(step_us))
+        self._watch.cluster = cluster_of(live, seconds_for(step_us))
         self._spent_us += 1e6 * (self.clock() - began)
-        # its sends were held back, so it takes no longer than that
+        # the sends of that step were delayed, so the plan takes at most that long
         self._offer(live, step_us, Seen(live.plan, step_us))
 
     def _offer(self, live: Live, step_us: float, seen: Seen | None = None) -> None:
-        """Let rank 0 make offers, and begin the trial. `step_us` is the same on all ranks."""
+        """Let rank 0 make offers, and begin the trial. step_us: the time of a step, equal on all ranks."""
         began = self.clock()
         self._pace.forget()
         self._refused = self._find_refused(live)
@@ -226,9 +232,9 @@ class Auto:
         self._phase, self._runs, self._changing_us = self._try, -1, 0.0
         self._run_turn(live)
 
-    def _made(self, live: Live, seconds: float, seen: Seen | None) -> _Told:
-        """The offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
-        cluster = self._watcher.cluster
+    def _made(self, live: Live, seconds: float, seen: Seen | None) -> _Offered:
+        """Return the offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
+        cluster = self._watch.cluster
         assert self._profile is not None and cluster is not None
         specs = specs_of(self.accuracy, live.infos, self._ranks)
         allowed = [s for s in schedules_of(self.accuracy, self.schedules, self._ranks) if s.word not in self._refused]
@@ -245,28 +251,30 @@ class Auto:
         waits = made[0].candidate.predicted_us * (1 - EXPOSED) > compute_us_of(self._profile)
         if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
             local = local_offer(*job)
-        told = [(offer.candidate, offer.plan.to_dict()) for offer in made]
-        return told, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
+        offered = [(offer.candidate, offer.plan.to_dict()) for offer in made]
+        return offered, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
 
     def _kept(self) -> Plan | None:
-        """The chosen plan, if the script can still run its schedule. Not of local steps: others are compared without them."""
+        """Return the chosen plan, if the script can still run its schedule. Return None for local steps, because the
+        other plans are compared without them."""
         current = self._current
         if current is None or current.schedule.word in self._refused or current.schedule.sends_weights:
             return None
         return current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
-        """Allowed kinds of schedule that the script cannot run, with the reason of the first rank that has one."""
+        """Return the allowed kinds of schedule that the script cannot run. Each has the reason of the first rank with a
+        reason."""
         own: dict[str, str] = {}
         if self._stepped is not None:
             self._stepped.remove()
             local = [LocalSteps()] if "local" in self.schedules and self.accuracy != "exact" else []
             for schedule in [*schedules_of(self.accuracy, self.schedules, self._ranks), *local]:
                 own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
-        told = [
+        refused = [
             msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())
         ]
-        return {kind: why for each in reversed(told) for kind, why in each.items() if why}
+        return {kind: why for each in reversed(refused) for kind, why in each.items() if why}
 
     # ---- try
 
@@ -338,7 +346,7 @@ class Auto:
         self._watch_from_now(live, plan)
 
     def _runs_too(self, live: Live, plan: Plan) -> bool:
-        """Change to a plan that was not tried. Whether the engine can run it, on all ranks alike."""
+        """Change to a plan that was not tried. Returns whether the engine can run the plan, equally on all ranks."""
         try:
             live.change_to(plan)
         except (PlanError, FormatError):
@@ -351,7 +359,7 @@ class Auto:
         self._steps += 1
         if self._steps >= 1 + SETTLE_STEPS:
             (step_us,) = live.exchange([us])()[0]
-            self._watcher.cluster = cluster_of(live, seconds_for(step_us))
+            self._watch.cluster = cluster_of(live, seconds_for(step_us))
             self._pace.pause()
             self._watch_from_now(live, live.plan)
 
@@ -360,18 +368,18 @@ class Auto:
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
         profile = None if plan.schedule.sends_weights else self._profile
-        self._watcher.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
+        self._watch.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
-        asked = self._watcher.step(live, us)
-        if live.step == self._watcher.measured_step:
+        asked = self._watch.step(live, us)
+        if live.step == self._watch.measured_step:
             self._pace.pause()
         if asked is not None:
             self._why = asked.why
             self._again(live, asked.step_us, asked.compute)
 
     def _again(self, live: Live, step_us: float, computes: float = 1.0) -> None:
-        """Decide again. `computes`: the time of computation now over the time before."""
+        """Decide again. computes: the computation time now over the time before."""
         if self._profile is None:  # a resumed run has none yet
             self._steps, self._phase = 0, self._settle
             return
@@ -380,12 +388,12 @@ class Auto:
 
 
 def _foreseen(candidate: Candidate) -> Tried:
-    """Not tried, in fact."""
+    """Describe a candidate that did not run."""
     return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one)
 
 
 def _read(text: str) -> tuple[list[Offer], list[Candidate], Offer | None]:
-    """The offers of rank 0; none if it could not plan."""
-    made, elsewhere, local = msgspec.json.decode(text, type=_Told) if text else ([], [], None)
+    """Decode the offers of rank 0. There are none if rank 0 could not plan."""
+    made, elsewhere, local = msgspec.json.decode(text, type=_Offered) if text else ([], [], None)
     offers = [Offer(candidate, Plan.from_dict(plan)) for candidate, plan in [*made, *([local] if local else [])]]
     return offers[: len(made)], elsewhere, offers[-1] if local else None

@@ -1,4 +1,4 @@
-"""The part of a session that drivers use: its ranks, steps and plan; and how a script calls its optimizers."""
+"""The part of a session that drivers use (`Live`), and a watch on how a script calls its optimizers (`Stepped`)."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,9 @@ class Live:
     def __init__(self, session: Session) -> None:
         self.session, self.steps, self.device = session, session.reducer, session.device
         self.group, self.grid, self.infos = session.group, session.group.grid, session.tensors
-        """The trainable tensors, in registration order. Another list after the model changed."""
+        """The trainable tensors, in registration order. A change of the model makes another list."""
         self.plan_of = session.plan_of
-        """The plan of a policy for the tensors in gradient-ready order: the same on all ranks."""
+        """Makes the plan of a policy for the tensors in gradient-ready order. All ranks get the same plan."""
 
     @property
     def step(self) -> int:
@@ -38,41 +38,43 @@ class Live:
 
     @property
     def everybody(self) -> bool:
-        """Whether every rank had a batch in this step. All ranks agree on the answer."""
+        """Whether every rank had a batch in this step. All ranks have the same answer."""
         return len(self.steps.active) == self.group.world_size
 
     @property
     def began_s(self) -> float | None:
-        """When the step's first training forward began, by time.perf_counter. If no forward was seen: when the first gradient
-        became ready. None if neither was seen."""
+        """Start of the step's first training forward, in seconds of time.perf_counter. If no forward was seen: the
+        moment when the first gradient became ready. None if neither was seen."""
         first_s = self.steps.first_gradient_s
         return self.session.began_s or (first_s if first_s > 0 else None)
 
     @property
     def link_us(self) -> float:
-        """Time that this rank's lanes spent in the last step on links, the wait for other ranks included."""
+        """Time that this rank's lanes spent on links in the last step, including the wait for other ranks."""
         reports = self.session.reports
         return 1e6 * reports[-1].link_s if reports else 0.0
 
     @property
     def inputs(self) -> int:
-        """Elements of the inputs of the model's training forwards in this step; 0 if the script calls parts of the model."""
+        """Number of elements in the inputs of the model's training forwards in this step; 0 if the script calls parts
+        of the model."""
         return self.session.inputs
 
     @property
     def bytes_between_nodes(self) -> list[int]:
-        """Bytes that this rank sends in a step to other nodes, or to other ranks if there is one node, by bucket."""
+        """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
         buckets = [BucketStats.of(each, self.grid) for each in self.session.exchange.buckets]
         return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
 
     @property
     def exposed_us(self) -> float:
-        """Time that the end of the last backward waited for exchanges."""
+        """Time that the end of the last backward waited for exchanges, in microseconds."""
         reports = self.session.reports
         return 1e6 * reports[-1].exposed_s if reports else 0.0
 
     def wait(self) -> None:
-        """Wait for the computation on the device, and for nothing else: gathers may run beside the next forward."""
+        """Wait for the computation on the device, and for nothing else: gathers may still run during the next
+        forward."""
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 
@@ -81,7 +83,7 @@ class Live:
         self.session.lanes.hold = on
 
     def why_not(self, schedule: Schedule) -> str:
-        """Why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""
+        """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""
         return self.session.why_not(msgspec.structs.replace(self.plan, schedule=schedule))
 
     def change_to(self, plan: Plan) -> None:
@@ -96,14 +98,14 @@ class Live:
         )
 
         def wait() -> list[list[float]]:
-            rows = self._told("measured times", future.result)
+            rows = self._result("measured times", future.result)
             return [list(struct.unpack(f"<{len(raw) // 8}d", raw)) for raw in rows]
 
         return wait
 
     def made_by_first(self, make: Callable[[], str], instead: str) -> str:
-        """A text that rank 0 makes, on all ranks; '' where making it failed, whatever it was: the others wait for an answer.
-        `instead`: what runs then, for the log."""
+        """Return on all ranks a text that rank 0 makes. Return '' if making it failed with any exception, because the
+        other ranks wait for an answer. instead: what runs after a failure, for the log."""
         text = ""
         if self.group.rank == 0:
             try:
@@ -113,19 +115,19 @@ class Live:
         return self.from_first(text)
 
     def from_first(self, text: str) -> str:
-        """The text of rank 0, on all ranks."""
+        """Return rank 0's text on all ranks."""
         return self.from_all(text if self.group.rank == 0 else "")[0]
 
     def from_all(self, text: str) -> list[str]:
-        """The texts of all ranks, on all ranks."""
+        """Return the texts of all ranks on all ranks."""
         future = self.session.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
-        return [raw.decode().strip() for raw in self._told("the exchange of a decision", future.result)]
+        return [raw.decode().strip() for raw in self._result("the exchange of a decision", future.result)]
 
     def on_lane(self, job: Callable[[Link], T]) -> T:
-        """Run a job on the first lane, whose link carries gradients."""
-        return self._told("the exchanges that measure links", self.session.lanes.data[0].submit(job).result)
+        """Run a job on the first lane. Its link carries gradients."""
+        return self._result("the exchanges that measure links", self.session.lanes.data[0].submit(job).result)
 
-    def _told(self, what: str, result: Callable[[], T]) -> T:
+    def _result(self, what: str, result: Callable[[], T]) -> T:
         try:
             return result()
         except LinkError as error:
@@ -133,13 +135,14 @@ class Live:
 
 
 class Stepped:
-    """Watches the steps of optimizers until `remove`: some schedules step them themselves, which not every script allows."""
+    """Watches the steps of optimizers until `remove`. Some schedules call `step()` themselves, and not every script
+    allows this."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._handles: list[Any] = []
         self._seen = False
         self.problem = ""
-        """Why gradwire cannot step the optimizers; '' if it can."""
+        """The reason why gradwire cannot step the optimizers; '' if it can."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(ModelHook(self, Stepped._steps)))
@@ -155,7 +158,7 @@ class Stepped:
             self.problem = f"a GradScaler unscales gradients inside {name}.step"
 
     def remove(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
         if self._handles and not self._seen and not self.problem:

@@ -1,8 +1,8 @@
-"""Local steps as an answer of `plan="auto"`: the fewest steps between exchanges with which a step hardly waits for them.
+"""Chooses local steps for `plan="auto"`: the fewest steps between exchanges at which a step hardly waits for exchanges.
 
-What is learned with local steps differs from plain data-parallel training. So they come into question only where the fastest
-of all other plans waits for exchanges during more than the share EXPOSED of a step. They are not tried: a trial lasts 15 steps,
-and a period of local steps up to 100. The simulator's times decide.
+Local steps train differently from plain data parallelism. So they are considered only if the fastest of all other plans
+waits for exchanges during more than the share EXPOSED of a step. They are not tried: a trial lasts 15 steps, and a
+period of local steps up to 100. The simulator's times decide.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,19 @@ from gradwire.errors import PlanError
 from gradwire.sim import Simulator
 
 EVERY = (5, 10, 30, 100)
-"""Steps from one exchange to the next, of which auto takes the first that will do: those of the table in docs/local_steps.md."""
+"""Numbers of steps between exchanges, as in the table of docs/local_steps.md. The first one that is long enough is
+chosen."""
 EXPOSED = 0.1
-"""The share of a step for which it may wait for exchanges, encoding included."""
+"""Largest share of a step that may be spent waiting for exchanges, encoding included."""
 _MEAN = Nesterov(lr=1.0, momentum=0.0)
-"""The new global weights are the mean of the local ones. Outer momentum has a rate to be tuned: with the default one the bench's
-MLP diverged at 5 steps between exchanges."""
+"""The new global weights are the mean of the local ones. Outer momentum would need a tuned rate: with the default rate
+the bench's MLP diverged at 5 steps between exchanges."""
 _STREAMED = LocalSteps(every=5, outer=_MEAN, fragments=4, delay=1, mixing=0.5)
 _LONGEST_DELAY = 5
 
 
 def averaged(every: int) -> LocalSteps:
-    """All weights are averaged after so many steps.
+    """Return the schedule that averages all weights after so many steps.
 
     >>> averaged(30)
     LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0))
@@ -40,7 +41,7 @@ def averaged(every: int) -> LocalSteps:
 
 
 def streamed(every: int) -> LocalSteps:
-    """The same in fragments, whose exchanges run beside some steps.
+    """Return the schedule that averages the weights in fragments, while some of the steps run.
 
     >>> streamed(30)
     LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0), fragments=4, delay=5, mixing=0.5)
@@ -50,11 +51,11 @@ def streamed(every: int) -> LocalSteps:
 
 
 def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Offer | None:
-    """The first plan of local steps whose step is longer than its computation by at most the share EXPOSED; the one with the
-    shortest step if there is none. None where no plan can be priced.
+    """Return the first plan of local steps with a step that is longer than its computation by at most the share
+    EXPOSED. If there is none, return the plan with the shortest step. Return None if no plan can be priced.
 
-    In this order: the fewest steps between exchanges, in one piece before streamed, the most accurate spec. `specs`: those that
-    the accuracy class allows; without any nothing is encoded.
+    Plans are ordered by steps between exchanges, the fewest first; then in one piece before streamed; then by accuracy
+    of the spec. specs: the specs that the accuracy class allows; if empty, nothing is encoded.
     """
     most_us = compute_us_of(profile) / (1 - EXPOSED)
     found: list[tuple[float, Plan]] = []
@@ -69,7 +70,7 @@ def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequenc
 
 
 def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Iterator[tuple[Plan, float]]:
-    """Plans in the order in which they are preferred, each with the mean step of a period."""
+    """Yield plans in the order of preference, each with its mean step time over a period."""
     infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
     ranks, per_node, compute_us = cluster.world_size, cluster.ranks_per_node, compute_us_of(profile)
     simulator = Simulator(profile, cluster, costs)
@@ -88,13 +89,14 @@ def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Sp
 
 
 def _least_us(schedule: LocalSteps, exchange_us: float, compute_us: float) -> float:
-    """A step cannot be shorter: the part of a fragment's exchange that `delay` steps do not hide."""
+    """Return a lower bound of a step: the part of a fragment's exchange that `delay` steps do not hide."""
     exposed_us = exchange_us / schedule.fragments - schedule.delay * compute_us
     return compute_us + max(0.0, exposed_us) * schedule.fragments / schedule.every
 
 
 def worth(local: Offer | None, trial: Trial, chosen: int, exposed_us: float) -> bool:
-    """Whether the chosen plan of a trial waits so long for exchanges that local steps come into question, and are shorter."""
+    """Return whether local steps should run: the trial's chosen plan waits long for exchanges, and local steps are
+    shorter."""
     step_us = trial.median_us(chosen)
     if local is None or step_us is None or exposed_us <= EXPOSED * step_us:
         return False

@@ -1,7 +1,8 @@
-"""Quick measurements of a live job: its profile, links and codecs.
+"""Measures a live job quickly: its profile, links and codecs.
 
-In a few steps all sends wait for the last gradient, and the moment at which each gradient becomes ready is recorded. The time
-from the start of forward to the first gradient counts as forward; each tensor gets the same part of forward as of backward.
+In a few steps all sends wait for the last gradient, and the moment at which each gradient becomes ready is recorded.
+The time from the start of forward to the first gradient counts as forward. Each tensor gets the same share of forward
+as of backward.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from gradwire.auto.changes import Pace
+from gradwire.auto.changes import StepPace
 from gradwire.auto.live import Live
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.costs import us_per_byte
@@ -22,13 +23,14 @@ from gradwire.profiler import Clock, cached_codecs, measure_links, measured_link
 
 LOOK_STEPS = 2
 LONG_STEP_US = 4e5
-"""If steps take so long, the profile is that of one step: the second would spend a fifth of the time that a decision may take."""
+"""Steps of at least this length are profiled once. A second one would spend a fifth of the time that a decision may
+take."""
 CODECS_SECONDS = 0.3
-"""The most time for measuring codecs that no earlier run on the machine measured."""
+"""Longest time, in seconds, for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
 _UNKNOWN_GBPS = 100.0
-"""The rate assumed for a link that is too fast for its times to show a rate."""
+"""Rate assumed for a link that is too fast for its times to show a rate."""
 
 
 class StepMoments:
@@ -36,7 +38,8 @@ class StepMoments:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
         self.rows: list[list[float]] = []
-        """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
+        """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without
+        gradient."""
         self._seen: dict[int, Any] = {}
         self._count, self._clock = len(parameters), clock
         self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
@@ -45,7 +48,7 @@ class StepMoments:
         self._seen[index] = self._clock.mark()
 
     def ended(self, began_s: float, ended_s: float) -> None:
-        """End a step that lasted from `began_s` to now, which is `ended_s`."""
+        """End a step that lasted from `began_s` to `ended_s`, in seconds."""
         now = self._clock.mark()
         us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
@@ -56,17 +59,20 @@ class StepMoments:
 
 
 class Look:
-    """Measures the profile of a live job in a few steps, whose sends wait for the last gradient."""
+    """Measures the profile of a live job in a few steps. In these steps all sends wait for the last gradient."""
 
     def __init__(self, live: Live, steps: int = LOOK_STEPS, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Begins with the next step. steps: the same on all ranks."""
+        """Begin with the next step. steps: the number of steps, equal on all ranks."""
         self._moments = StepMoments(live.session.parameters, Clock(live.device, clock))
         self._infos, self._left = live.infos, steps
         live.hold(True)
 
-    def ended(self, live: Live, began_s: float, us: float, pace: Pace) -> tuple[Profile, float] | None:
-        """A step that began at `began_s` ended, and took so long on this rank. Returns None until the last one; then the profile
-        and the time of the last step on the slowest rank. That is collective, and the same on all ranks."""
+    def ended(self, live: Live, began_s: float, us: float, pace: StepPace) -> tuple[Profile, float] | None:
+        """End a step that began at `began_s` and took `us` microseconds on this rank. Collective in the last step.
+
+        Returns None before the last step; after it the profile, and the time of that step on the slowest rank. Both are
+        equal on all ranks.
+        """
         assert pace.mark_s is not None
         self._moments.ended(began_s, pace.mark_s)
         self._left -= 1
@@ -81,15 +87,16 @@ class Look:
         return profile, max(row[0] for row in rows)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self._moments.remove()
 
 
 def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float) -> Profile:
-    """The profile from recorded moments: in each step those of the latest rank, for which an exchange waits; then lower medians.
+    """Return the profile from recorded moments. In each step the moments of the latest rank count, because exchanges
+    wait for it. The profile has the lower medians over steps.
 
-    infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all ranks.
-    between_us: the time from the end of a step to the next forward.
+    infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all
+    ranks. between_us: the time from the end of a step to the next forward.
     """
     count = len(infos)
     steps = len(rows[0]) // count
@@ -118,13 +125,13 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
 
 
 def compute_us_of(profile: Profile) -> float:
-    """Time of a step without exchanges."""
+    """Return the time of a step without exchanges, in microseconds."""
     tensors_us = sum(tensor.backward_us + (tensor.forward_us or 0.0) for tensor in profile.tensors)
     return tensors_us + (profile.optimizer_us or 0.0)
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """The profile with all times multiplied by `factor`, as a larger batch changes them."""
+    """Return the profile with all times multiplied by `factor`, for a larger or smaller batch."""
     tensors = (
         replace(tensor, backward_us=factor * tensor.backward_us, forward_us=factor * (tensor.forward_us or 0.0))
         for tensor in profile.tensors
@@ -133,14 +140,14 @@ def scaled(profile: Profile, factor: float) -> Profile:
 
 
 def cluster_of(live: Live, seconds: float) -> Cluster:
-    """The measured links, about `seconds` for each. Collective; all ranks get the same cluster."""
+    """Measure the links, for about `seconds` each. Collective; all ranks return the same cluster."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
     return measured_links(times, grid, _UNKNOWN_GBPS).cluster
 
 
 def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
-    """Time that a step's messages take on the slowest node's link. nbytes: sent to other nodes, by bucket."""
+    """Return the time of a step's messages on the slowest node's link. nbytes: bytes sent to other nodes, by bucket."""
     total_us = 0.0
     for bucket, size in zip(plan.buckets, nbytes, strict=True):
         task = "alltoall:inter" if any(spec.encodes for spec in bucket.specs) else "allreduce:inter"
@@ -151,5 +158,6 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
 
 
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
-    """Times of encodes and decodes on this machine; what no earlier run measured is measured in about `seconds`."""
+    """Return the times of encodes and decodes on this machine. Specs that no earlier run measured are measured in about
+    `seconds`."""
     return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

@@ -1,4 +1,4 @@
-"""Choose the few plans that are worth a trial, from measured times."""
+"""Chooses the few plans that are worth a trial, from measured times."""
 
 import time
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from gradwire.plan import FLAT, Policy, Uniform, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
 
 MOST_TRIED = 3
-"""Plans to try beside plain all-reduce; one more for each further kind of schedule that is allowed."""
+"""Plans to try besides plain all-reduce. Each further kind of allowed schedule adds one."""
 _WORTH = 1.5
-"""A plan is not tried if it is predicted to take this many times as long to a loss as the best one."""
+"""A plan is not tried if its predicted time to a loss is this many times as long as the best plan's."""
 _CLOSE = 1.02
 """Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
@@ -25,7 +25,7 @@ _PLAIN = (
     Uniform(Identity(), scheme=FLAT),
     Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET),
 )
-"""Of these the better by prediction is plain all-reduce."""
+"""The candidates for plain all-reduce. The one with the better prediction is used."""
 _FEWEST_EVALUATIONS = 20
 
 
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A plan that ran before the trial, and the most that its steps take."""
+    """A plan that ran before the trial, and the longest time of its steps."""
 
     plan: Plan
     us: float
@@ -53,13 +53,13 @@ def offers(
     schedules: Sequence[Schedule] = (),
     seen: Seen | None = None,
 ) -> list[Offer]:
-    """The best plans by prediction, the current plan and plain all-reduce, without duplicates, in the order in which they are
-    to be tried: those close to the best by accuracy, then the others by their times.
+    """Return the best plans by prediction, the current plan and plain all-reduce, without duplicates, in the order of
+    the trial: plans close to the best by accuracy, then the others by their times.
 
-    specs: the allowed specs, the most accurate first. schedules: those allowed beside `backward`, in the same order; the best
-    plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's search, which takes about
-    `seconds`, and one policy for each spec; where ranks share nodes, one hierarchical and one flat. A plan that was seen comes
-    last if it is none of these.
+    specs: the allowed specs, the most accurate first. schedules: the allowed schedules besides `backward`, in the same
+    order; the best plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's
+    search, which takes about `seconds`, and one policy for each spec; if ranks share nodes, one hierarchical and one
+    flat. A plan that was seen comes last if it is none of these.
     """
     found = _Plans(profile, cluster, costs, specs, schedules)
     began = time.perf_counter()
@@ -71,9 +71,10 @@ def offers(
     plain = min(uncompressed, key=found.us)
     evaluations = min(EVALUATIONS, int(seconds * len(found.plans) / (time.perf_counter() - began)))
     planned = []
-    # of other dtypes the search might compress some that compressors do not take
+    # the search might compress tensors of other dtypes, which compressors do not take
     if evaluations >= _FEWEST_EVALUATIONS and {tensor.dtype for tensor in profile.tensors} <= {"float32"}:
-        # the search compares steps alone: of specs that need more steps for a loss, it gets those that pay for the whole model
+        # the search compares step times alone, so it gets only specs that need no more steps for a loss than the plan
+        # that is fastest to a loss
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
         job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
@@ -96,7 +97,8 @@ def offers(
 
 
 def _with_seen(found: "_Plans", made: Sequence[Offer], seen: Seen) -> list[Offer]:
-    """The offers, with the time of the plan that was seen; without a turn if it is not among them."""
+    """Return the offers, with the time of the plan that was seen. A seen plan that is not among the offers is added
+    without a turn."""
     offers = {offer.plan.digest(): offer for offer in made}
     digest = seen.plan.digest()
     if digest not in offers:
@@ -110,7 +112,7 @@ def _with_seen(found: "_Plans", made: Sequence[Offer], seen: Seen) -> list[Offer
 def foreseen(
     profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
 ) -> list[Candidate]:
-    """For each kind of schedule the best candidate by prediction, with the policy of the smallest spec."""
+    """Return the best candidate by prediction for each kind of schedule, with the policy of the smallest spec."""
     found = _Plans(profile, cluster, costs, specs[-1:], schedules)
     found.add_scheduled([])
     return [found.candidate(plan, False) for plan in _best_of_each_kind(found.best_first(list(found.plans.values())))]
@@ -125,10 +127,10 @@ class _Plans:
         device = "cpu" if profile.device == "cpu" else "gpu"
         self.infos, self.ranks, self.per_node = profile.tensor_infos(device), cluster.world_size, cluster.ranks_per_node
         self.shared = 1 < self.per_node < self.ranks
-        """Whether several ranks share each of several nodes."""
+        """Whether there are several nodes with several ranks each."""
         self.job = PlanningJob(profile, cluster, costs, specs)
         self.plans: dict[str, Plan] = {}
-        """By digest."""
+        """The plans by digest."""
         self._us: dict[str, float] = {}
         self._specs, self._schedules = specs, schedules
 
@@ -142,7 +144,7 @@ class _Plans:
         return policy.plan(self.infos, self.ranks, self.per_node)
 
     def _ways(self, policy: Policy) -> list[Policy]:
-        """The policy; if ranks share nodes and the policy leaves it open, the flat one too."""
+        """Return the policy, and its flat twin if ranks share nodes and the policy does not name a scheme."""
         flat = [msgspec.structs.replace(policy, scheme=FLAT)] if self.shared and policy.scheme is None else []
         return [policy, *flat]
 
@@ -153,7 +155,7 @@ class _Plans:
                 self.plans[digest] = plan
 
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
-        """Add the policy of each spec in all schedules, except those that the simulator cannot price, and these plans in the
+        """Add the policy of each spec in all schedules that the simulator can price. Add the `planned` plans in the
         schedules that cost no accuracy."""
         for schedule in self._schedules:
             policies = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
@@ -165,25 +167,27 @@ class _Plans:
                 launch = launch_of(plan.buckets, schedule)
                 plans.append(msgspec.structs.replace(plan, schedule=schedule, launch=launch, prediction=None))
             for plan in plans:
-                with suppress(PlanError):  # corrections that cannot be priced, as of PowerSGD
+                with suppress(PlanError):  # corrections of some specs, such as PowerSGD, have no price
                     self.add(plan)
 
     def us(self, plan: Plan) -> float:
-        """Predicted time for the progress of one step of plain all-reduce."""
+        """Return the predicted time for the progress of one step of plain all-reduce."""
         return self._us[plan.digest()] * _steps_for_one(plan)
 
     def least_us(self, plans: Sequence[Plan]) -> float:
         return min(self.us(plan) for plan in plans)
 
     def best_first(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Plans close to the best in the order of their accuracy, then the others in the order of their times."""
+        """Return the plans close to the best in the order of their accuracy, then the others in the order of their
+        times."""
         if not plans:
             return []
         close_us = _CLOSE * self.least_us(plans)
         return sorted(plans, key=lambda p: (False, self.loss(p)) if (us := self.us(p)) <= close_us else (True, us))
 
     def loss(self, plan: Plan) -> int:
-        """The plan's place in the order of accuracy, 0 for the most accurate: by schedule, then by the most lossy spec."""
+        """Return the plan's place in the order of accuracy, 0 for the most accurate: by schedule, then by the most
+        lossy spec."""
         places = {spec: place for place, spec in enumerate(self._specs, 1)}
         delayed = [schedule for schedule in self._schedules if schedule.costs_accuracy]
         later = 1 + delayed.index(plan.schedule) if plan.schedule in delayed else 0
@@ -200,7 +204,7 @@ def _steps_for_one(plan: Plan) -> float:
 
 
 def _best_of_each_kind(plans: Sequence[Plan]) -> list[Plan]:
-    """The first plan of each kind of schedule."""
+    """Return the first plan of each kind of schedule."""
     best: dict[str, Plan] = {}
     for plan in plans:
         best.setdefault(plan.schedule.word, plan)
@@ -208,7 +212,7 @@ def _best_of_each_kind(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def words_of(plan: Plan) -> str:
-    """A short description of a plan.
+    """Describe a plan in a few words.
 
     >>> from gradwire.core import QSGD, TensorInfo
     >>> words_of(Uniform(QSGD(bits=4)).plan([TensorInfo("w", (10, 10), "float32")]))

@@ -1,4 +1,4 @@
-"""Choose the next bucket size to try, from the throughput in earlier trials. Pure: no communication.
+"""Chooses the next bucket size to try, from the throughput in earlier trials. Pure: no communication.
 
 Buckets consist of whole tensors, so many sizes make the same buckets: the search is over the different groupings. The Bayesian
 search keeps some trials to repeat the best groupings, since the best of many noisy trials was often only lucky.
@@ -28,17 +28,19 @@ STOP = 0.01
 _SIZES = 64
 """The number of sizes, evenly spaced on a logarithmic scale."""
 AGAIN = 3
-"""Trials that the Bayesian search keeps to repeat the best groupings; a third of all trials if these are fewer than ten."""
+"""Trials that the Bayesian search keeps to repeat the best groupings. If there are fewer than ten trials, it keeps a
+third."""
 LOOKS = 3
 """The search ends after so many trials of the best grouping."""
 _NOISE = 0.02
-"""Standard deviation of a trial's throughput, in units of the first trial's."""
+"""Standard deviation of a trial's throughput, in units of the first trial's throughput."""
 _OCTAVES, _VARIANCE = 1.0, 0.1
-"""Length scale (octaves of size) and least variance of the process. Not fitted: fits to few trials end the search too early."""
+"""Length scale (octaves of size) and least variance of the process. They are not fitted: fits to few trials end the
+search too early."""
 
 
 class SizeSearch:
-    """A search in progress.
+    """Search for the bucket size with the highest throughput.
 
     group: maps a size to a value that identifies its buckets, such as the digest of the plan.
     """
@@ -47,9 +49,9 @@ class SizeSearch:
         self._tuned = tuned
         self.sizes = sorted({*spaced(tuned.low_bytes, tuned.high_bytes, _SIZES), tuned.start_bytes})
         self.groupings = {nbytes: group(nbytes) for nbytes in self.sizes}
-        """By size."""
+        """The grouping of each size."""
         self._rates: dict[Hashable, list[float]] = {}
-        """Throughput in each trial of a grouping, in the order of first trials."""
+        """Throughput in each trial of a grouping, in the order of the first trials."""
         self._with: dict[Hashable, int] = {}
         """The size of each grouping's last trial."""
         self._proposed = tuned.start_bytes
@@ -57,7 +59,7 @@ class SizeSearch:
 
     @property
     def tried(self) -> int:
-        """Trials so far."""
+        """Number of trials so far."""
         return sum(map(len, self._rates.values()))
 
     @property
@@ -70,11 +72,11 @@ class SizeSearch:
         return max(self._rates, key=self._rate)
 
     def _rate(self, grouping: Hashable) -> float:
-        """Throughput over all trials of a grouping."""
+        """Return the throughput over all trials of a grouping."""
         return harmonic_mean(self._rates[grouping])
 
     def propose(self) -> int | None:
-        """The size to try next; None when the search is over."""
+        """Return the size to try next; None when the search is over."""
         if self.tried == 0:
             return self._proposed
         if self.tried >= self._tuned.trials:
@@ -84,13 +86,13 @@ class SizeSearch:
         return proposed
 
     def took(self, rate: float) -> None:
-        """Add the throughput of the size proposed last, in any unit, above 0."""
+        """Add the throughput of the last proposed size, in any unit, above 0."""
         grouping = self.groupings[self._proposed]
         self._rates.setdefault(grouping, []).append(rate)
         self._with[grouping] = self._proposed
 
     def _new(self, sizes: Iterable[int]) -> Iterator[int]:
-        """The sizes whose grouping has no trial yet when their turn comes."""
+        """Yield sizes with a grouping that has no trial yet when their turn comes."""
         return (nbytes for nbytes in sizes if self.groupings[nbytes] not in self._rates)
 
     # ---- searches: sizes in the order in which they are to be tried
@@ -122,13 +124,14 @@ class SizeSearch:
 
 
 def _improvement(gain: float, std: float) -> float:
-    """The expected improvement: the mean of max(0, x) for a normal x of mean `gain` and deviation `std`."""
+    """Return the expected improvement: the mean of max(0, x) for a normal x of mean `gain` and deviation `std`."""
     z = gain / max(std, 1e-12)
     return gain * (1 + math.erf(z / math.sqrt(2))) / 2 + std * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 def _predict(seen: Mapping[float, float], places: Sequence[float]) -> list[tuple[float, float]]:
-    """Mean and deviation of the throughput at each place, from those `seen`. A place is the logarithm of a size to base 2."""
+    """Return mean and deviation of the throughput at each place, from the trials `seen`. A place is the base-2
+    logarithm of a size."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 
@@ -143,7 +146,7 @@ def _predict(seen: Mapping[float, float], places: Sequence[float]) -> list[tuple
 
 
 def spaced(low: int, high: int, count: int) -> list[int]:
-    """`count` whole numbers from `low` to `high`, evenly spaced on a logarithmic scale.
+    """Return `count` whole numbers from `low` to `high`, evenly spaced on a logarithmic scale.
 
     >>> spaced(1, 100, 3)
     [1, 10, 100]

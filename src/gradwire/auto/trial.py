@@ -1,10 +1,12 @@
-"""Find the plan that is fastest to a loss, by the times of real steps. Pure: no communication.
+"""Finds the plan that is fastest to a loss, from the times of real steps. Pure: no communication.
 
-The best plan by prediction runs first. How far its time is from its prediction tells how far predictions can be trusted: plans
-that are predicted to be slower by more than that do not run, nor those that cost accuracy and are not predicted to be faster.
-Where others run, turns are interleaved, A B C A B C, so that a slower machine affects all plans alike, and there is a second
-round if the best two are alike and the budget lasts. A first turn ends at once if its steps are clearly slower than the best.
-A candidate whose time is known from before the trial is chosen where nothing that ran is as fast.
+The plan with the best prediction runs first. The error of its prediction is the assumed error of all predictions. A
+plan does not run if its prediction is slower by more than this error, or if it costs accuracy and is not predicted to
+be faster.
+
+If several plans run, their turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. There
+is a second round if the best two are alike and the budget allows it. A first turn ends at once if its steps are clearly
+slower than the best plan's. A candidate with a time from before the trial is chosen if no plan in the trial is as fast.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -22,26 +24,28 @@ MOST_STEPS = 15
 LEAST_BUDGET_US, BUDGET_PLAIN_STEPS = 2e6, 5
 """A decision takes no longer than 2 s or 5 steps of plain all-reduce, whichever is more."""
 GAIN = 0.02
-"""Plain all-reduce is chosen unless another plan is faster by more than this part."""
+"""Plain all-reduce is chosen unless another plan is faster by more than this share."""
 ALIKE = 0.02
-"""Candidates whose times differ by at most this part count as equally fast."""
+"""Candidates count as equally fast if their times differ by at most this share."""
 HYSTERESIS = 0.04
-"""The current plan is chosen unless another plan is faster by more than this part."""
+"""The current plan is chosen unless another plan is faster by more than this share."""
 PLAIN_FACTOR = 1.05
-"""Plain all-reduce does not run if it is predicted to take more than so many times as long as the best plan was predicted to,
-and longer than that plan takes."""
+"""Plain all-reduce does not run if its predicted time is more than this factor above the best plan's prediction, and
+above the best plan's measured time."""
 _TURN_STEPS = 3
-"""Steps of a turn, where the budget lasts. The first one does not count: memory is new."""
+"""Steps of a turn, if the budget allows them. The first step does not count, because it allocates memory."""
 _LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
-"""Bounds of the part by which predictions are taken to be wrong."""
+"""Bounds of the assumed error of predictions, as a share."""
 _SLOW_FIRST, _SLOW = 1.25, 1.15
-"""The first turn of a candidate ends if its first step, or a later one, takes so many times as long as a step of the best one."""
+"""Factors that end the first turn of a candidate: its first step, or a later step, takes so many times as long as a
+step of the best plan."""
 _HOPELESS = 4.0
-"""The same for each step of a candidate whose steps differ in length, times the steps of its cycle."""
+"""Factor that ends the first turn of a candidate with steps of different lengths: a step takes this many times the
+cycle's length times as long as a step of the best plan."""
 _MOST_ROUNDS = 1
-"""The most rounds after the first turns; none where a plan runs since an earlier decision."""
+"""Most rounds after the first turns. There is no such round if a plan runs since an earlier decision."""
 _CLEAR = 1.05
-"""No further round is needed if the second best takes so many times as long as the best."""
+"""No further round is needed if the second best takes this many times as long as the best."""
 
 
 class Candidate(NamedTuple):
@@ -52,15 +56,17 @@ class Candidate(NamedTuple):
     plain: bool = False
     """Whether this is plain all-reduce."""
     loss: int = 0
-    """The place in the order of accuracy, 0 for the most accurate. Of equally fast candidates the lowest place is chosen."""
+    """Place in the order of accuracy, 0 for the most accurate. The lowest place is chosen among equally fast
+    candidates."""
     cycle: int = 1
-    """Times vary inside groups of so many steps; the mean of each group counts."""
+    """Number of steps in a cycle. Times vary inside a cycle, so the mean of each cycle counts."""
     steps_for_one: float = 1.0
-    """Steps needed for the progress of one step of plain all-reduce; times are multiplied by this before they are compared."""
+    """Number of steps that bring the progress of one step of plain all-reduce. Times are multiplied by it before they
+    are compared."""
     seen_us: float = 0.0
-    """The most that a step takes, known from before the trial; 0 if it is not known."""
+    """Longest time of a step, known from before the trial; 0 if unknown."""
     runs: bool = True
-    """Whether it may have a turn. One that may not is chosen by `seen_us` alone."""
+    """Whether the candidate may have a turn. Without a turn, `seen_us` alone decides."""
 
     @property
     def to_loss_us(self) -> float:
@@ -78,8 +84,9 @@ class TrialTurn(NamedTuple):
 class Trial:
     """A trial in progress.
 
-    candidates: in the order in which they are to run, the best by prediction first. current: the index of the plan that runs
-    since an earlier decision, if there is one. steps, spent_us: the steps and the time spent on deciding before the trial.
+    candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs
+    since an earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before
+    the trial.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class Trial:
     ) -> None:
         self.candidates, self.current = tuple(candidates), current
         self.times: list[list[float]] = [[] for _ in self.candidates]
-        """Microseconds of the counted steps by candidate, as means over cycles."""
+        """Microseconds of the counted steps by candidate. Each number is the mean over a cycle."""
         self.steps, self.total_us = steps, spent_us
         self._in_turn: list[float] = []
         self._rounds = 0
@@ -95,7 +102,7 @@ class Trial:
         self._queue = [self._turn(0)]
         self._shorten()
         self._waiting = [index for index in range(1, len(self.candidates)) if self.candidates[index].runs]
-        """Candidates that may still have a first turn."""
+        """Candidates that have had no turn yet."""
 
     @property
     def turn(self) -> TrialTurn | None:
@@ -119,7 +126,7 @@ class Trial:
         self._go_on()
 
     def spend(self, us: float) -> None:
-        """Add time spent on deciding beside steps."""
+        """Add time that deciding took outside steps."""
         self.total_us += us
 
     def leave_out(self) -> None:
@@ -131,12 +138,13 @@ class Trial:
         self._go_on()
 
     def median_us(self, index: int) -> float | None:
-        """The median of a candidate's counted steps, or else its time from before the trial; None if there is neither."""
+        """Return the median of a candidate's counted steps, or else its time from before the trial; None if there is
+        neither."""
         return median(self.times[index]) if self.times[index] else self.candidates[index].seen_us or None
 
     @property
     def cost_us(self) -> float:
-        """The time spent so far, minus the time of equally many steps of the best plan."""
+        """Time spent so far, minus the time of equally many steps of the best plan."""
         return max(0.0, self.total_us - self.steps * self._best_us)
 
     @property
@@ -148,12 +156,12 @@ class Trial:
 
     @property
     def error(self) -> float:
-        """The part by which predictions are taken to be wrong: that of the first candidate that ran."""
+        """Assumed error of predictions, as a share: the error of the first candidate that ran."""
         return _MOST_ERROR if self._first is None else min(_MOST_ERROR, max(_LEAST_ERROR, abs(self._took_of_first - 1)))
 
     @property
     def _took_of_first(self) -> float:
-        """The time of the first candidate that ran, over its prediction; 1 before that."""
+        """The time of the first candidate that ran, over its prediction; 1 before that candidate ran."""
         if self._first is None:
             return 1.0
         predicted_us = self.candidates[self._first].predicted_us
@@ -169,27 +177,27 @@ class Trial:
 
     @property
     def _best_us(self) -> float:
-        """Time of a step of the best plan so far; 0 before the first."""
+        """Time of a step of the best plan so far; 0 before the first turn."""
         ran = [index for index, times in enumerate(self.times) if times]
         return median(self.times[min(ran, key=self._to_loss_us)]) if ran else 0.0
 
     def _to_loss_us(self, index: int) -> float:
-        """The measured time for the progress of one step of plain all-reduce."""
+        """Return the measured time for the progress of one step of plain all-reduce."""
         return median(self.times[index]) * self.candidates[index].steps_for_one
 
     def _turn(self, index: int) -> TrialTurn:
-        """A turn of one step that does not count, and of whole cycles."""
+        """Return a turn of one step that does not count, and of whole cycles."""
         cycle = self.candidates[index].cycle
         return TrialTurn(index, 1 + cycle * -(-(_TURN_STEPS - 1) // cycle))
 
     def _shorten(self) -> None:
-        """If the next turn, a candidate's first, does not fit, only one cycle of it counts."""
+        """Shorten the next turn to one counted cycle, if it is a candidate's first turn and does not fit the budget."""
         index = self._queue[0].candidate
         if not self.times[index] and not self._fits(self._queue[0]):
             self._queue[0] = TrialTurn(index, 1 + self.candidates[index].cycle)
 
     def _fits(self, turn: TrialTurn) -> bool:
-        """Whether the turn is over before the budget is spent."""
+        """Return whether the turn ends before the budget is spent."""
         us = (
             self.median_us(turn.candidate)
             or max(1.0, self._took_of_first) * self.candidates[turn.candidate].predicted_us
@@ -219,12 +227,12 @@ class Trial:
         self._choose()
 
     def _worth(self, index: int) -> bool:
-        """Whether predictions and their error leave open that this candidate is the best."""
+        """Return whether this candidate may be the best, given the predictions and their error."""
         assert self._first is not None
         candidate, first = self.candidates[index], self.candidates[self._first]
         if candidate.plain:
             return candidate.to_loss_us <= max(PLAIN_FACTOR * first.to_loss_us, self._to_loss_us(self._first))
-        # predictions of plans that encode, in one schedule, are wrong alike
+        # predictions of encoding plans in one schedule have similar errors
         lossier = candidate.loss > first.loss > 0 and candidate.cycle == first.cycle
         if lossier and candidate.to_loss_us > (1 - ALIKE) * first.to_loss_us:
             return False
@@ -247,7 +255,7 @@ class Trial:
         if current in medians and medians[best] > (1 - HYSTERESIS) * medians[current]:
             best = current
         if plain in medians and best != plain:
-            # the current plan only has to be faster at all
+            # the current plan only has to be faster by any amount
             least = 0.0 if best == current else GAIN
             if medians[best] > (1 - least) * medians[plain]:
                 best = plain
@@ -255,6 +263,6 @@ class Trial:
 
 
 def _means(times: Sequence[float], cycle: int) -> list[float]:
-    """Means over whole cycles; the mean of all times if there is no whole cycle."""
+    """Return the means over whole cycles; the mean of all times if there is no whole cycle."""
     whole = [fmean(times[at : at + cycle]) for at in range(0, len(times) - cycle + 1, cycle)]
     return whole or [fmean(times)]

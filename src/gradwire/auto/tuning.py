@@ -1,8 +1,9 @@
-"""`gw.Tuned` on a live job: try bucket sizes, and keep the one with the highest throughput.
+"""Driver of `gw.Tuned`: tries bucket sizes, and keeps the one with the highest throughput.
 
-A trial has some steps that do not count, since memory is new, and some whose mean on the slowest rank counts. Rank 0 searches and
-sends each size; every rank makes the same plan from it. A step is timed from the end of one backward to the end of the next, so
-the next forward of the pipelined schedule counts. A pause between two steps, as for an evaluation, does not count.
+A trial begins with some steps that do not count, because memory is new. The mean of its other steps on the slowest rank
+counts. Rank 0 searches and sends each size; every rank makes the same plan from it. A step is timed from the end of one
+backward to the end of the next, so that the next forward of the pipelined schedule counts. A pause between two steps,
+such as an evaluation, does not count.
 """
 
 import time
@@ -21,17 +22,17 @@ from gradwire.plan import Policy, Tuned
 from gradwire.record import Decision
 
 _PAUSE = 3.0
-"""A step that takes so many times as long as the trial's median contains a pause, and counts as the median."""
+"""A step of this many times the trial's median contains a pause. It counts as the median."""
 
 
 @dataclass(frozen=True)
 class TriedSize:
-    """One trial."""
+    """One trial of a bucket size."""
 
     nbytes: int
     """The `bucket_bytes` of the policy."""
     buckets: int
-    """The number of buckets of this size."""
+    """Number of buckets of this size."""
     step_us: float
     """Mean time of the counted steps on the slowest rank."""
     search_us: float
@@ -46,7 +47,7 @@ class TriedSize:
 
 @dataclass(frozen=True)
 class TunedSize:
-    """The size from `step` on, and all trials."""
+    """The bucket size from `step` on, and all trials."""
 
     step: int
     search: str
@@ -65,16 +66,16 @@ class TunedSize:
     def __str__(self) -> str:
         first, trials, sizes = self.tried[0], len(self.tried), len({each.nbytes for each in self.tried})
         cost_s = self.cost_us / 1e6
-        beside = "which was tried first" if self.chosen.nbytes == first.nbytes else f"tried first: {first}"
+        first_size = "which was tried first" if self.chosen.nbytes == first.nbytes else f"tried first: {first}"
         return (
-            f"buckets of {self.chosen}, {beside}. search='{self.search}' tried {sizes} size{'s' if sizes > 1 else ''}"
+            f"buckets of {self.chosen}, {first_size}. search='{self.search}' tried {sizes} size{'s' if sizes > 1 else ''}"
             f" in {f'{trials} trials and ' if trials > sizes else ''}{self.took_steps} steps, which cost {cost_s:.2f} s, "
             f"{cost_s / trials:.3f} s a trial."
         )
 
 
 class Tuning:
-    """The driver of one handle."""
+    """Driver of one handle with `gw.Tuned`."""
 
     later_specs = ()
 
@@ -88,39 +89,40 @@ class Tuning:
         self.searching = True
         self._infos: list[TensorInfo] | None = None
         self._search: SizeSearch | None = None
-        """On rank 0."""
+        """The search; None on ranks other than 0."""
         self._tried: list[TriedSize] = []
         self._nbytes = tuned.start_bytes
-        """The size on trial."""
+        """The size that is on trial."""
         self._steps_us: list[float] = []
         self._search_us, self._mark = 0.0, 0.0
-        """The time of finding the size and changing to it, and the end of the last step."""
+        """Time of finding the size and changing to it, in microseconds; and the end of the last step, in seconds."""
 
     def __repr__(self) -> str:
         return repr(self.tuned)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """The policy until the first trial."""
+        """Return the policy until the first trial."""
         return self.tuned.with_bytes(self.tuned.start_bytes)
 
     def recorded(self) -> Decision:
-        """The last size found, if there is one."""
+        """Return the last chosen size as a recorded run stores it."""
         return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why a saved plan cannot come from the policy with buckets of another size; '' if it can."""
+        """Return why a saved plan cannot come from the policy with buckets of another size; '' if it can."""
         return unlike(plan, own)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Keep the saved size. Search anew if the search had not ended, or if other ranks saved the size."""
+        """Go on from a saved state with the saved size. Search anew if the search had not ended, or if other ranks
+        saved the size."""
         settled = saved.own and not saved.searching
         self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
 
     def detached(self) -> None:
-        """Nothing is kept on the model."""
+        """Do nothing: this driver adds no hooks to the model."""
 
     def finished(self, session: Session) -> None:
-        """A step ended."""
+        """End a step, and end a trial that is complete."""
         live = Live(session)
         if live.group.world_size == 1:
             self.searching = False
@@ -158,17 +160,17 @@ class Tuning:
 
     def _try_next(self, live: Live, began: float) -> None:
         """Change to the next size, or to the best size after the search."""
-        told = int(live.made_by_first(partial(self._proposed, live), "the best size so far stays") or 0)
-        if told == 0:
+        nbytes = int(live.made_by_first(partial(self._proposed, live), "the best size so far stays") or 0)
+        if nbytes == 0:
             self._decide(live)
             return
-        self._nbytes, self._steps_us = told, []
-        live.change_to(live.plan_of(self.tuned.with_bytes(told)))
+        self._nbytes, self._steps_us = nbytes, []
+        live.change_to(live.plan_of(self.tuned.with_bytes(nbytes)))
         self._mark = self.clock()
         self._search_us = 1e6 * (self._mark - began)
 
     def _proposed(self, live: Live) -> str:
-        """The next size, on rank 0; 0 after the search."""
+        """Return the next size as text, on rank 0; "0" after the search."""
         if self._search is None:
             self._search = SizeSearch(self.tuned, lambda nbytes: self._buckets(live, nbytes))
         if self._tried:

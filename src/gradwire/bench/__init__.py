@@ -1,3 +1,3 @@
-"""Jobs, methods and the matrix runner behind `gradwire bench` and `gradwire demo`."""
+"""Jobs, methods and the runner of the matrix, for `gradwire bench` and `gradwire demo`."""
 
 __all__: list[str] = []  # the commands are the interface

@@ -1,10 +1,10 @@
-"""`gradwire demo`: a transformer on two nodes with a slow link between them, plain DDP beside gradwire with plan="auto".
+"""Runs `gradwire demo`: a transformer on two nodes with a slow link between them, with plain DDP and with plan="auto".
 
-Both train for equal seconds, in turns, on the same data in the same order, from their first step on: what gradwire's auto
-measures and tries counts. After each turn rank 0 evaluates on held-out batches.
+Both methods train for equal seconds, in turns, on the same data in the same order, from their first step on. The steps
+in which gradwire's auto measures and tries plans count. After each turn rank 0 evaluates on held-out batches.
 
-Without network namespaces no slow link can be emulated. The ranks then run over loopback with a given plan, and loss is drawn
-against bytes sent instead of seconds.
+Without network namespaces no slow link can be emulated. The ranks then run over loopback with a given plan, and loss is
+drawn against bytes sent instead of seconds.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from rich.table import Table
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import View
-from gradwire.bench.recorded import beside, method_folder
+from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.table import milliseconds
@@ -34,13 +34,13 @@ LINK = "100mbit"
 SECONDS = 45.0
 NODES = 2
 METHODS = {"floor": "floor", "ddp": "ddp", "gradwire": "gradwire:auto"}
-"""The methods by their names in the summary."""
+"""The name of each method on the command line, by its name in the summary."""
 SPECS = [QSGD(bits=4), ErrorFeedback(QSGD(bits=2))]
 """The specs that auto may choose. The profile times their codecs for the page's prediction."""
 FLOOR_STEPS, PROFILE_STEPS = 10, 8
 GIVEN = "4 bits for all tensors, a given plan: over loopback, which is fast, auto would send gradients as they are"
 UNDECIDED = "the plan of the first steps: there were too few of them for a decision"
-# Okabe and Ito's palette, which people with any kind of colour vision can tell apart
+# Okabe and Ito's palette, which people with any kind of colour vision can distinguish
 BLUE, VERMILION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
 COLOURS = {"ddp": VERMILION, "gradwire": BLUE}
 LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwire"}
@@ -51,15 +51,15 @@ class DemoMethod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     steps: int
     samples: int
-    """Training samples seen by all ranks."""
+    """Training samples that all ranks have seen."""
     seconds: float
     """Time of all steps."""
     step_ms: float
-    """Median, of gradwire after its decision."""
+    """Median time of a step; for gradwire, of a step after its decision."""
     exposed_ms: float
     """`step_ms` minus the floor's."""
     bytes_per_step: int
-    """Per rank: counted at the interface; over loopback, which other programs use too, as planned."""
+    """Bytes per rank: counted at the interface. Over loopback, which other programs use too: as planned."""
     held_out: list[tuple[float, float]]
     """Loss on held-out batches: pairs of seconds of training before and the loss. Empty for the floor."""
 
@@ -80,14 +80,14 @@ class DemoSummary(Document, frozen=True, kw_only=True):
     network: str
     methods: dict[str, DemoMethod]
     speedup: float
-    """gradwire's steps over DDP's in equal seconds, the steps until its decision included."""
+    """gradwire's steps over DDP's in equal seconds, including the steps until gradwire's decision."""
     bytes_ratio: float
-    """DDP's bytes of a step over gradwire's."""
+    """DDP's bytes per step over gradwire's."""
     passed_s: float | None = None
-    """Seconds of training after which gradwire's held-out loss was at or below DDP's last one; null: it never was."""
+    """Seconds of training after which gradwire's held-out loss was at or below DDP's last one; null if it never was."""
     picture: str
     problem: str | None = None
-    """Why no link could be emulated."""
+    """The reason why no link could be emulated; null if one was."""
     decided: str = ""
     """The plan that gradwire chose, in words."""
 
@@ -95,9 +95,9 @@ class DemoSummary(Document, frozen=True, kw_only=True):
 def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: View) -> DemoSummary:
     """Measure, and write `summary.json`, `demo.png`, `bench.json`, `run.json` and `report.html` to the folder `out`.
 
-    link: a rate such as "100mbit". seconds: of training, for each of the two methods. With an emulated link, also write the
-    profile for the page's prediction. `problem` is `gradwire.bench.runner.emulation_problem()`. Raises `GradwireError` if one
-    of the methods fails.
+    link: a rate such as "100mbit". seconds: of training, for each of the two methods. problem: the result of
+    `gradwire.bench.runner.emulation_problem()`. With an emulated link, the profile for the page's prediction is written
+    too. Raises `GradwireError` if one of the methods fails.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
         request = BenchRequest(
@@ -122,7 +122,7 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
     summary.save(out / "summary.json")
     cells = {name: _cell(run, name) for name in _methods(problem).values()}
     recorded = msgspec.structs.replace(recorded, made=run.made)
-    recorded = beside(recorded, cells[_methods(problem)["gradwire"]], cells, run.warmup_steps, run.turn_steps)
+    recorded = with_rivals(recorded, cells[_methods(problem)["gradwire"]], cells, run.warmup_steps, run.turn_steps)
     if problem is not None:
         notes = (*recorded.notes, f"No link could be emulated: {problem}. All times are of loopback.")
         recorded = msgspec.structs.replace(recorded, notes=notes)
@@ -137,7 +137,7 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
 
 
 def summarise(run: BenchRun, link: str, picture: Path, problem: str | None) -> DemoSummary:
-    """The summary of a run of the demo's three methods."""
+    """Summarise a run of the demo's three methods."""
     cells = {short: _cell(run, name) for short, name in _methods(problem).items()}
     floor = cells["floor"].step
     assert floor is not None
@@ -172,7 +172,7 @@ def summarise(run: BenchRun, link: str, picture: Path, problem: str | None) -> D
 
 
 def summary_table(summary: DemoSummary) -> Table:
-    """The summary as a table for the terminal."""
+    """Return the summary as a table for the terminal."""
     where = summary.link if summary.problem is None else "loopback"
     title = f"{JOB}, {summary.nodes} nodes, {where}"
     caption = f"gradwire ran {summary.decided}."
@@ -194,7 +194,7 @@ def summary_table(summary: DemoSummary) -> Table:
 
 
 def closing_lines(summary: DemoSummary) -> list[str]:
-    """What the demo brought, in sentences."""
+    """Describe the result of the demo in sentences."""
     ddp, ours = summary.methods["ddp"], summary.methods["gradwire"]
     if summary.problem is not None:
         return [f"gradwire sent {summary.bytes_ratio:.1f} times fewer bytes a step than plain DDP."]
@@ -213,7 +213,8 @@ def closing_lines(summary: DemoSummary) -> list[str]:
 
 
 def _methods(problem: str | None) -> dict[str, str]:
-    """Over loopback auto would send uncompressed gradients, because loopback is fast."""
+    """Return the methods. Over loopback gradwire gets a given plan, because auto would send uncompressed gradients on a
+    fast link."""
     return METHODS if problem is None else METHODS | {"gradwire": "gradwire:qsgd4"}
 
 
@@ -225,9 +226,9 @@ def _cell(run: BenchRun, method: str) -> Cell:
 
 
 def draw_demo(summary: DemoSummary, path: Path) -> None:
-    """Write the PNG: left the held-out loss over time, right the step split into compute and exposed exchange.
+    """Write the PNG. Left: the held-out loss over time. Right: the step, split into compute and exposed exchange.
 
-    Over loopback: left the loss over the bytes sent, right the bytes of a step.
+    Over loopback. Left: the loss over the bytes sent. Right: the bytes of a step.
     """
     import matplotlib
 
@@ -272,7 +273,7 @@ def _draw_loss(axes: Any, summary: DemoSummary) -> None:
 def _draw_loss_by_bytes(axes: Any, methods: Mapping[str, DemoMethod]) -> None:
     for name in COLOURS:
         method = methods[name]
-        megabytes = method.bytes_per_step * method.steps / 1e6 / method.seconds  # a second
+        megabytes = method.bytes_per_step * method.steps / 1e6 / method.seconds  # per second
         _curve(axes, name, [megabytes * seconds for seconds, _ in method.held_out], [x for _, x in method.held_out])
     axes.set_xlabel("MB sent by a rank")
     axes.set_title("Held-out loss", loc="left", fontsize=12)

@@ -1,4 +1,4 @@
-"""Training jobs that are small enough for one core and large enough to suffer from a slow link.
+"""Defines training jobs that are small enough for one core and large enough to suffer from a slow link.
 
 A job gives every method the same model and the same batches, so methods differ only in their communication. Nothing is
 downloaded: the data are scikit-learn's digits and the source text of the running Python's standard library.
@@ -31,12 +31,13 @@ from gradwire.profiler import WARMUP_STEPS, Profiling
 TEXT_BYTES = 4_000_000
 """The length of the text. The limit makes the text about equally long under every Python version."""
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets of one rank for one step."""
+"""The inputs and the targets of one rank for one step."""
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels [1797]."""
+    """Return scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels
+    [1797]."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -47,7 +48,8 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def standard_library_text(vocabulary: int) -> Tensor:
-    """The standard library's top-level modules in name order, as int64 characters. The text depends on the Python version.
+    """Return the standard library's top-level modules in name order, as int64 characters. They depend on the Python
+    version.
 
     The few bytes at or above `vocabulary` become the last character.
     """
@@ -144,7 +146,7 @@ class GPT(nn.Module):
 
 
 class HashedContexts(nn.Module):
-    """Two embedding tables whose rows a small MLP reads: int64 [N, 2] to logits [N, outputs]."""
+    """Two embedding tables, and a small MLP that reads their rows: int64 [N, 2] to logits [N, outputs]."""
 
     def __init__(self, rows: int, width: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -166,13 +168,13 @@ class Job(ABC):
         self.seed = seed
 
     def make_model(self, seed: int) -> nn.Module:
-        """A new model, determined by the seed. torch's global generator does not change."""
+        """Return a new model that the seed determines. torch's global generator does not change."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self._model()
 
     def batch(self, rank: int, world_size: int, step: int) -> Batch:
-        """The batch of a rank in a step, from the rank's share of the data. Equal calls return equal batches."""
+        """Return the batch of a rank in a step, from the rank's share of the data. Equal calls return equal batches."""
         generator = torch.Generator()
         # within a run, every (step, rank) has another seed
         generator.manual_seed((self.seed * 1_000_003 + step) * world_size + rank)
@@ -180,11 +182,11 @@ class Job(ABC):
 
     @abstractmethod
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The job's optimizer for this model."""
+        """Return the job's optimizer for this model."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of the batch, a scalar with a gradient."""
+        """Return the mean loss of the batch, a scalar with a gradient."""
 
     @abstractmethod
     def _model(self) -> nn.Module: ...
@@ -224,8 +226,11 @@ class MLPJob(DigitsJob):
 
 
 class ResNetJob(DigitsJob):
-    """A residual network with BatchNorm on the digits at 32x32: many small tensors and a few large ones. Every batch adds new
-    noise of the images' deviation, because the network would memorise clean images within a hundred steps."""
+    """A residual network with BatchNorm on the digits at 32x32: many small tensors and a few large ones.
+
+    Every batch adds new noise with the images' deviation. Without noise the network would memorise the images within a
+    hundred steps.
+    """
 
     name = "resnet"
     batch_size = 96
@@ -252,7 +257,7 @@ class TextJob(Job):
 
     @cached_property
     def text(self) -> Tensor:
-        """The whole text as int64 characters below `vocabulary`."""
+        """Return the whole text as int64 characters below `vocabulary`."""
         return standard_library_text(self.vocabulary)
 
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
@@ -281,8 +286,12 @@ class TransformerJob(TextJob):
 
 
 class EmbeddingsJob(TextJob):
-    """Two tables with a row for every hash of three characters: those before the next one, and those before them. The tables hold
-    nearly all parameters, and a batch uses few of their rows. So a step computes little and has large gradients."""
+    """Two embedding tables with a row for every hash of three characters: the three before the next character, and the
+    three before them.
+
+    The tables hold nearly all parameters, and a batch uses few of their rows. So a step computes little and has large
+    gradients.
+    """
 
     name = "embeddings"
     batch_size = 512
@@ -310,7 +319,7 @@ _JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJ
 
 
 def make_job(name: str, seed: int = 0) -> Job:
-    """The job of this name. Raises `FormatError` if there is none."""
+    """Return the job of this name. Raises `FormatError` if there is none."""
     check_job(name)
     return _JOBS[name](seed)
 

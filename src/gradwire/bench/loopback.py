@@ -1,4 +1,4 @@
-"""Plain processes over loopback, for machines where network namespaces cannot be made."""
+"""Runs ranks as plain processes over loopback, for machines on which network namespaces cannot be made."""
 
 import os
 import signal
@@ -19,8 +19,10 @@ LOOPBACK = "lo"
 
 
 class Loopback(AbstractContextManager["Loopback"]):
-    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.EmulatedCluster`. They share no
-    memory, unless `env` says so: loopback stands for a network."""
+    """`world_size` ranks on this machine as one node, with the interface of `gradwire.testbed.EmulatedCluster`.
+
+    The ranks share no memory unless `env` allows it, because loopback stands for a network.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -28,7 +30,7 @@ class Loopback(AbstractContextManager["Loopback"]):
     def __exit__(self, *error: object) -> None: ...
 
     def set_inter(self, rate: str | None) -> None:
-        """Raises `TestbedError` for any limit: loopback has none."""
+        """Do nothing without a limit. Raises `TestbedError` for any limit, because loopback has none."""
         if rate is not None:
             raise TestbedError(f"link {rate} cannot be measured: plain loopback cannot limit the rate.")
 

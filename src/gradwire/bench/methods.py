@@ -1,4 +1,4 @@
-"""The methods of gradient exchange that the bench compares.
+"""Defines the methods of gradient exchange that the bench compares.
 
 floor           no communication: the step time on an infinitely fast network
 ddp             DistributedDataParallel with torch's defaults
@@ -38,7 +38,7 @@ POWERSGD_START = 2
 """The first compressed step of PowerSGD, one step after DDP rebuilds its buckets. The hook requires at least 2."""
 CODEC_REPEATS = 10
 ERROR_STEPS = 10
-"""A recorded run measures compression errors every so many steps."""
+"""Number of steps between measurements of compression errors in a recorded run."""
 
 
 class Method(ABC):
@@ -49,7 +49,8 @@ class Method(ABC):
     wrong_on_purpose = False
     """Whether the method leaves out a part of each step. The bench then keeps neither its loss nor its speedup."""
     forward_us = 0.0
-    """The forward of the last step, including the method's own work and waits; `backward_us` likewise."""
+    """Time of the last step's forward, including the method's own work and waits. `backward_us` is the same of
+    backward."""
     backward_us = 0.0
 
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
@@ -74,10 +75,10 @@ class Method(ABC):
     @property
     @abstractmethod
     def bytes_planned(self) -> int | None:
-        """Bytes of gradients that this rank plans to send in a step; None if not known."""
+        """Return the bytes of gradients that this rank plans to send in a step; None if unknown."""
 
     def codec_seconds(self) -> float | None:
-        """CPU seconds of a step's encodes and decodes, measured alone; None if they cannot run alone."""
+        """Return the CPU seconds of a step's encodes and decodes, measured alone; None if they cannot run alone."""
         return None
 
     def record(self, folder: Path) -> None:  # noqa: B027
@@ -85,7 +86,7 @@ class Method(ABC):
 
     @property
     def decided(self) -> list[Decided]:
-        """The method's decisions so far, in order."""
+        """Return the method's decisions so far, in order."""
         return []
 
     @property
@@ -95,7 +96,7 @@ class Method(ABC):
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
-        """Mean loss of this rank's weights on these batches. Not collective."""
+        """Return the mean loss of this rank's weights on these batches. Not collective."""
         self.bare_model.eval()
         losses = [self.job.loss(self.bare_model, batch).item() for batch in batches]
         self.bare_model.train()
@@ -112,7 +113,7 @@ class Method(ABC):
 
 
 class Floor(Method):
-    """Every rank trains its own model on its own share, without communication."""
+    """Training without communication: every rank trains its own model on its own share of the data."""
 
     @property
     def bytes_planned(self) -> int:
@@ -186,7 +187,7 @@ class DDPPowerSGD(DDP):
 
 
 class Gradwire(Method):
-    """gradwire, in place."""
+    """gradwire, applied to the model in place."""
 
     def __init__(
         self, job: Job, seed: int, process_group: dist.ProcessGroup | None, policy: str, drift_check_steps: int = 1000
@@ -198,7 +199,7 @@ class Gradwire(Method):
         plan = arguments["plan"]
         self._decides = plan == "auto"
         if isinstance(plan, gw.Policy) and isinstance(plan.default, gw.DGC):
-            momentum = 0.0  # of the job's optimizer, if that has any: DGC applies it instead
+            momentum = 0.0  # momentum of the job's optimizer, if it has any: DGC applies the momentum instead
             for group in self.optimizer.param_groups:
                 momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
             arguments = {"plan": gw.Uniform(msgspec.structs.replace(plan.default, momentum=momentum))}
@@ -239,12 +240,13 @@ class Gradwire(Method):
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of all gradients of the model."""
+    """Return the bytes of all gradients of the model."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def allreduce_bytes(size: int, world_size: int) -> int:
-    """Bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of `size`."""
+    """Return the bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of
+    `size`."""
     return 2 * size * (world_size - 1) // world_size
 
 

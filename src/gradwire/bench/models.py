@@ -1,4 +1,4 @@
-"""Any model as a job: random weights and made-up data, and the model's profile on this machine.
+"""Makes a job of any model, with random weights and made-up data, and measures the model's profile on this machine.
 
 The model is a `torch.nn.Module` that takes one tensor, or token ids as `input_ids`. The loss is the model's own if it computes
 one, else the mean of the squares of its output. So steps are real, and the trained model is worth nothing.
@@ -24,7 +24,7 @@ from gradwire.errors import FormatError
 from gradwire.profiler import Recorder, measure_codecs, profile_from
 
 LEARNING_RATE = 1e-4
-"""Small, because the loss of random weights on made-up data must stay finite."""
+"""A small rate, because the loss of random weights on made-up data must stay finite."""
 
 PROFILED_STEPS = 10
 
@@ -78,7 +78,8 @@ class ModelJob(Job):
         return inputs, inputs
 
     def _try(self, model: nn.Module) -> None:
-        """One backward. A model whose labels are no tokens, such as a classifier of texts, is tried again without them."""
+        """Run one backward. If the model's labels are no tokens, as in a classifier of texts, try again without
+        labels."""
         batch = self.batch(0, 1, 0)
         try:
             self.loss(model, batch).backward()
@@ -96,11 +97,11 @@ class ModelJob(Job):
 
 
 def measure_model(given: GivenModel, specs: Sequence[Spec], costs: Costs | None) -> tuple[Profile, Costs]:
-    """The profile of the model and, unless given, the costs of the codecs, on this machine's processor.
+    """Measure the profile of the model and, unless given, the costs of the codecs, on this machine's processor.
 
     The model trains alone, for a few steps, with torch's number of threads.
 
-    Raises FormatError as `ModelJob` does.
+    Raises FormatError if `ModelJob` cannot be made.
     """
     job = ModelJob(given)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -122,7 +123,7 @@ def measure_model(given: GivenModel, specs: Sequence[Spec], costs: Costs | None)
 
 
 def _maker(given: GivenModel) -> Callable[[], Any]:
-    """A function that builds the model. Modules of the current directory are found."""
+    """Return a function that builds the model. Modules in the current directory are found."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module_name, _, name = given.model.partition(":")
@@ -157,7 +158,7 @@ def _maker(given: GivenModel) -> Callable[[], Any]:
 
 
 def _vocabulary(model: nn.Module, given: GivenModel) -> int:
-    """The number of tokens, as the model's config or its first embedding tells it."""
+    """Return the number of tokens, from the model's config or from its first embedding."""
     if len(given.shape()) != 2:
         raise FormatError(
             f"--input {given.input} has {len(given.shape())} extents, and {given.model} takes token ids: give batch x length, "
@@ -174,7 +175,7 @@ def _vocabulary(model: nn.Module, given: GivenModel) -> int:
 
 
 def _loss_of(output: Any, name: str) -> Tensor:
-    """The output's own loss, else the mean of squares of its logits, or of each of its float tensors."""
+    """Return the output's own loss, or else the mean of squares of its logits, or of each of its float tensors."""
     own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     if isinstance(own, Tensor):
         return own

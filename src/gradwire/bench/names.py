@@ -1,4 +1,4 @@
-"""The names of jobs, models, methods, policies and specs on the command line, checked before torch is imported."""
+"""Checks the names of jobs, models, methods, policies and specs on the command line before torch is imported."""
 
 import ast
 import contextlib
@@ -60,7 +60,7 @@ def check_job(name: str) -> str:
 
 
 class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Any model, as the options of the command line name it.
+    """A model that the options of the command line name.
 
     >>> given = GivenModel(model="transformers:GPT2LMHeadModel", config="n_layer=2,activation_function=relu", input="8x64")
     >>> given.keywords(), given.shape()
@@ -70,13 +70,14 @@ class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str
     """MODULE:NAME of a class or function that returns a `torch.nn.Module`; timm:NAME of one of timm's models."""
     config: str = ""
-    """Keywords for NAME; for a model of transformers, for the class of its config."""
+    """Keywords for NAME. For a model of transformers: keywords for the class of its config."""
     input: str
     """The shape of a rank's batch."""
 
     @classmethod
     def of(cls, model: str | None, config: str | None, shape: str | None) -> "GivenModel | None":
-        """The model of --model, --config and --input. Raises `FormatError` for a text that cannot be meant."""
+        """Return the model of --model, --config and --input; None without them. Raises `FormatError` for a wrong
+        text."""
         if model is None:
             if config is not None or shape is not None:
                 raise FormatError(f"--config {config} and --input {shape} describe a model. Name the model by --model.")
@@ -94,7 +95,7 @@ class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return given
 
     def keywords(self) -> dict[str, Any]:
-        """Values are Python literals, or true, false and null; other values are texts."""
+        """Return the keywords. Values are Python literals, or true, false and null; other values are texts."""
         problem = f"--config {show(self.config)} is no list of keywords. Write it such as n_layer=4,activation='gelu'."
         source = f"f({self.config})"
         try:
@@ -143,7 +144,7 @@ def check_method(name: str) -> str:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of `gw.parallelize` for the text behind `gradwire:`, a name of DECIDING or a policy.
+    """Return the arguments of `gw.parallelize` for the text behind `gradwire:`, a name of DECIDING or a policy.
 
     >>> arguments_of("auto-exact")
     {'plan': 'auto', 'accuracy': 'exact'}

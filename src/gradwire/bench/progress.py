@@ -1,4 +1,4 @@
-"""The live view of a run: one progress bar per method, or a table of a race."""
+"""Shows a run while it goes on: one progress bar per method, or a table of a race."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,14 +13,14 @@ from gradwire.bench.results import StepEvent
 
 
 class View(Protocol):
-    """What is told of a run while it goes on."""
+    """The interface of live views. The runner reports each cell group and each step."""
 
     def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[None]:
-        """A cell group goes on until the context ends."""
+        """Show a cell group until the context ends."""
         ...
 
     def step(self, event: StepEvent) -> None:
-        """Rank 0 made a step or an evaluation."""
+        """Show that rank 0 made a step or an evaluation."""
         ...
 
 
@@ -76,7 +76,7 @@ class RaceView:
         self.console = console
         self._samples = samples_per_step
         self._rows: dict[str, tuple[int, float, float | None]] = {}
-        """By method: steps, seconds of training, and the last held-out loss."""
+        """Number of steps, seconds of training, and the last held-out loss, by method."""
         self._live: Live | None = None
 
     @contextmanager

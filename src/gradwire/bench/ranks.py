@@ -1,4 +1,5 @@
-"""The ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte counters."""
+"""Connects the ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte
+counters."""
 
 import ctypes
 import json
@@ -16,7 +17,7 @@ from gradwire.bench.loopback import LOOPBACK
 
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 TIMEOUTS_TO_AGREE = 3
 """A rank waits this many collective timeouts for the other ranks, because their collectives may time out first."""
 
@@ -28,14 +29,14 @@ class Ranks:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        """Ranks of this rank's node, which share its interface: on plain loopback all ranks."""
+        """Number of ranks on this rank's node, which share its interface. On plain loopback: all ranks."""
         self.distributed = self.world_size > 1 or communicating
         self._timeout = timedelta(seconds=timeout_s)
         if self.distributed:
             dist.init_process_group("gloo", timeout=TIMEOUTS_TO_AGREE * self._timeout)
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A process group of all ranks for one method."""
+        """Make a process group of all ranks for one method."""
         return dist.new_group(timeout=self._timeout) if self.distributed else None
 
     def meet(self) -> None:
@@ -43,7 +44,8 @@ class Ranks:
             dist.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank, sent as JSON because unpickling bytes of the network is unsafe."""
+        """Return the values of all ranks, by rank. They are sent as JSON, because unpickling bytes of the network is
+        unsafe."""
         if not self.distributed:
             return [value]
         text = json.dumps(value).encode()
@@ -55,7 +57,7 @@ class Ranks:
         return [json.loads(bytes(text.tolist())) for text in texts]
 
     def all_problems(self, problem: str | None) -> str | None:
-        """The problems of all ranks in one message, the same on all ranks. None if no rank has a problem."""
+        """Return the problems of all ranks in one message, equal on all ranks; None if no rank has a problem."""
         said = [f"rank {rank}: {words}" for rank, words in enumerate(self.gather(problem)) if words is not None]
         return "; ".join(said) or None
 
@@ -73,7 +75,7 @@ def die_with(parent: int) -> None:
 
 
 def sent_by_interface() -> int:
-    """Bytes that gloo's network interface has sent, for all ranks that share the interface."""
+    """Return the bytes that gloo's network interface has sent for all ranks that share the interface."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     counters = psutil.net_io_counters(pernic=True, nowrap=False)
     if interface not in counters:

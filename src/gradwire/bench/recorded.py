@@ -1,4 +1,4 @@
-"""Add the bench's times of all methods to the recorded run of each gradwire method."""
+"""Adds the bench's times of all methods to the recorded run of each gradwire method."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ NAMES = {
     "ddp-powersgd": "DDP, PowerSGD hook",
 }
 FEWEST_STEPS = 4
-"""The fewest steps of a method that are compared with those of another."""
+"""Fewest steps of two methods that are compared."""
 
 
 def method_folder(group: Path, method: str) -> Path:
-    """The folder of a method's recorded run, inside the folder of its cell group.
+    """Return the folder of a method's recorded run, inside the folder of its cell group.
 
     >>> method_folder(Path("runs"), "gradwire:ErrorFeedback(TopK(0.01))").name
     'gradwire-ErrorFeedback-TopK-0.01'
@@ -32,17 +32,19 @@ def method_folder(group: Path, method: str) -> Path:
 
 
 def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_steps: int, made: Made) -> None:
-    """Complete the recorded runs of a cell group. `made` names the command of the bench, which the ranks do not know."""
+    """Complete the recorded runs of a cell group. made: the bench's host, date and command, which the ranks do not
+    know."""
     good = {cell.method: cell for cell in cells if cell.failure is None}
     for name, own in good.items():
         folder = method_folder(group, name)
         if name.startswith("gradwire") and (folder / "run.json").exists():
             run = replace(Run.read(folder), made=made)
-            beside(run, own, good, warmup_steps, turn_steps).save(folder / "run.json")
+            with_rivals(run, own, good, warmup_steps, turn_steps).save(folder / "run.json")
 
 
-def beside(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_steps: int, turn_steps: int) -> Run:
-    """The run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP first."""
+def with_rivals(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_steps: int, turn_steps: int) -> Run:
+    """Return the run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP
+    first."""
     ends = list(accumulate(us / 1e6 for us in own.step_us))
     steps = tuple(
         replace(each, step_us=own.step_us[each.step], end_s=ends[each.step], loss=own.loss[each.step])

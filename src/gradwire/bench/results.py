@@ -1,4 +1,4 @@
-"""The formats of the bench: the lines that the worker prints after each step, the record of the ranks, the results file.
+"""Defines the formats of the bench: the worker's line after each step, the record of the ranks, the results file.
 
 The files are strict (`gradwire.core.strict.Document`). Times are microseconds, sizes are bytes, rates are gigabits per
 second. Lists over steps include the warm-up steps; statistics exclude them.
@@ -24,7 +24,7 @@ class StepEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     us: float
     loss: float
     held_out: float | None = None
-    """The mean loss on held-out batches."""
+    """Mean loss on held-out batches."""
 
 
 def print_event(event: StepEvent) -> None:
@@ -37,7 +37,7 @@ def print_event(event: StepEvent) -> None:
 
 
 def parse_event(line: str) -> StepEvent | None:
-    """The event in a line; None for any other line."""
+    """Return the event in a line; None for any other line."""
     if line.startswith(PREFIX):
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(line[len(PREFIX) :], type=StepEvent)
@@ -51,14 +51,14 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
 
     job: str
     model: GivenModel | None = None
-    """The model of the job; null: `job` is one of the bench's own."""
+    """The model of the job; null if `job` is one of the bench's own."""
     methods: tuple[str, ...]
     seed: int
     steps: int
-    """Measured steps of each method, after `warmup_steps` that are not counted."""
+    """Number of measured steps of each method, after `warmup_steps` that do not count."""
     warmup_steps: int
     turn_steps: int
-    """Steps that a method takes in one turn."""
+    """Number of steps in one turn of a method."""
     collective_timeout_s: float
     runner: int
     """The process id of the runner. The ranks die with the runner."""
@@ -69,10 +69,10 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     deciding_steps: int = 0
     """The most steps that a deciding method may take before its warm-up."""
     go_on_to: dict[str, int] = msgspec.field(default_factory=dict)
-    """By method, the number of steps in all. The method trains on after its measured steps and is evaluated regularly."""
+    """Number of steps in all, by method. The method trains on after its measured steps and is evaluated regularly."""
     race_s: float = 0.0
-    """If above 0, all methods but the floor train for so many seconds each, in turns of equal seconds, and are evaluated after
-    each turn. Then `steps` and `warmup_steps` are the floor's."""
+    """Seconds of training in a race; 0 for no race. All methods except the floor train for so many seconds each, in
+    turns of equal seconds, and are evaluated after each turn. `steps` and `warmup_steps` are then the floor's."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +84,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether the plan is plain all-reduce."""
     step: int
     cost_us: float
-    """The time of all steps before the decision, minus the time of as many steps under the chosen plan."""
+    """Time of all steps before the decision, minus the time of as many steps under the chosen plan."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,19 +145,19 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     job: str
     link: str
     gbps: float | None
-    """null: unlimited."""
+    """Rate of the link; null if unlimited."""
     method: str
     failure: str | None = None
     step: StepTimes | None = None
     wrong_on_purpose: bool = False
     """The method leaves out a part of each step, so only times and bytes are kept."""
     forward_us: float | None = None
-    """Median. The time includes the work and the waits of the method during forward; `backward_us` likewise."""
+    """Median time of forward, including the method's work and waits. `backward_us` is the same of backward."""
     backward_us: float | None = None
     counted_bytes: float | None = None
-    """Per rank and step, from the interface's counter: includes headers and acknowledgements."""
+    """Bytes per rank and step at the interface's counter, including headers and acknowledgements."""
     planned_bytes: int | None = None
-    """Per rank and step, as the method plans; null: not known."""
+    """Planned bytes per rank and step; null if unknown."""
     counted_over_planned: float | None = None
     cpu_us: float | None = None
     codec_us: float | None = None
@@ -181,25 +181,25 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speedup: Interval | None = None
     """The speedup over ddp in the same run; above 1 is faster."""
     step_us: list[float] = []
-    """Each step, the mean over ranks, warm-up first."""
+    """Time of each step, the mean over ranks, warm-up first."""
     loss: list[float] = []
-    """Each step, the mean over ranks, warm-up first. The ranks of the floor train independently."""
+    """Loss of each step, the mean over ranks, warm-up first. The ranks of the floor train independently."""
     counted: tuple[int, int] = (0, 0)
     """The range of measured steps; (0, 0): all steps after the run's warm-up."""
     decided: list[Decided] = []
     held_out: list[tuple[int, float]] = []
-    """As in `MethodRecord`."""
+    """Pairs of a number of steps and rank 0's mean loss on held-out batches after these steps."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank alone on the machine, without a testbed: T_1."""
+    """The times of one rank alone on the machine, without a testbed: T_1."""
 
     job: str
     parameters: int = 0
     failure: str | None = None
     step: StepTimes | None = None
     backward_us: float | None = None
-    """The mean. The rest of a step is forward and the optimizer's step."""
+    """Mean time of backward. The rest of a step is forward and the optimizer's step."""
 
 
 class BenchRun(Document, frozen=True, kw_only=True):
@@ -213,7 +213,7 @@ class BenchRun(Document, frozen=True, kw_only=True):
     torch: str
     cores: int
     network: str
-    """namespaces: an emulated cluster; loopback: plain processes, over an unlimited link."""
+    """"namespaces" for an emulated cluster; "loopback" for plain processes over an unlimited link."""
     nodes: int
     ranks_per_node: int
     steps: int
@@ -225,7 +225,7 @@ class BenchRun(Document, frozen=True, kw_only=True):
     cells: tuple[Cell, ...] = ()
 
     def cell(self, job: str, link: str, method: str) -> Cell | None:
-        """The cell with these names, or None."""
+        """Return the cell with these names, or None."""
         return next((c for c in self.cells if (c.job, c.link, c.method) == (job, link, method)), None)
 
     @property

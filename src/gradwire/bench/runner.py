@@ -1,4 +1,4 @@
-"""The matrix: jobs x links x methods, all methods of a cell group side by side in one run.
+"""Runs the matrix: jobs x links x methods, all methods of a cell group side by side in one run.
 
 A cell group is one job over one link. One set of processes runs all methods of a cell group in turns
 (`gradwire.bench.worker`). The runner changes the rate of the link between cell groups.
@@ -31,7 +31,8 @@ from gradwire.testbed import (
 )
 
 FEWEST_WARMUP_STEPS = 3
-"""DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in the third."""
+"""Fewest warm-up steps. DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in
+the third."""
 ALONE_WARMUP_STEPS = 10
 FAILURE_LINES = 40
 Network = EmulatedCluster | Loopback
@@ -43,23 +44,23 @@ class BenchRequest:
 
     jobs: Sequence[str]
     links: Sequence[str]
-    """Rates such as "500mbit", or "unlimited"."""
+    """Link rates such as "500mbit", or "unlimited"."""
     methods: Sequence[str]
     model: GivenModel | None = None
-    """The model of the one job; None: all jobs are the bench's own."""
+    """The model of the one job; None if all jobs are the bench's own."""
     nodes: int = 2
     ranks_per_node: int = 1
     intra: str | None = None
-    """The rate inside a node, which all its ranks share for both directions, as behind a PCIe switch; None: unlimited."""
+    """Rate inside a node, which all its ranks share for both directions, as behind a PCIe switch; None if unlimited."""
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
     deciding_steps: int = 0
     go_on_to: Mapping[str, int] = field(default_factory=dict)
-    """As in `WorkerOrder`, like `deciding_steps` and `race_s`."""
+    """See `WorkerOrder`. The same holds for `deciding_steps` and `race_s`."""
     race_s: float = 0.0
     alone_steps: int = 100
-    """Steps of one rank alone, for the scaling factor; 0 measures no scaling factor."""
+    """Number of steps of one rank alone, for the scaling factor; 0 to measure no scaling factor."""
     seed: int = 0
     record: Path | None = None
     """Folder for recorded runs of gradwire's methods: JOB-LINK/METHOD/run.json."""
@@ -100,12 +101,13 @@ class BenchRequest:
 
 
 def gbps_of(link: str) -> float | None:
-    """The rate of a link; None for an unlimited link. Raises `TestbedError` if the text is not a rate."""
+    """Return the rate of a link; None for an unlimited link. Raises `TestbedError` if the text is not a rate."""
     return None if link == UNLIMITED else parse_rate(link) / 1e9
 
 
 def emulation_problem() -> str | None:
-    """Why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if needed."""
+    """Return why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if
+    needed."""
     problem = permission_problem()
     if problem is None:
         reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
@@ -159,7 +161,7 @@ def run_profile(
 
 
 def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], list[str]]:
-    """The links that can be measured on this machine, and notes for the reader of the results."""
+    """Return the links that can be measured on this machine, and notes for the reader of the results."""
     notes = []
     limited = [link for link in request.links if link != UNLIMITED]
     if "floor" not in request.methods:
@@ -203,14 +205,14 @@ class _Runner:
         self.made = Made.now()
 
     def measure_alone(self, job: str) -> None:
-        """T_1 of the scaling factor: one rank, no testbed, the other cores idle."""
+        """Measure T_1 of the scaling factor: one rank, no testbed, the other cores idle."""
         title = f"{job}, one rank alone"
         found = self._run(Loopback(1), title, job, ["floor"], self.request.alone_steps, ALONE_WARMUP_STEPS)
         self.alone.append(alone_from(found) if isinstance(found, WorkerRecord) else Alone(job=job, failure=found))
         self._save()
 
     def measure_group(self, network: Network, job: str, link: str) -> None:
-        """All methods on one job over one link."""
+        """Measure all methods on one job over one link."""
         request, title, gbps = self.request, f"{job}, {link}", gbps_of(link)
         record = None if request.record is None else method_folder(request.record, f"{job}-{link}")
         found = self._run(network, title, job, request.methods, request.steps, request.warmup_steps, record)
@@ -225,7 +227,7 @@ class _Runner:
         self._save()
 
     def result(self) -> BenchRun:
-        """Everything measured so far."""
+        """Return everything measured so far."""
         asked = ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps", "seed")
         return BenchRun(
             made=self.made,
@@ -252,7 +254,7 @@ class _Runner:
         warmup_steps: int,
         record: Path | None = None,
     ) -> WorkerRecord | str:
-        """The record of the ranks, or why there is none."""
+        """Return the record of the ranks, or the reason why there is none."""
         said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
         last = "nothing"
 

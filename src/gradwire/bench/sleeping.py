@@ -1,8 +1,9 @@
-"""A sleeping accelerator: a device that works for given times, one thing after the other, for tests of offload without a GPU.
+"""A sleeping accelerator: a device that works for given times, one work after the other, for tests of offload without a
+GPU.
 
-Computation and the codecs of the device are sleeps. What they compute is real: each does its work on the host first and then
-sleeps until its time is over. So gradients, payloads and sums are right, and a processor is free while the device works.
-Exchanges use real sockets, and codecs that a plan puts on CPUs run there.
+Computation and the codecs of the device are sleeps. Their results are real: each work is done on the host first, and
+then the device sleeps until the work's time is over. So gradients, payloads and sums are right, and a processor is free
+while the device works. Exchanges use real sockets, and codecs that a plan puts on CPUs run there.
 """
 
 import threading
@@ -22,29 +23,30 @@ from gradwire.kernels import Segments
 T = TypeVar("T")
 
 _GRACE_S = 0.3e-3
-"""Computation lets the device idle so long for a codec that has just become ready; it counts as part of the computation."""
+"""Longest time, in seconds, for which computation leaves the device idle for a codec that has just become ready. It
+counts as computation."""
 
 
 class SleepingAccelerator:
-    """Stands in for a GPU: see `gradwire.transport.devices.stand_in`."""
+    """A device that stands in for a GPU: see `gradwire.transport.devices.stand_in`."""
 
     name = "sleeping accelerator"
 
     def __init__(self, encode: Points, decode: Points) -> None:
-        """encode, decode: microseconds of one call by bytes of gradient in float32."""
+        """encode, decode: the microseconds of one call, by bytes of gradient in float32."""
         self.encode, self.decode = encode, decode
         self.works = self.late = 0
-        """Works done, and those of them that took longer on the host than they were to sleep."""
+        """Number of works done, and number of works that took longer on the host than their time on the device."""
         self._turns = threading.Condition()
         self._busy, self._codecs_waiting = False, 0
         self._freed_at = 0.0
 
     def codec(self, codec: Compressor) -> "SleepingCodec":
-        """The codec, on this device."""
+        """Return the codec as it runs on this device."""
         return SleepingCodec(codec, self)
 
     def compute(self, us: float, work: Callable[[], T]) -> T:
-        """Computation of so many microseconds. A codec that waits for the device goes first."""
+        """Run computation of `us` microseconds on the device. A codec that waits for the device goes first."""
         asked = time.perf_counter()
         time.sleep(min(_GRACE_S, us / 1e6))
         with self._turns:
@@ -54,7 +56,7 @@ class SleepingAccelerator:
         return self._work(us / 1e6 - idle_s, work)
 
     def code(self, us: float, work: Callable[[], object]) -> None:
-        """An encode or decode of so many microseconds."""
+        """Run an encode or decode of `us` microseconds on the device."""
         with self._turns:
             self._codecs_waiting += 1
             self._turns.wait_for(lambda: not self._busy)
@@ -86,26 +88,26 @@ class SleepingCodec(ProxyCodec):
         self._accelerator = accelerator
 
     def like(self, codec: Compressor) -> "SleepingCodec":
-        """On the same device."""
+        """Return another codec on the same device."""
         return SleepingCodec(codec, self._accelerator)
 
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
-        """When the device is free, for as long as it takes there."""
+        """Encode as soon as the device is free, for as long as an encode takes there."""
         us = time_at(self._accelerator.encode, 4 * segments.numel)
         self._accelerator.code(us, lambda: self.codec.encode(src, state, segments, context, payload))
 
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
-        """When the device is free, for as long as it takes there."""
+        """Decode as soon as the device is free, for as long as a decode takes there."""
         us = time_at(self._accelerator.decode, 4 * segments.numel)
         self._accelerator.code(us, lambda: self.codec.decode(payload, segments, dtype, add, dst, context))
 
 
 class LayerTimes(NamedTuple):
-    """A layer of one tensor."""
+    """The times of a layer of one tensor."""
 
     numel: int
     forward_us: float
@@ -113,7 +115,7 @@ class LayerTimes(NamedTuple):
 
 
 class SleepingModel(nn.Module):
-    """Layers whose forward and backward are works of a sleeping accelerator.
+    """Layers with a forward and a backward that are works of a sleeping accelerator.
 
     The gradient of a layer is its weight minus the input, a number, times the layer's own target.
     """

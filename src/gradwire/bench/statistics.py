@@ -1,4 +1,4 @@
-"""The numbers of a cell, from the records of the ranks. Pure: no torch, no clock."""
+"""Computes the numbers of a cell from the records of the ranks. Pure: no torch, no clock."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,12 +12,12 @@ from gradwire.record import Interval
 
 FRAME_BYTES = 1514
 FRAME_PAYLOAD_BYTES = 1448
-"""An Ethernet frame of TCP over IPv4 with timestamps, and its payload."""
+"""Payload of an Ethernet frame of TCP over IPv4 with timestamps. FRAME_BYTES is the whole frame."""
 RESAMPLES = 2000
 
 
 def step_times(times_us: Sequence[float]) -> StepTimes:
-    """Median, minimum and spread. Needs at least one step."""
+    """Return median, minimum and spread. Needs at least one step."""
     times = np.asarray(times_us, dtype=np.float64)
     low, high = np.percentile(times, [10, 90])
     return StepTimes(
@@ -32,7 +32,7 @@ def step_times(times_us: Sequence[float]) -> StepTimes:
 
 
 def wire_us(planned_bytes: int, gbps: float | None) -> float:
-    """The time that the bytes need on an idle link; 0 on an unlimited link.
+    """Return the time that the bytes need on an idle link, in microseconds; 0 on an unlimited link.
 
     >>> round(wire_us(6_000_000, 0.5))
     100376
@@ -41,7 +41,8 @@ def wire_us(planned_bytes: int, gbps: float | None) -> float:
 
 
 def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """How many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap interval."""
+    """Return how many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap
+    interval."""
     generator = np.random.default_rng(seed)
 
     def resampled_medians(values: Sequence[float]) -> NDArray[np.float64]:
@@ -54,7 +55,7 @@ def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: 
 
 
 def alone_from(record: WorkerRecord) -> Alone:
-    """T_1, from a record of the floor with one rank."""
+    """Return T_1, from a record of the floor with one rank."""
     method = record.methods[0]
     alone = Alone(job=record.job, parameters=record.parameters, failure=method.failure)
     if method.failure is not None:
@@ -67,7 +68,7 @@ def alone_from(record: WorkerRecord) -> Alone:
 def cells_from(
     record: WorkerRecord, link: str, gbps: float | None, ranks_per_node: int, alone: Alone | None
 ) -> list[Cell]:
-    """The cells of one job over one link."""
+    """Return the cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
     ranges = {name: method.counted or (record.warmup_steps, len(method.wall_us[0])) for name, method in good.items()}
     counted = {name: _over_ranks(method)[slice(*ranges[name])] for name, method in good.items()}
@@ -117,10 +118,12 @@ def cells_from(
 
 
 def _max_speedup(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:
-    """S^max, DeAR's eq. 6, for `planned_bytes` per rank and step over a link of this rate; None if a term was not measured.
+    """Return S^max, DeAR's eq. 6, for `planned_bytes` per rank and step over a link of this rate; None if a term was
+    not measured.
 
-    Compute is that of one rank alone. Forward includes the optimizer, which can step one bucket while the next is gathered.
-    Each phase sends half of the bytes: uncompressed (n-1)/n of the gradients. The paper's m/B is the limit of many ranks.
+    Compute is the compute time of one rank alone. Forward includes the optimizer, which can step one bucket while the
+    next one is gathered. Each phase sends half of the bytes: uncompressed (n-1)/n of the gradients. The paper's m/B is
+    the limit of many ranks.
     """
     if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
         return None
@@ -136,24 +139,23 @@ def _against_ddp(counted: Mapping[str, Sequence[float]], method: str) -> Interva
 
 
 def _over_ranks(method: MethodRecord) -> list[float]:
-    """The time of each step, the mean over ranks. A rank that is early in one step is late in the next, so the longest
-    times add up to more than the time that passed. The means do not.
-    """
+    """Return the time of each step, the mean over ranks. A rank that is early in one step is late in the next, so the
+    longest times add up to more than the elapsed time. The means do not."""
     return [float(us) for us in np.mean(method.wall_us, axis=0)]
 
 
 def _median_of_counted(by_rank: list[list[float]], counted: tuple[int, int]) -> float | None:
-    """The median over steps, the mean over ranks; None if it was not measured."""
+    """Return the median over steps of the mean over ranks; None if it was not measured."""
     return float(np.mean([np.median(row[slice(*counted)]) for row in by_rank])) if by_rank else None
 
 
 def _mean_of_counted(by_rank: Sequence[Sequence[float]], counted: tuple[int, int]) -> float:
-    """The mean over steps and ranks. A median is wrong for bytes: a late read counts them in the next step."""
+    """Return the mean over steps and ranks. A median is wrong for bytes: a late read counts them in the next step."""
     return float(np.mean([row[slice(*counted)] for row in by_rank]))
 
 
 def _scaling(alone: Alone | None, times: StepTimes) -> tuple[float | None, float | None]:
-    """T_n / (n T_1) and its deviation, from the relative deviations of both step times."""
+    """Return T_n / (n T_1) and its deviation, from the relative deviations of both step times."""
     if alone is None or alone.step is None:
         return None, None
     factor = alone.step.mean_us / times.mean_us

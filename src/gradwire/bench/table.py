@@ -1,4 +1,4 @@
-"""The table of a run, from its results."""
+"""Makes the table of a run from its results."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ def print_run(run: BenchRun, parts: Iterable[RenderableType] | None = None) -> i
 
 
 def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
-    """One table per job. Times are milliseconds of a step, the mean over ranks; bytes are per rank and step."""
+    """Yield one table per job. Times are milliseconds of a step, the mean over ranks; bytes are per rank and step."""
     names, left_out = list(COLUMNS), iter(LEFT_OUT_FIRST)
     while sum(COLUMNS[name] + 3 for name in names) >= width and (name := next(left_out, None)):
         names.remove(name)
@@ -66,7 +66,7 @@ def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
 
 
 def milliseconds(microseconds: float | None) -> str:
-    """A time as milliseconds with about three digits.
+    """Write a time as milliseconds with about three digits.
 
     >>> milliseconds(12345.0), milliseconds(123456.0), milliseconds(None)
     ('12.3', '123', '-')
@@ -78,7 +78,7 @@ def milliseconds(microseconds: float | None) -> str:
 
 
 def speedup_of_most(cell: Cell) -> str:
-    """S, S^max and their ratio (DeAR, table II)."""
+    """Write S, S^max and their ratio (DeAR, table II)."""
     if cell.speedup_alone is None or cell.max_speedup is None:
         return NOTHING
     share = cell.speedup_alone / cell.max_speedup
@@ -93,7 +93,7 @@ def _title(run: BenchRun, job: str) -> str:
 
 
 def _texts(cell: Cell) -> dict[str, str]:
-    """The text of each column. The message of a failed cell is printed below the table."""
+    """Return the text of each column. The message of a failed cell is printed below the table."""
     texts = {"link": cell.link, "method": cell.method}
     if cell.failure is not None or cell.step is None:
         return texts | {"step ms": "FAILED"}

@@ -1,4 +1,4 @@
-"""One rank of a cell group: builds all methods of a job and runs them in turns.
+"""Runs one rank of a cell group: builds all methods of a job and runs them in turns.
 
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
@@ -40,13 +40,15 @@ from gradwire.transport import Grid, Group, Link, LinkError
 LINK_SECONDS = 0.25
 GO_ON_TURN_STEPS = 25
 RACE_TURN_S, RACE_TURNS = 3.0, 30
-"""The shortest turn in a race, and the number of turns of a long one: what is under way at the end of a turn is waited for."""
+"""Shortest turn in a race, in seconds, and number of turns of a long race. At the end of a turn the method waits for
+its pending exchanges."""
 HELD_OUT = 8
 HELD_OUT_FROM = 900_000
-"""The number of held-out batches, and the step of the first one. No run trains for so many steps."""
+"""Number of held-out batches, and step of the first one. No run trains for so many steps."""
 PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
 SHARED = ("failure", "counted", "decided", "held_out")
-"""Fields of a `MethodRecord`: those with a value from each rank, and those from rank 0."""
+"""Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each
+rank."""
 
 
 class Contestant(msgspec.Struct):
@@ -91,9 +93,9 @@ class Contest:
             self._guarded(contestant, self._finish)
 
     def _warm_up(self) -> None:
-        """Train a model of its own for two steps. What a process does once is no method's time: loading the data, which takes
-        some ranks longer than others, and torch's first operations."""
-        with contextlib.suppress(Exception):  # every method will say it
+        """Train a separate model for two steps, so that one-time work is no method's time: loading the data, which
+        takes some ranks longer than others, and torch's first operations."""
+        with contextlib.suppress(Exception):  # every method will report the error
             model = self.job.make_model(self.order.seed)
             optimizer = self.job.make_optimizer(model)
             for step in range(2):
@@ -118,7 +120,8 @@ class Contest:
         self._go_on()
 
     def _race(self) -> None:
-        """The floor takes its steps. Of the others always the one that has trained for the shortest time takes the next turn."""
+        """Let the floor take its steps. Of the other methods, the one with the shortest training time so far always
+        takes the next turn."""
         trained_s = {}
         longest_turn_s = max(RACE_TURN_S, self.order.race_s / RACE_TURNS)
         for contestant in self.contestants:
@@ -150,12 +153,14 @@ class Contest:
             self._guarded(contestant, self._look_at_plan)
 
     def _let_decide(self, contestant: Contestant) -> None:
-        """In one turn: what is under way at the end of a turn is waited for, which a trial of a plan must not see."""
+        """Let the method take all steps until its decision in one turn. A turn ends with a wait for pending exchanges,
+        which must not fall into the trial of a plan."""
         if contestant.method is not None and contestant.method.deciding:
             self._take_turn(contestant, self.order.deciding_steps)
 
     def _go_on(self) -> None:
-        """The methods reach their goals in the same round: a method with fewer steps left takes shorter turns."""
+        """Train the methods until they reach their goals in the same round. A method with fewer steps left takes
+        shorter turns."""
         goals = self.order.go_on_to
         going = [contestant for contestant in self.contestants if contestant.name in goals]
 
@@ -250,7 +255,7 @@ class Contest:
         contestant.method.close()
 
     def records(self) -> list[MethodRecord]:
-        """The records of all methods, with the values of all ranks."""
+        """Return the records of all methods, with the values of all ranks."""
         records = []
         for mine in self.contestants:
             if mine.failure is not None:
@@ -264,7 +269,7 @@ class Contest:
 
 
 def link_rate(ranks: Ranks) -> float | None:
-    """The payload rate of a node's idle link in gigabits per second; None if the measurement fails."""
+    """Return the payload rate of a node's idle link in gigabits per second; None if the measurement fails."""
     group, device = Group.of(ranks.new_group()), torch.device("cpu")
     grid = Grid.even(ranks.world_size // ranks.local_world_size, ranks.local_world_size, ranks.rank)
     link = Link(group, f"{group.agree_on_name()}/rate", device, group.timeout)

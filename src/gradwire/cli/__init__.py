@@ -1,4 +1,4 @@
-"""The command line. A command imports heavy modules only when it runs."""
+"""Implements the command line. A command imports heavy modules only when it runs."""
 
 import sys
 
@@ -12,7 +12,7 @@ __all__ = ["app", "jobs", "listing", "main", "planning"]
 
 
 def main() -> None:
-    """The `gradwire` program. A GradwireError is printed as one message; the exit code is then 2."""
+    """Run the `gradwire` program. A GradwireError is printed as one message; the exit code is then 2."""
     try:
         app(prog_name="gradwire")
     except GradwireError as error:

@@ -1,4 +1,4 @@
-"""The program, and the options that several commands have."""
+"""Defines the program, and the options that several commands have."""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple

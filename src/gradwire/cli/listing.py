@@ -1,4 +1,4 @@
-"""Commands that list what plans are made of: options, compressors, schedules."""
+"""Defines commands that list the parts of plans: options, compressors, schedules."""
 
 from typing import Annotated, Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Differences between ranks that should be alike."""
+"""Finds differences between ranks that should be alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -7,7 +7,7 @@ from gradwire.doctor.report import Finding, Severity
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Ranks in words, with ranges for three consecutive ranks or more.
+    """Write a list of ranks in words, with ranges for three consecutive ranks or more.
 
     >>> rank_list([3]), rank_list([0, 1, 2, 5])
     ('rank 3', 'ranks 0 to 2, 5')
@@ -52,7 +52,7 @@ _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...]
 
 
 def differences(present: Mapping[int, Facts]) -> Iterator[Finding]:
-    """The facts that differ between ranks, with the ranks of each value."""
+    """Yield a finding for each fact that differs between ranks, with the ranks of each value."""
     names = {name for facts in present.values() for name in facts.variables if name.startswith(("NCCL_", "TORCH_"))}
     names -= {"NCCL_SOCKET_IFNAME"}  # interfaces have other names on other machines
     words: tuple[Severity, str, str] = "note", "The backends are set differently.", "Export it alike on all nodes."

@@ -1,4 +1,4 @@
-"""An examination: gather facts, meet the other ranks, measure the links, report.
+"""Examines a machine or a job: gathers facts, meets the other ranks, measures the links, reports.
 
 A single process examines itself. In a job, rank 0 shows the report, and all ranks exit with its code.
 """
@@ -58,7 +58,7 @@ def _judged(facts: Facts, of_the_job: list[Finding], show: Show, survey: Survey,
 
 
 def _lead(job: Job, timeout_s: float, facts: Facts, show: Show, say: Say) -> int:
-    """The part of rank 0."""
+    """Examine the job as rank 0. Returns the exit code."""
     survey, stuck = Survey(present={0: facts}), False
     try:
         meeting = take_part(job, timeout_s, facts, survey, say)
@@ -67,20 +67,20 @@ def _lead(job: Job, timeout_s: float, facts: Facts, show: Show, say: Say) -> int
     code = _judged(facts, survey_findings(survey, job.world_size, timeout_s), show, survey, job.world_size)
     try:
         if survey.stopped is None:
-            meeting.tell("code", code)
-            meeting.hear("bye", survey.present.keys() - {0}, bool, LATE_S)
+            meeting.write_note("code", code)
+            meeting.read_notes("bye", survey.present.keys() - {0}, bool, LATE_S)
     except ConnectionError:
         stuck = True
     return _leave(code, stuck)
 
 
 def _attend(job: Job, timeout_s: float, facts: Facts) -> int:
-    """The part of every other rank."""
+    """Take part in the examination as a rank other than 0. Returns rank 0's exit code."""
     survey, words = Survey(), ""
     try:
         meeting = take_part(job, timeout_s, facts, survey)
-        code = meeting.hear_rank_0("code", int, longest_s(job.world_size, timeout_s))
-        meeting.tell("bye", True)
+        code = meeting.read_rank_0("code", int, longest_s(job.world_size, timeout_s))
+        meeting.write_note("bye", True)
         if survey.missing:
             words = f"rank {job.rank} leaves with rank 0, which waited for {rank_list(survey.missing)}."
     except ConnectionError as error:

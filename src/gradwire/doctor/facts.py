@@ -1,4 +1,5 @@
-"""The facts of one process: versions, backends, kernels, cores, variables, interfaces, the choices of gloo and NCCL."""
+"""Gathers the facts of one process: versions, backends, kernels, cores, variables, interfaces, the choices of gloo and
+NCCL."""
 
 import ipaddress
 import os
@@ -30,7 +31,7 @@ class Interface(msgspec.Struct, frozen=True):
 
     name: str
     address: str | None
-    """Its IPv4 address, else an IPv6 address."""
+    """The interface's IPv4 address, or else an IPv6 address; None if it has neither."""
     up: bool = True
 
     @property
@@ -49,7 +50,7 @@ class GlooChoice(msgspec.Struct, frozen=True):
     """The address at which a gloo group of this process would listen."""
 
     address: str | None
-    """None if gloo would raise."""
+    """The address; None if gloo would raise an error."""
     interface: str | None
     said_by: str
     """The reason for the choice: GLOO_SOCKET_IFNAME or the host name."""
@@ -57,7 +58,7 @@ class GlooChoice(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str | None) -> bool:
-    """Whether an address is a loopback address."""
+    """Return whether an address is a loopback address."""
     if address is None:
         return False
     plain = ipaddress.ip_address(address.partition("%")[0])
@@ -76,7 +77,8 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def bindable_address(host: str) -> str | None:
-    """The first address of a host name at which this machine can listen, as gloo chooses; None if there is none."""
+    """Return the first address of a host name at which this machine can listen, as gloo chooses it; None if there is
+    none."""
     try:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: an invalid name
@@ -94,7 +96,8 @@ def bindable_address(host: str) -> str | None:
 def gloo_choice(
     variable: str | None, host: str, known: Sequence[Interface], resolve: Callable[[str], str | None] = bindable_address
 ) -> GlooChoice:
-    """The address of gloo: GLOO_SOCKET_IFNAME (names with commas) if set, else the host name, else 127.0.0.1."""
+    """Return gloo's address: from GLOO_SOCKET_IFNAME (names with commas) if set, else from the host name, else
+    127.0.0.1."""
     by_name = {each.name: each for each in known}
     if variable:
         said_by = f"GLOO_SOCKET_IFNAME={variable}"
@@ -117,7 +120,8 @@ def gloo_choice(
 
 
 def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
-    """The interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means exclusions.
+    """Return the interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means
+    exclusions.
 
     >>> nccl_choice("^docker,lo", ["lo", "eth0", "docker0"]), nccl_choice("=eth", ["eth0"]), nccl_choice("eth", ["eth0"])
     (['eth0'], [], ['eth0'])
@@ -134,7 +138,8 @@ def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. Every field has a default, so that ranks of different versions can read each other's facts."""
+    """The facts of one rank. Every field has a default, so that ranks of different versions can read each other's
+    facts."""
 
     rank: int = 0
     local_world_size: int = 1
@@ -143,7 +148,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     torch: str | None = None
     torch_problem: str | None = None
-    """Why torch does not load."""
+    """The reason why torch does not load; None if it loads."""
     torch_needed: str | None = None
     """The oldest torch version that gradwire supports."""
     backends: dict[str, bool] = {}
@@ -157,13 +162,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     kernel_problem: str | None = None
     gpu_kernels: bool = False
     encode_gbytes_s: float | None = None
-    """float32 bytes, in units of 1e9, that 4-bit QSGD encodes in a second: 1 MiB at once, on one thread."""
+    """Speed of 4-bit QSGD encodes: 1e9 bytes of float32 per second, for 1 MiB at once, on one thread."""
     cores: int = 1
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     core_quota: float | None = None
-    """A container's limit in cores; None: no limit."""
+    """A container's limit in cores; None without a limit."""
     threads: int = 1
-    """torch's compute threads."""
+    """Number of torch's compute threads."""
     gloo_timeout_s: float | None = None
     nccl_timeout_s: float | None = None
     interfaces: tuple[Interface, ...] = ()
@@ -172,7 +177,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> tuple[str, str]:
-        """Equal for all ranks of one launcher on one machine."""
+        """A key that is equal for all ranks of one launcher on one machine."""
         return self.host, self.variables.get("GROUP_RANK", "")
 
 

@@ -1,4 +1,4 @@
-"""Which rank was behind when a step failed, and in what, from the flight records of ranks. Pure."""
+"""Finds the rank that was behind when a step failed, from the flight records of ranks. Pure: no communication."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from gradwire.transport import FlightRecord
 
 
 def behind(records: Sequence[FlightRecord]) -> list[str]:
-    """Lines to print: the rank that was behind first, then where each rank was."""
+    """Return lines to print: the rank that was behind and its open tasks, then the place of each rank."""
     by_rank = {record.rank: record for record in records}
     ranks = sorted({rank for record in records for rank in record.ranks})
     silent = [rank for rank in ranks if rank not in by_rank]
@@ -27,7 +27,7 @@ def behind(records: Sequence[FlightRecord]) -> list[str]:
 
 
 def _progress(record: FlightRecord) -> tuple[int, int]:
-    """The step, and the tasks that ended in it."""
+    """Return the last step, and the number of tasks that ended in it."""
     if not record.steps:
         return -1, 0
     last = record.steps[-1]

@@ -1,4 +1,4 @@
-"""The speed of links: round trip and rate between each rank and the next rank of the ring.
+"""Measures the speed of links: round trip and rate between each rank and the next rank of the ring.
 
 One rank of a pair leads: it sends a header (a ping, a number of bytes, or the end), and the other rank answers each message.
 The rate of a long message excludes one round trip.
@@ -12,15 +12,15 @@ from functools import partial
 import msgspec
 
 SECONDS = 0.5
-"""The measured time of one direction."""
+"""Time for measuring one direction, in seconds."""
 ALL_SECONDS = 20.0
-"""The limit for all directions together, if the links are fast enough."""
+"""Limit for all directions together, in seconds, if the links are fast enough."""
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
 _PING, _END = -1, 0
 
 
 class Direction(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link, measured by its source; `problem` says why a measurement failed."""
+    """The measurement of one direction of a link, by its source. `problem` is the reason of a failed measurement."""
 
     source: int
     destination: int
@@ -101,7 +101,7 @@ def follow(wire: MeasuredLink) -> None:
 
 
 def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[float]:
-    """The times of calls that take about `seconds` together."""
+    """Return the times of calls that take about `seconds` together."""
     times: list[float] = []
     while len(times) < least or (sum(times) < seconds and len(times) < 1000):
         start = time.perf_counter()
@@ -111,14 +111,14 @@ def _times(call: Callable[[], None], seconds: float, least: int = 0) -> list[flo
 
 
 def ring_links(world_size: int) -> list[tuple[int, int]]:
-    """The links of the ring: (0, 1), (1, 2), ..., and with three ranks or more, the link back to 0."""
+    """Return the links of the ring: (0, 1), (1, 2), ..., and with three ranks or more, the link back to 0."""
     if world_size < 3:
         return [(0, 1)] * (world_size - 1)
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
 def seconds_each(world_size: int) -> float:
-    """The measured time of one direction, shorter in large worlds."""
+    """Return the time for measuring one direction, in seconds. It is shorter in large worlds."""
     return min(SECONDS, ALL_SECONDS / (2 * max(1, len(ring_links(world_size)))))
 
 

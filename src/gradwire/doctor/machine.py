@@ -1,4 +1,4 @@
-"""Findings about one process, from its facts, and the known traps of its torch. Pure."""
+"""Judges one process by its facts, and lists the known traps of its torch. Pure: no communication."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from gradwire.doctor.report import Finding, note, ok, problem
 
 
 def machine_findings(facts: Facts) -> list[Finding]:
-    """The findings about one rank alone."""
+    """Return the findings about one rank alone."""
     found = [versions(facts)]
     if facts.torch_problem is None:
         found += [backends(facts), devices(facts), kernels(facts), threads(facts), timeout(facts)]
@@ -90,7 +90,7 @@ def kernels(facts: Facts) -> Finding:
 
 
 def threads(facts: Facts) -> Finding:
-    """The cores of this node and the threads of its ranks."""
+    """Judge the cores of this node and the threads of its ranks."""
     cores = facts.cores if facts.core_quota is None else min(facts.cores, facts.core_quota)
     ranks = facts.local_world_size
     set_to = facts.variables.get("OMP_NUM_THREADS")
@@ -120,7 +120,7 @@ def threads(facts: Facts) -> Finding:
 
 
 def timeout(facts: Facts) -> Finding:
-    """The timeout after which other ranks notice a hanging rank."""
+    """Report the timeout after which other ranks notice a hanging rank."""
     if facts.gloo_timeout_s is None:
         return ok("timeout", "the default timeout of this torch is unknown")
     found = f"a group made without timeout= waits {_minutes(facts.gloo_timeout_s)} on gloo"
@@ -138,7 +138,7 @@ def timeout(facts: Facts) -> Finding:
 
 
 def gloo(facts: Facts) -> Finding:
-    """The address and the interface of gloo."""
+    """Judge the address and the interface of gloo."""
     choice = facts.gloo
     if choice is None:
         return ok("interface", "unknown")
@@ -164,7 +164,7 @@ def gloo(facts: Facts) -> Finding:
 
 
 def nccl(facts: Facts) -> Iterator[Finding]:
-    """The interfaces that NCCL_SOCKET_IFNAME admits, on a node with GPUs."""
+    """Judge the interfaces that NCCL_SOCKET_IFNAME admits, on a node with GPUs."""
     variable = facts.variables.get("NCCL_SOCKET_IFNAME")
     if not facts.cuda_devices or not variable:
         return
@@ -182,7 +182,7 @@ def nccl(facts: Facts) -> Iterator[Finding]:
 
 
 def emulation_finding(problem: str | None) -> Finding:
-    """Whether clusters can be emulated here. `problem` is `testbed.permission_problem()`."""
+    """Report whether clusters can be emulated here. problem: the result of `testbed.permission_problem()`."""
     if problem is None:
         return ok("testbed", "gradwire emulate, demo and bench can make network namespaces")
     return note(
@@ -195,7 +195,7 @@ def emulation_finding(problem: str | None) -> Finding:
 
 
 _SEEN = "2.13"
-"""The torch version with gloo on which each trap below was measured."""
+"""The torch version, with gloo, on which each trap below was measured."""
 
 _FOUND = {
     "gloo: threads": "two threads that submit collectives to one group get silently wrong sums",
@@ -226,7 +226,7 @@ TRAPS = tuple(note(topic, found, cure=_CURES[topic]) for topic, found in _FOUND.
 
 
 def traps_of(torch: str | None) -> list[Finding]:
-    """The traps of a torch version such as 2.13.0+cpu."""
+    """Return the traps of a torch version such as 2.13.0+cpu."""
     version = (torch or "").split(".")[:2]
     if len(version) < 2 or not all(map(str.isdigit, version)):
         return []
@@ -237,7 +237,7 @@ def traps_of(torch: str | None) -> list[Finding]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu."""
+    """Return (2, 13) for 2.13.0+cpu."""
     words = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(c for c in word if c.isdigit()) or 0) for word in words)
 

@@ -1,4 +1,4 @@
-"""The ranks of a job exchange notes in the store at MASTER_ADDR:MASTER_PORT. Every call ends within its timeout.
+"""Lets the ranks of a job exchange notes in the store at MASTER_ADDR:MASTER_PORT. Every call ends within its timeout.
 
 The store's own timeouts fail if its host process is stopped, so a thread makes each call and is abandoned if it hangs. The
 store also works where gloo cannot reach a rank.
@@ -19,7 +19,7 @@ from gradwire.doctor.differences import rank_list
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Shows the current activity."""
+"""A function that shows the current activity."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN_S = 5.0
 _SLICE_S = 0.5
@@ -39,7 +39,8 @@ class Job:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> "Job | None":
-        """The job of this process, or None. Raises ValueError for inconsistent variables."""
+        """Read the job of this process from its environment; None if there is none. Raises ValueError for inconsistent
+        variables."""
         present = [name for name in _NEEDED if environ.get(name)]
         if not {"RANK", "WORLD_SIZE"} & set(present):
             return None
@@ -110,42 +111,42 @@ class Meeting:
     def count(self, name: str, more: int = 1) -> int:
         return self._ask(lambda: int(self.store.add(name, more)))
 
-    def tell(self, what: str, note: object, number: int | None = None) -> None:
+    def write_note(self, what: str, note: object, number: int | None = None) -> None:
         """Write a note under this rank's number, or under another number."""
         name = f"{what}/{self.job.rank if number is None else number}"
         self._ask(lambda: self.store.set(name, msgspec.json.encode(note)))
 
-    def hear(
+    def read_notes(
         self, what: str, ranks: Iterable[int], kind: type[T], patience_s: float, say: Say = lambda text: None
     ) -> dict[int, T]:
-        """The notes of the ranks by rank, without ranks that wrote none in time."""
+        """Return the notes of the ranks by rank. Ranks that wrote no note in time are missing."""
         from torch.distributed import DistStoreError
 
         names = {rank: f"{what}/{rank}" for rank in ranks}
-        told: dict[int, T] = {}
+        found: dict[int, T] = {}
         deadline = time.monotonic() + patience_s
 
         def look(missing: list[int], seconds: float) -> dict[int, bytes]:
-            with suppress(DistStoreError):  # not all are there yet
+            with suppress(DistStoreError):  # some notes are missing still
                 self.store.wait([names[rank] for rank in missing], timedelta(seconds=seconds))
             return {rank: self.store.get(names[rank]) for rank in missing if self.store.check([names[rank]])}
 
-        while missing := [rank for rank in names if rank not in told]:
+        while missing := [rank for rank in names if rank not in found]:
             say(f"waiting for {rank_list(missing)} of {self.job.world_size}")
             seconds = min(_SLICE_S, max(0.01, deadline - time.monotonic()))  # the store takes 0 for no limit
             notes = self._ask(lambda missing=missing, seconds=seconds: look(missing, seconds))  # type: ignore[misc]
-            told |= {rank: msgspec.json.decode(note, type=kind) for rank, note in notes.items()}
+            found |= {rank: msgspec.json.decode(note, type=kind) for rank, note in notes.items()}
             if time.monotonic() > deadline:
                 break
-        return told
+        return found
 
-    def hear_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
-        told = self.hear(what, [0], kind, patience_s)
-        if not told:
+    def read_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
+        found = self.read_notes(what, [0], kind, patience_s)
+        if not found:
             raise ConnectionError(
-                f"rank {self.job.rank} heard nothing from rank 0 for {patience_s:.0f} s. See its log."
+                f"rank {self.job.rank} received nothing from rank 0 for {patience_s:.0f} s. See its log."
             )
-        return told[0]
+        return found[0]
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:

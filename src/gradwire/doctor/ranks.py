@@ -1,4 +1,4 @@
-"""Findings about a job, from its survey: missing ranks, differences, the speed of links. Pure."""
+"""Judges a job by its survey: missing ranks, differences, the speed of links. Pure: no communication."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from gradwire.doctor.report import Finding, note, ok, problem
 from gradwire.doctor.survey import Survey
 
 MUCH_SLOWER = 2.0
-"""A link is reported if other links are so many times as fast."""
+"""Factor between the speeds of other links and a link that is reported as slow."""
 MILLION_PARAMETERS = 100
 
 
 def survey_findings(survey: Survey, world_size: int, timeout_s: float) -> list[Finding]:
-    """Findings about the job as a whole, and the problems of single ranks other than 0."""
+    """Return the findings about the job as a whole, and the problems of single ranks other than 0."""
     return [
         *_attendance(survey, world_size, timeout_s),
         *differences(survey.present),
@@ -63,7 +63,7 @@ def _attendance(survey: Survey, world_size: int, timeout_s: float) -> Iterator[F
 
 
 def _problems_elsewhere(present: Mapping[int, Facts]) -> Iterator[Finding]:
-    """The problems of ranks other than 0, except those that rank 0 has too."""
+    """Yield the problems of ranks other than 0, except those that rank 0 has too."""
     own = {finding.found for finding in machine_findings(present[0])} if 0 in present else set()
     seen: dict[str, tuple[Finding, list[int]]] = {}
     for rank, facts in sorted(present.items()):
@@ -75,7 +75,7 @@ def _problems_elsewhere(present: Mapping[int, Facts]) -> Iterator[Finding]:
 
 
 def _connections(survey: Survey) -> Iterator[Finding]:
-    """Problems of gloo and of the links."""
+    """Yield the problems of gloo and of the links."""
     nodes = {facts.node for facts in survey.present.values()}
     on_loopback = [r for r, facts in survey.present.items() if facts.gloo and is_loopback(facts.gloo.address)]
     if survey.unreachable:
@@ -115,7 +115,7 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
         return
     rate, slowest = min(measured, key=lambda pair: pair[0])
     numel = MILLION_PARAMETERS * 10**6
-    # every rank sends 2 (n-1)/n of its gradient, in an all-reduce as in the two phases of a compressed exchange
+    # every rank sends 2 (n-1)/n of its gradient, in an all-reduce and in the two phases of a compressed exchange alike
     share = 2 * (world_size - 1) / world_size
     plain_s = share * 4 * numel * 8 / (rate * 1e9)
     compressed_s = share * sum(qsgd_bytes([(numel, 4)], 128, "max")) * 8 / (rate * 1e9)
@@ -145,6 +145,6 @@ def _arrow(direction: Direction) -> str:
 
 
 def _short(text: str, most: int = 200) -> str:
-    """The first sentence of a backend's message."""
+    """Return the first sentence of a backend's message."""
     line = " ".join(text.split()).partition(". ")[0]
     return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,4 +1,5 @@
-"""The doctor's report: findings, the links with their rates, the facts of every rank; as tables of any width."""
+"""Defines the doctor's report, and its tables of any width: findings, links with their rates, and the facts of every
+rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True):
     topic: str
     found: str
     why: str = ""
-    """Why it matters."""
+    """The reason why the finding matters."""
     cure: str = ""
     """The remedy; empty if nothing has to be done."""
 
@@ -54,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """Findings, links, traps."""
+    """Yield the tables of findings, links and traps."""
     yield _findings("gradwire doctor", report.findings)
     if report.links:
         yield _links(report)
@@ -64,7 +65,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def summary(report: Report) -> str:
-    """The last lines: the number of findings, and the problems once more."""
+    """Return the last lines: the number of findings, and the problems once more."""
     problems = [finding for finding in report.findings if finding.severity == "problem"]
     notes = sum(finding.severity == "note" for finding in report.findings)
     count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "No problems"

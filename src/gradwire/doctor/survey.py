@@ -1,4 +1,4 @@
-"""The examination of a job by its ranks: a roll call with a deadline, a gloo group, and the links one after another."""
+"""Examines a job by its ranks: a roll call with a deadline, a gloo group, and the links one after another."""
 
 import re
 from dataclasses import dataclass, field
@@ -22,57 +22,57 @@ class Survey:
     twice: list[int] = field(default_factory=list)
     """Ranks that several processes claim."""
     directions: list[Direction] = field(default_factory=list)
-    """In the order of the ring."""
+    """The measured directions, in the order of the ring."""
     unreachable: dict[int, str] = field(default_factory=dict)
-    """By rank, why the rank could not join the gloo group."""
+    """The reason why a rank could not join the gloo group, by rank."""
     silent: list[int] = field(default_factory=list)
     """Ranks that came but reported no measurements."""
     stopped: str | None = None
-    """Why rank 0 stopped."""
+    """The reason why rank 0 stopped; None if it did not."""
 
 
 def _link_s(world_size: int, timeout_s: float) -> float:
-    """An upper bound for one link, for a link of 1 Mb/s and for a lost message."""
+    """Return an upper bound of the time for one link, in seconds: for a link of 1 Mb/s and a lost message."""
     return 8 * seconds_each(world_size) + 5 + 2 * timeout_s
 
 
 def longest_s(world_size: int, timeout_s: float) -> float:
-    """An upper bound for the whole survey, even if every link times out."""
+    """Return an upper bound of the time for the whole survey, in seconds, even if every link times out."""
     return 10 * timeout_s + world_size * _link_s(world_size, timeout_s) + 60
 
 
 def take_part(job: Job, timeout_s: float, facts: Facts, survey: Survey, say: Say = lambda text: None) -> Meeting:
-    """Take part in the survey, as every rank does, and fill it in. Raises ConnectionError if the store is lost."""
+    """Run this rank's part of the survey and fill in `survey`. Raises ConnectionError if the store is lost."""
     meeting = Meeting(job, timeout_s)
     if meeting.count(f"count/{job.rank}") > 1:
         raise ConnectionError(f"another process is already rank {job.rank}; this process ends.")
-    meeting.tell("facts", facts)
+    meeting.write_note("facts", facts)
     if job.rank == 0:
-        survey.present = meeting.hear("facts", range(job.world_size), Facts, timeout_s, say)
+        survey.present = meeting.read_notes("facts", range(job.world_size), Facts, timeout_s, say)
         survey.missing = [rank for rank in range(job.world_size) if rank not in survey.present]
         survey.twice = [rank for rank in range(job.world_size) if meeting.count(f"count/{rank}", 0) > 1]
-        meeting.tell("missing", survey.missing)
+        meeting.write_note("missing", survey.missing)
     else:
-        survey.missing = meeting.hear_rank_0("missing", list[int], timeout_s + LATE_S)
+        survey.missing = meeting.read_rank_0("missing", list[int], timeout_s + LATE_S)
     if survey.missing:
         return meeting
-    meeting.tell("connected", _connect(meeting))
+    meeting.write_note("connected", _connect(meeting))
     if job.rank == 0:
-        told = meeting.hear("connected", survey.present, str, 2 * timeout_s + LATE_S, say)
-        survey.silent = [rank for rank in survey.present if rank not in told]
-        survey.unreachable = {rank: problem for rank, problem in sorted(told.items()) if problem}
+        problems = meeting.read_notes("connected", survey.present, str, 2 * timeout_s + LATE_S, say)
+        survey.silent = [rank for rank in survey.present if rank not in problems]
+        survey.unreachable = {rank: problem for rank, problem in sorted(problems.items()) if problem}
         connected = not survey.unreachable and not survey.silent
-        meeting.tell("all connected", connected)
+        meeting.write_note("all connected", connected)
     else:
-        connected = meeting.hear_rank_0("all connected", bool, 3 * timeout_s + 2 * LATE_S)
+        connected = meeting.read_rank_0("all connected", bool, 3 * timeout_s + 2 * LATE_S)
     if not connected:
         return meeting
     say("measuring the links, one after another")
     _measure(meeting)
     if job.rank == 0:
         ring = ring_links(job.world_size)
-        meeting.hear("turn", [len(ring)], bool, len(ring) * _link_s(job.world_size, timeout_s))
-        results = meeting.hear("result", survey.present, list[Direction], LATE_S, say)
+        meeting.read_notes("turn", [len(ring)], bool, len(ring) * _link_s(job.world_size, timeout_s))
+        results = meeting.read_notes("result", survey.present, list[Direction], LATE_S, say)
         survey.silent = [rank for rank in survey.present if rank not in results]
         survey.directions = [direction for directions in results.values() for direction in directions]
         place = {frozenset(link): turn for turn, link in enumerate(ring)}
@@ -89,7 +89,7 @@ def _connect(meeting: Meeting) -> str:
     job, limit = meeting.job, timedelta(seconds=meeting.timeout_s)
 
     def join() -> None:
-        with short_slices():  # as the links of a training job have them
+        with short_slices():  # a training job limits its links' slices too
             size = job.world_size
             dist.init_process_group("gloo", store=meeting.store, rank=job.rank, world_size=size, timeout=limit)
 
@@ -111,7 +111,7 @@ def _measure(meeting: Meeting) -> None:
         if rank not in link:
             continue
         if turn:
-            meeting.hear("turn", [turn], bool, turn * longest_s)
+            meeting.read_notes("turn", [turn], bool, turn * longest_s)
         peer = link[0] if rank == link[1] else link[1]
         try:
             with short_slices():
@@ -119,10 +119,10 @@ def _measure(meeting: Meeting) -> None:
             directions.append(Direction(source=rank, destination=peer, round_trip_us=round_trip_us, gbps=gbps))
         except Exception as error:
             directions.append(Direction(source=rank, destination=peer, problem=_reason(error)))
-        meeting.tell("turn", True, turn + 1)  # by the first of the two ranks
-    meeting.tell("result", directions)
+        meeting.write_note("turn", True, turn + 1)  # written by the first of the two ranks
+    meeting.write_note("result", directions)
 
 
 def _reason(error: BaseException) -> str:
-    """The message of a backend without the source location."""
+    """Return the message of a backend without the source location."""
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Moments on a device: on a GPU when the work queued so far is done, on a CPU now."""
+"""A clock for devices. A moment on a GPU is the end of the work queued so far; a moment on a CPU is now."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class Clock:
         self.device, self._now = device, now
 
     def mark(self) -> Any:
-        """The moment when the device has done the work in the current stream so far."""
+        """Return the moment when the device has done the work in the current stream so far."""
         if self.device.type == "cpu":
             return self._now()
         event = torch.Event(self.device, enable_timing=True)
@@ -22,7 +22,7 @@ class Clock:
         return event
 
     def us(self, start: Any, end: Any) -> float:
-        """Microseconds from one moment to another. Waits for the later one."""
+        """Return the microseconds from one moment to another. Waits for the later one."""
         if self.device.type == "cpu":
             return float(end - start) * 1e6
         end.synchronize()

@@ -1,4 +1,4 @@
-"""Codecs' times of this machine, in a file of the user's cache folder: each spec is measured once.
+"""Keeps the codecs' times of this machine in a file of the user's cache folder, so that each spec is measured once.
 
 The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. Its
 key is made of the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other
@@ -25,7 +25,8 @@ _LOGGER = logging.getLogger("gradwire")
 
 
 def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[int], seconds: float) -> Costs:
-    """Times of these specs on this machine. Those that the file lacks are measured, for about `seconds` in all.
+    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in
+    all.
 
     sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
     """
@@ -50,7 +51,7 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
 
 
 def _folder() -> Path:
-    """Where gradwire's caches of the user are."""
+    """Return the folder of gradwire's caches for this user."""
     if own := os.environ.get("GRADWIRE_CACHE_DIR", ""):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -67,7 +68,7 @@ def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, as Linux tells it; elsewhere as Python does."""
+    """Return the processor's name from Linux, or elsewhere from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,6 +1,7 @@
-"""Measure encodes and decodes by size, on one thread, as on a lane.
+"""Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
-Each call takes the next part of a buffer larger than the caches, since in training a gradient is seldom in a cache.
+Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during
+training.
 """
 
 import itertools
@@ -35,10 +36,10 @@ def measure_codecs(
     seconds: float = SECONDS,
     offload: bool = False,
 ) -> Costs:
-    """Times of each spec except Identity: curves through medians, by least squares.
+    """Measure each spec except Identity. The curves are fitted through medians by least squares.
 
-    offload: for gradients on a GPU also the times on CPUs, with the copies from the GPU and back.
-    sizes: bytes of gradient, ascending; every second one is a corner of a curve. seconds: the time for one size, about.
+    offload: for gradients on a GPU also measure codecs on CPUs, with the copies from the GPU and back. sizes: bytes of
+    gradient, ascending; every second one is a corner of a curve. seconds: about the time for one size.
     """
     kind, codecs = kind_of(device), []
     numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
@@ -62,7 +63,8 @@ def measure_codecs(
 def _calls(
     spec: Spec, codec: Compressor | ProxyCodec, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two functions: encode the next part of the gradient, of so many float32, and add a decode to the next part of the total."""
+    """Return two functions: encode the next `numel` float32 of the gradient, and add a decode to the next part of the
+    total."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))
@@ -84,7 +86,7 @@ def _calls(
 
 
 def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-    """The parts of a buffer, again and again."""
+    """Cycle through the parts of a buffer."""
     return itertools.cycle(buffer[: len(buffer) // numel * numel].reshape(-1, numel).unbind())
 
 

@@ -1,7 +1,7 @@
-"""Measure the links between ranks: times of exchanges and all-reduce by size, and a line through the times.
+"""Measures the links between ranks: times of exchanges and all-reduces by size, and a line through the times.
 
-Exchanges are announced first and sent without pause, as in a step, so that the initial burst of a rate limit does not hide the
-rate. All ranks get the times of the slowest rank, so all stop at the same size.
+Exchanges are announced first and sent without pause, as in a step, so that the initial burst of a rate limit does not
+hide the rate. All ranks get the times of the slowest rank, so all stop at the same size.
 """
 
 import statistics
@@ -26,26 +26,27 @@ from gradwire.transport import Grid, Link, Meter, transfer
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
 SECONDS = 1.0
-"""The default time for one link."""
+"""Default time for one link, in seconds."""
 ENOUGH_BYTES = 2**20
 PATIENCE = 4
-"""Times as long until a message of `ENOUGH_BYTES` was sent: only large messages show the rate."""
+"""Factor by which the time for one link may grow until a message of `ENOUGH_BYTES` was sent. Only large messages show
+the rate."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
-"""More than a core's own caches hold, as the gradients of a model are."""
+"""Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
 _TAG = 1_000_000
-"""Higher than the tags of steps."""
+"""First tag of the measured messages, higher than the tags of steps."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""For intra, inter and allreduce: (bytes that a rank holds before, microseconds). For cpu: processor time of an all-reduce, with
-the copies of its gradients into the bucket's memory and back."""
+"""Measured points by link. intra, inter, allreduce: (bytes that a rank holds before, microseconds). cpu: (bytes,
+processor time of an all-reduce, including the copies of its gradients into the bucket's memory and back)."""
 
 
 class MeasuredLinks(NamedTuple):
-    """A cluster and its fits by link: intra, inter, allreduce."""
+    """A cluster, and for each link (intra, inter, allreduce) the fit."""
 
     cluster: Cluster
     fits: dict[str, Fit]
@@ -54,7 +55,7 @@ class MeasuredLinks(NamedTuple):
 
 
 def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS) -> Times:
-    """Times of every kind of link in this cluster, measured for about `seconds` each. Collective, on a lane."""
+    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane."""
     times: Times = {}
     if grid.ranks_per_node > 1:
         exchanges = _Exchanges(link, grid.group("intra"), device)
@@ -71,9 +72,10 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
 
 
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
-    """Lines through the times. A missing kind of link gets the numbers of the other kind.
+    """Fit lines to the times. A missing kind of link gets the numbers of the other kind.
 
-    unknown_gbps: the rate of a link that is too fast for its times to show a rate; without it such a link raises StepStateError.
+    unknown_gbps: the rate of a link that is too fast for its times to show a rate. Without unknown_gbps such a link
+    raises StepStateError.
     """
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
@@ -99,7 +101,7 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
-    with suppress(FormatError):  # a slow machine measured one size only: then this time is not known
+    with suppress(FormatError):  # a slow machine measured one size only, which leaves this time unknown
         cpu = fit_line(times.get("cpu", []))
         links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
     cluster = Cluster(
@@ -114,13 +116,13 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
 
 
 class _Exchanges:
-    """All ranks of the group send to each other; other ranks take part without sending."""
+    """Exchanges among the ranks of a group. Other ranks take part without sending."""
 
     def __init__(self, link: Link, group: Sequence[int], device: torch.device) -> None:
         self._link, self._group, self._device = link, group, device
 
     def announce(self, nbytes: int, messages: int) -> None:
-        """Announce so many messages of so many bytes."""
+        """Announce `messages` messages of `nbytes` bytes."""
         received, self._sent = self._parts(nbytes), self._parts(nbytes)
         self._exchanges = iter(
             [self._link.expect(_TAG + number, received, checked=False) for number in range(messages)]
@@ -132,7 +134,7 @@ class _Exchanges:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def perform(self) -> None:
-        """Perform the next exchange, until it ends on this rank."""
+        """Perform the next exchange. Returns when it has ended on this rank."""
         exchange = next(self._exchanges)
         exchange.send(self._sent)
         for rank in self._group:
@@ -141,7 +143,7 @@ class _Exchanges:
 
 
 class _AllReduces:
-    """Like `_Exchanges`, with sums over all ranks, as a plan's all-reduce takes them."""
+    """All-reduces over all ranks, performed like a plan's all-reduces. Same interface as `_Exchanges`."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
@@ -164,8 +166,10 @@ _Traffic = _Exchanges | _AllReduces
 def _sweep(
     link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(bytes held, microseconds of a message) by ascending size, until the next size would take too long; and the same with
-    processor time."""
+    """Measure messages of ascending size until the next size would take too long.
+
+    Returns two lists of (bytes held, microseconds of a message): of elapsed time and of processor time.
+    """
     points: list[tuple[float, float]] = []
     cpu_points: list[tuple[float, float]] = []
     spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device)[0])
@@ -184,7 +188,8 @@ def _sweep(
 def _run(
     link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of a message in each batch, and those of the processor, on the slowest rank; without the first message."""
+    """Return the microseconds of a message in each batch on the slowest rank: elapsed time and processor time. The
+    first message does not count."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks
@@ -202,7 +207,7 @@ def _run(
 
 
 def _copies_us_per_byte() -> float:
-    """Processor time of copying gradients into a bucket and back, for each byte."""
+    """Return the processor time of copying gradients into a bucket and back, in microseconds per byte."""
     gradient, bucket = (torch.ones(_COPIED_BYTES // 4) for _ in range(2))
     began = time.perf_counter()
     bucket.copy_(gradient)
@@ -211,7 +216,7 @@ def _copies_us_per_byte() -> float:
 
 
 def _slowest(link: Link, times: list[float], device: torch.device) -> list[float]:
-    """The maximum over ranks."""
+    """Return the maximum of each time over ranks."""
     most = torch.tensor(times, dtype=torch.float64, device=device)
     with transfer():
         link.all_reduce(most, dist.ReduceOp.MAX).wait()

@@ -1,4 +1,4 @@
-"""A model's profile from the recorded steps of all ranks: medians and their spread. Pure: no communication."""
+"""Computes a model's profile from the recorded steps of all ranks: medians and their spread. Pure: no communication."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class ModelTimes(NamedTuple):
     """The times of a model in training."""
 
     tensors: list[TensorProfile]
-    """In gradient-ready order."""
+    """The tensors in gradient-ready order."""
     optimizer_us: float
     loaded_backward_us: float
     exchange_cpu_us: float
@@ -21,7 +21,10 @@ class ModelTimes(NamedTuple):
 
 
 def slowest(rows: torch.Tensor) -> torch.Tensor:
-    """The maximum over ranks of rows (ranks, steps, columns), for which an exchange waits. NaN if no rank has a value."""
+    """Return the maximum over ranks, because an exchange waits for the slowest one. NaN if no rank has a value.
+
+    rows: (ranks, steps, columns).
+    """
     latest = torch.nan_to_num(rows, nan=-torch.inf).amax(0)
     return torch.where(latest.isinf(), torch.nan, latest)
 
@@ -33,7 +36,7 @@ def model_times(
     loaded: torch.Tensor,
     entered: Sequence[int] | None = None,
 ) -> ModelTimes:
-    """Times by tensor, in gradient-ready order.
+    """Compute times by tensor, in gradient-ready order.
 
     infos: the trainable tensors. modules: the indices of each module's own tensors. quiet, loaded: rows of `Recorder.rows`,
     (steps, columns). entered: the modules in the order of forward; None for the order of `modules`.
@@ -85,8 +88,8 @@ def model_times(
 def launch_time_us(
     plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float
 ) -> float:
-    """CPU time of one exchange: that of a step's exchanges without codecs, divided by their number. All-reduces whose link has
-    a time of its own are left out."""
+    """Return the CPU time of one exchange in microseconds: the time of a step's exchanges without codecs, divided by
+    their number. All-reduces over a link with a measured CPU time are left out."""
     prices = Prices(tensors, cluster, costs, "direct", launch_us=0.0)
     exchanges, other_us = 0, 0.0
     for bucket in plan.buckets:
@@ -101,8 +104,8 @@ def launch_time_us(
 def _places(
     modules: Sequence[Sequence[int]], order: Sequence[int], entered: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """For each module the place of its tensor that forward uses last, without tensors of earlier modules; if there is none, the
-    place of the module before."""
+    """Return for each module the place of the tensor that forward uses last, without tensors of earlier modules. If
+    there is none, return the place of the module before."""
     place, seen = 0, set[int]()
     for module in entered:
         new = [order.index(each) for each in modules[module] if each not in seen]
@@ -116,11 +119,11 @@ def _quantile(rows: torch.Tensor, q: float) -> torch.Tensor:
 
 
 def _spread(rows: torch.Tensor) -> torch.Tensor:
-    """Interquartile range of each column; 0 for an empty column."""
+    """Return the interquartile range of each column; 0 for an empty column."""
     return torch.nan_to_num(_quantile(rows, 0.75) - _quantile(rows, 0.25))
 
 
 def _known(value: torch.Tensor) -> float:
-    """The number, or 0 for NaN."""
+    """Return the number, or 0 for NaN."""
     number = float(value)
     return number if number == number else 0.0

@@ -1,4 +1,4 @@
-"""Profiling inside an ordinary training loop: what `handle.profile` returns."""
+"""Profiles an ordinary training loop, for `handle.profile`."""
 
 import os
 import warnings
@@ -26,14 +26,16 @@ _SHOWN_BYTES = 2**20
 class Profiling:
     """Records the training loop inside the `with` block, then measures links and codecs, and writes three files.
 
-    Made by `handle.profile(folder, steps, specs)`. All ranks enter with the same number of steps. Training is not affected. The
-    loop must make 3 steps for warm-up and then twice `steps`: in every second one exchanges wait for the end of backward, so that
-    computation is measured alone. Further steps are not recorded. `specs` are timed beside those of the handle's plan.
+    `handle.profile(folder, steps, specs)` makes this context. All ranks enter with the same number of steps. Training
+    is not affected. The loop must make 3 steps for warm-up and then twice `steps`: in every second one exchanges wait
+    for the end of backward, so that computation is measured alone. Further steps are not recorded. `specs` are measured
+    in addition to the specs of the handle's plan.
 
-    Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link and each
-    spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
+    Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link
+    and each spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
 
-    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows down.
+    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows
+    down.
 
     Example::
 
@@ -47,7 +49,7 @@ class Profiling:
     cluster: Cluster
     costs: Costs
     fits: dict[str, Fit]
-    """By link: intra, inter, allreduce."""
+    """The fit of each link: intra, inter, allreduce."""
 
     def __init__(self, session: Session, folder: str | os.PathLike[str], steps: int, specs: Sequence[Spec]) -> None:
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
@@ -115,7 +117,7 @@ class Profiling:
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us)
 
     def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """(ranks, steps, columns)."""
+        """Gather the rows of all ranks. Returns a tensor (ranks, steps, columns)."""
 
         def gather(link: Link) -> torch.Tensor:
             received = torch.empty(link.world_size * rows.numel(), dtype=rows.dtype)
@@ -134,7 +136,8 @@ class Profiling:
 def profile_from(
     recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor
 ) -> tuple[Profile, float]:
-    """The profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows of the recorder, slowest over ranks."""
+    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: the recorder's rows, slowest over
+    ranks."""
     infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
     found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
     device = recorder.clock.device
@@ -152,7 +155,7 @@ def profile_from(
 
 
 def described(found: Profiling) -> str:
-    """The model's times, the links with how well a line fits them, and the codecs at 1 MiB of gradient."""
+    """Describe the model's times, each link with the quality of its fit, and the codecs at 1 MiB of gradient."""
     profile = found.profile
     forward = sum(tensor.forward_us or 0.0 for tensor in profile.tensors)
     backward = sum(tensor.backward_us for tensor in profile.tensors)
@@ -160,7 +163,7 @@ def described(found: Profiling) -> str:
     lines = [
         f"{profile.model}: {len(profile.tensors)} tensors, {megabytes:.2f} MB of gradients, batch {profile.batch}, medians of "
         f"{profile.steps} steps on {profile.device}",
-        f"  forward {_ms(forward)}, backward {_ms(backward)} ({_ms(profile.loaded_backward_us or 0.0)} beside exchanges), "
+        f"  forward {_ms(forward)}, backward {_ms(backward)} ({_ms(profile.loaded_backward_us or 0.0)} during exchanges), "
         f"optimizer {_ms(profile.optimizer_us or 0.0)}",
     ]
     for name, fit in found.fits.items():

@@ -1,7 +1,8 @@
 """Records the moments of training steps, by hooks on an ordinary training loop.
 
-A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps nothing is sent
-before the last gradient is ready; in loaded ones exchanges run as usual. Both give the same sums, so training is not affected.
+A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps all sends
+wait until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is
+not affected.
 """
 
 import time
@@ -17,7 +18,7 @@ from gradwire.engine import GradientHooks, Observer, Session, compiled, tensors_
 from gradwire.profiler.clock import Clock
 
 WARMUP_STEPS = 3
-"""Steps that are not measured: they allocate memory, and the plan is made again after the first one."""
+"""Number of steps that are not measured: they allocate memory, and the plan is made again after the first one."""
 
 
 @dataclass
@@ -35,7 +36,8 @@ class _RecordedStep:
     finished: Any = None
     ended: Any = None
     cpu_s: float = 0.0
-    """CPU time of all threads: of the process at the last gradient; after the exchange, the time since then."""
+    """CPU time of all threads, in seconds: until the exchange ends, the process's CPU time at the last gradient; then
+    the CPU time since that gradient."""
 
 
 class Recorder(Observer):
@@ -54,7 +56,8 @@ class Recorder(Observer):
         self.steps: list[_RecordedStep] = []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
-        """The indices of each module's own parameters. Empty for a compiled model, whose graph hooks would break."""
+        """The indices of each module's own parameters. Empty for a compiled model, because hooks inside would break its
+        graph."""
         uncompiled = torch.compiler.disable  # torch.compile would compile the hooks anew in every step
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(uncompiled(self._before_forward), with_kwargs=True),
@@ -71,7 +74,7 @@ class Recorder(Observer):
 
     @property
     def seen(self) -> int:
-        """The number of finished steps, with the warm-up."""
+        """Number of finished steps, warm-up included."""
         return sum(step.finished is not None for step in self.steps)
 
     @property
@@ -89,7 +92,7 @@ class Recorder(Observer):
         self._session.lanes.hold = False
 
     def rows(self, quiet: bool) -> torch.Tensor:
-        """A row of microseconds, float64, for each quiet or loaded step after the warm-up.
+        """Return a row of microseconds, float64, for each quiet or loaded step after the warm-up.
 
         Columns: for each module the time from the start of its forward (for the first, of the step) to the next module's start;
         from the start of the step to the start of backward, and to each gradient; from the end of the exchange to the next step;
@@ -139,7 +142,7 @@ class Recorder(Observer):
         step.backward, step.in_backward = self.clock.mark(), False
 
         def begin(gradient: torch.Tensor) -> None:
-            if not step.in_backward:  # another forward of the same step may have an output, too
+            if not step.in_backward:  # another forward of the same step may have an output too
                 step.backward, step.in_backward = self.clock.mark(), True
 
         for tensor in tensors_in(output):
@@ -160,5 +163,5 @@ class Recorder(Observer):
             self._session.lanes.hold = False
 
     def _running(self) -> _RecordedStep | None:
-        """The current step, if it is not finished."""
+        """Return the current step if it is not finished; else None."""
         return self.steps[-1] if self.steps and self.steps[-1].finished is None else None

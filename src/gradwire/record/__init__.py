@@ -1,4 +1,4 @@
-"""Records of training runs: made inside an ordinary training loop, written as one document, `run.json`."""
+"""Records training runs from inside an ordinary training loop. A record is one document, `run.json`."""
 
 from gradwire.record.run import Alternative, Decision, Interval, Rival, Run, TensorRecord
 

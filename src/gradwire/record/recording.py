@@ -1,4 +1,4 @@
-"""The recording of a training loop, made by `handle.record`."""
+"""Records a training loop, for `handle.record`."""
 
 import contextlib
 import math
@@ -26,17 +26,17 @@ from gradwire.sim import Timeline
 MOST_STEPS = 2000
 """The most recorded steps. Beyond, every second step is dropped, and only every second new step is kept."""
 TIMELINE_STEPS = 20
-"""The timeline shows the step of median length among so many last steps."""
+"""Number of last steps from which the timeline shows the one of median length."""
 SAVE_EVERY_S = 60.0
 
 
 class Recording(Observer):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
-    Made by `handle.record(folder)`. On other ranks the context does nothing. A recording sends nothing and changes no tensor.
-    The file is written every minute, and at the end of the loop, also after an error; where that fails there is one warning.
-    Every `error_steps` steps (0: never) the recording encodes some tensors once more to measure the error. Step times exclude
-    this work.
+    `handle.record(folder)` makes this context. On other ranks the context does nothing. A recording sends nothing and
+    changes no tensor. The file is written every minute, and at the end of the loop, also after an error. If writing
+    fails, there is one warning. Every `error_steps` steps (0: never) the recording encodes some tensors once more to
+    measure the error. Step times exclude this work.
 
     Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
 
@@ -69,7 +69,7 @@ class Recording(Observer):
         self._losses: dict[int, Any] = {}
         self._seen, self._every = 0, 1
         self._number = self._newest = 0
-        """The step of the last forward; the engine's count after the last recorded step."""
+        """`_number` is the step of the last forward, `_newest` the engine's count after the last recorded step."""
         self._tensors = Tensors(session.group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
@@ -80,7 +80,7 @@ class Recording(Observer):
         self._forward: float | None = None
         """The start of the last forward; None before the first."""
         self._open = False
-        """Whether a forward has begun whose exchange has not ended."""
+        """Whether a forward has begun and the exchange of its step has not ended."""
         self._in_backward: float = 0.0
         self._ready: list[tuple[str, float]] = []
         self._ended: float | None = None
@@ -90,7 +90,7 @@ class Recording(Observer):
         """The time of measurements in the last step."""
         self._hooks: list[Any] = []
         self._warned = False
-        """Whether the script was told that the record cannot be written."""
+        """Whether a warning has reported that the record cannot be written."""
 
     def __enter__(self) -> Self:
         model = self._model()
@@ -147,7 +147,8 @@ class Recording(Observer):
             self._losses = {at: each for at, each in self._losses.items() if at in kept}
 
     def timeline(self) -> Timeline:
-        """The measured step of median length among the last steps. The first step counts only if it is the only one.
+        """Return the measured step of median length among the last steps. The first step counts only if it is the only
+        one.
 
         Raises StepStateError if there is no measured step.
         """
@@ -163,7 +164,7 @@ class Recording(Observer):
         return measured_timeline(chosen.moments(), schedule, self._group.grid.nodes, sent)
 
     def run(self) -> Run:
-        """The record so far. Raises StepStateError on ranks other than 0."""
+        """Return the record so far. Raises StepStateError on ranks other than 0."""
         if self._group.rank != 0:
             raise StepStateError(f"rank {self._group.rank} has no record. Ask on rank 0.")
         exchange, stats = self._session.exchange, self._stats()
@@ -283,7 +284,8 @@ class Recording(Observer):
             self._saved = time.perf_counter()
 
     def _save(self) -> None:
-        """Training, and what the script does after it, is more important than the record: one warning if it cannot be written."""
+        """Write the record. A failure gives one warning and no error, because training is more important than the
+        record."""
         try:
             self.run().save(self._path)
         except Exception as problem:
@@ -316,7 +318,8 @@ def _number(loss: object) -> float:
 
 
 class Watched(NamedTuple):
-    """The moments of one step, without tasks, and the lanes' tasks of the step before and of the step. Lanes may add tasks."""
+    """The moments of one step, without tasks, and the lanes' tasks of this step and of the step before. Lanes may add
+    tasks."""
 
     step: Moments
     aside_s: float
@@ -325,7 +328,7 @@ class Watched(NamedTuple):
     own: list[TaskTimes]
 
     def moments(self) -> Moments:
-        """The step's moments, with all tasks that ran during the step, also those of the step before."""
+        """Return the step's moments with all tasks that ran during the step, including tasks of the step before."""
 
         def shown(moment: float) -> float:
             return max(moment, self.step.ended)

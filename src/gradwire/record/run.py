@@ -28,7 +28,7 @@ from gradwire.errors import FormatError
 from gradwire.sim import Timeline
 
 FILE = "run.json"
-"""The name of the file in the folder of a run."""
+"""Name of the file in the folder of a run."""
 
 Points = tuple[tuple[int, float], ...]
 """Pairs of a step and a value, with ascending steps."""
@@ -82,13 +82,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     end_s: float
     """The end of the step's exchange."""
     step_us: float
-    """From the start of a forward to the start of the next; for the last step, to the end of its exchange."""
+    """Time from the start of a forward to the start of the next; for the last step, to the end of its exchange."""
     exposed_us: float
     """The wait for the exchange at the end of backward."""
     codec_us: float
     """CPU time of all encodes and decodes of the step, on all lanes."""
     loss: float | None
-    """This rank's logged loss; null: no loss was logged, or the loss was not finite."""
+    """The loss that this rank logged; null if no loss was logged, or the loss was not finite."""
 
     def __post_init__(self) -> None:
         whole("step", self.step, "a step's number")
@@ -114,14 +114,14 @@ class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor over the run."""
+    """One tensor's bits and errors over the run."""
 
     name: str
     numel: int
     bits: Points
-    """Bits per element of one encode, from each step on."""
+    """Bits per element of one encode, with the step from which they apply."""
     error: Points
-    """Relative l2 error of one encode of this rank's gradient, without residuals; empty: not measured."""
+    """Relative l2 error of one encode of this rank's gradient, without residuals; empty if it was not measured."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name")
@@ -144,13 +144,13 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: str
     step_us: float
-    """Median."""
+    """Median time of a step."""
     sent_bytes: int | None
-    """Per rank and step, as planned; null: unknown."""
+    """Planned bytes per rank and step; null if unknown."""
     speedup: Interval
-    """The rival's median step over this run's. Above 1, this run is faster."""
+    """Median step of the rival over the median step of this run. Above 1, this run is faster."""
     again: Interval | None = None
-    """The rival over itself, measured twice side by side (A/A): the noise of a ratio."""
+    """The rival against itself, measured twice side by side (A/A): the noise of a ratio."""
     end_s: tuple[float, ...] = ()
     """The end of each step, without the turns of other methods."""
     loss: tuple[float, ...] = ()
@@ -177,7 +177,7 @@ class Run(Document, frozen=True, kw_only=True):
     made: Made
     model: str
     device: str
-    """cpu, or torch's name of the accelerator."""
+    """"cpu", or torch's name of the accelerator."""
     world_size: int
     nodes: int
     decision: Decision
@@ -186,7 +186,7 @@ class Run(Document, frozen=True, kw_only=True):
     steps: tuple[StepRecord, ...]
     """Long runs keep only every 2nd, 4th, ... step."""
     warmup_steps: int = 1
-    """First steps that statistics exclude."""
+    """Number of first steps that statistics exclude."""
     buckets: tuple[BucketRecord, ...]
     tensors: tuple[TensorRecord, ...]
     memory: MemoryRecord
@@ -212,7 +212,7 @@ class Run(Document, frozen=True, kw_only=True):
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> "Run":
-        """The record in a run's folder, or in a file. Raises FormatError naming the file."""
+        """Read the record in a run's folder, or in a file. Raises FormatError with the name of the file."""
         path = Path(folder)
         return Run.load(path / FILE if path.is_dir() else path)
 

@@ -1,4 +1,4 @@
-"""A recorded run as scalars for TensorBoard."""
+"""Writes a recorded run as scalars for TensorBoard."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The bits and the compression error of each tensor over a run."""
+"""Measures the bits and the compression error of each tensor over a run."""
 
 import math
 from collections import defaultdict
@@ -14,9 +14,9 @@ from gradwire.record.run import TensorRecord
 from gradwire.transport import Group
 
 MOST_ELEMENTS = 2**20
-"""The most elements of one measurement. Later measurements take the other tensors, and other parts of larger ones."""
+"""Most elements of one measurement. Later measurements take the other tensors, and other parts of larger ones."""
 MOST_POINTS = 200
-"""The most errors of each tensor, and the most changes of its bits. Beyond, every second one is dropped, but not the last."""
+"""Most errors of each tensor, and most changes of its bits. Beyond, every second one is dropped, except the last."""
 
 
 class Tensors:
@@ -100,7 +100,8 @@ class Tensors:
         )
 
     def _error(self, bucket: Bucket, name: str, gradient: torch.Tensor, step: int) -> float | None:
-        """|decoded - gradient| / |gradient|; None for specs with rounds, zero gradients and errors that are not finite."""
+        """Return |decoded - gradient| / |gradient|. None for specs with rounds, zero gradients and errors that are not
+        finite."""
         spec = bucket.spec_of(name).at_step(step)
         if spec.rounds:
             return None

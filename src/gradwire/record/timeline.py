@@ -1,4 +1,4 @@
-"""The timeline of a measured step, in the form of the simulator. Pure: no torch.
+"""Builds the timeline of a measured step, in the form of the simulator. Pure: no torch.
 
 >>> moments = Moments(ended=0.0, forward=0.0, backward=0.002, ready=[("w", 0.005)], tasks=[], finished=0.006)
 >>> [(event.what, event.start_us, event.end_us) for event in _computation(moments)]
@@ -15,7 +15,7 @@ from gradwire.sim import COMPUTE, RESOURCES, Event, Interval, Resource, Timeline
 NS_PER_US = 1000
 COMPUTED = ("optimizer", "forward", "backward")
 NO_WAIT_US = 20.0
-"""A shorter gap between two codec calls is overhead, not a wait for a link."""
+"""Longest gap between two codec calls that counts as overhead. A longer gap is a wait for a link."""
 
 
 class LaneTask(NamedTuple):
@@ -31,7 +31,7 @@ class LaneTask(NamedTuple):
     codec: Sequence[tuple[float, float]]
     """Start and end of each encode and decode, in order."""
     step: int = 0
-    """0, or -1 for a task of the step before."""
+    """0 for a task of the step itself, -1 for a task of the step before."""
 
 
 class Moments(NamedTuple):
@@ -42,11 +42,11 @@ class Moments(NamedTuple):
     forward: float
     backward: float
     ready: Sequence[tuple[str, float]]
-    """Each tensor, with the moment when its gradient was ready."""
+    """Pairs of a tensor and the moment when its gradient was ready."""
     tasks: Sequence[LaneTask]
     """The tasks that ran during the step."""
     finished: float
-    """The end of the exchange; in the `pipelined` and `delayed` schedules the end of backward."""
+    """The end of the exchange. In the `pipelined` and `delayed` schedules: the end of backward."""
 
     @property
     def length_us(self) -> float:
@@ -55,9 +55,9 @@ class Moments(NamedTuple):
 
 
 def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[int, int, int]) -> Timeline:
-    """The step of one rank. An exchange occupies its link from the first send to the last arrival.
+    """Return the timeline of one rank's step. An exchange occupies its link from the first send to the last arrival.
 
-    `sent` are the bytes in all, inside the node, and between nodes. Codec tasks of lanes may overlap the computation. Events
+    sent: bytes in all, inside the node, and between nodes. Codec tasks of lanes may overlap the computation. Events
     that begin after the step are left out. The timeline has no bubbles.
     """
     events = [*_computation(moments), *(e for task in moments.tasks for e in _lane_events(task, nodes, moments))]
@@ -115,7 +115,7 @@ def _computation(moments: Moments) -> Iterator[Event]:
 
 
 def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:
-    """The encodes before the first send, the exchange, and the decodes."""
+    """Yield the encodes before the first send, the exchange, and the decodes."""
     option = task.option
     places = [index for index, each in enumerate(option) if each.partition(":")[2] in LINKS]
     place = places[min(task.phase, len(places) - 1)]
@@ -135,7 +135,7 @@ def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event
         what = "decomp" if number else "comp"
         nearest = range(place, len(option)) if number else range(place, -1, -1)
         index = next((index for index in nearest if option[index].startswith(what + ":")), None)
-        if index is not None and end > start:  # not before the step
+        if index is not None and end > start:  # tasks may have ended before the step began
             yield event(what, RESOURCES[COMPUTE], start, end, index)
 
 

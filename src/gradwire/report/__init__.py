@@ -1,3 +1,3 @@
-"""Pages and pictures from results. matplotlib is imported when something is drawn."""
+"""Makes pages and pictures from results. matplotlib is imported when something is drawn."""
 
 __all__: list[str] = []  # `gradwire report` is the interface

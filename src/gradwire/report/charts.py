@@ -1,4 +1,4 @@
-"""Line charts and bars that fit any width. Drawings stretch; text keeps its size.
+"""Draws line charts and bars that fit any width. Drawings stretch; text keeps its size.
 
 Every curve has its own dash and a label, and every kind of bar a pattern, so that no chart relies on colours alone.
 """
@@ -34,11 +34,11 @@ class Bar(NamedTuple):
     parts: Sequence[tuple[str, float]]
     """Pairs of a pattern (a class of the style sheet) and a length."""
     outline: float = 0.0
-    """The length of a hollow bar around the parts; 0: none."""
+    """Length of a hollow bar around the parts; 0 for none."""
 
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) -> Element:
-    """A chart of curves, of which at least one has a point."""
+    """Draw a chart of curves. At least one curve has a point."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves in {title!r}: there are only {len(STYLES)} styles.")
     strides = [max(1, -(-len(curve.x) // MOST_POINTS)) for curve in curves]
@@ -75,7 +75,7 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
 
 
 def bars(rows: Sequence[Bar]) -> Element:
-    """A list of bars with a common scale."""
+    """Draw a list of bars with a common scale."""
     longest = max([max(bar.outline, sum(length for _, length in bar.parts)) for bar in rows], default=0.0) or 1.0
     items = []
     for bar in rows:
@@ -93,7 +93,7 @@ def bars(rows: Sequence[Bar]) -> Element:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers in a range.
+    """Return about five round numbers in a range.
 
     >>> ticks(0.0, 100.0), ticks(2.31, 4.2)
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [2.5, 3.0, 3.5, 4.0])
@@ -106,7 +106,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share as a length in CSS.
+    """Return a share as a length in CSS.
 
     >>> percent(1.0, 3.0)
     '33.33%'
@@ -115,7 +115,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: the values and some room."""
+    """Return the range of an axis: the range of the values, with a margin."""
     low, high = min(values), max(values)
     room = (high - low) * 0.02 or abs(high) * 0.05 or 1.0
     return low - (room if low > room else 0.0), high + room

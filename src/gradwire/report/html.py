@@ -1,4 +1,4 @@
-"""Elements of a page. The standard library's writer escapes all text, such as names of tensors.
+"""Makes the elements of a page. The standard library's writer escapes all text, such as names of tensors.
 
 >>> as_html(tag("p", "a < b", tag("b", "!"), class_="lead"))
 '<p class="lead">a &lt; b<b>!</b></p>'
@@ -11,7 +11,8 @@ Node = Element | str
 
 
 def tag(name: str, /, *children: Node, **attributes: object) -> Element:
-    """An element. In attribute names a trailing underscore is dropped and others become hyphens. None omits an attribute."""
+    """Make an element. In attribute names a trailing underscore is dropped and others become hyphens. None omits an
+    attribute."""
     named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     element = Element(name, {key: _clean(str(value)) for key, value in named.items()})
     for child in children:
@@ -29,12 +30,12 @@ def as_html(element: Element) -> str:
 
 
 def _clean(text: str) -> str:
-    """The text with control characters and lone surrogates replaced."""
+    """Return the text with control characters and lone surrogates replaced."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def short(value: float) -> str:
-    """A number with three significant digits.
+    """Write a number with three significant digits.
 
     >>> short(0.17234), short(61.25), short(1234.5), short(0.0), short(1e9)
     ('0.172', '61.2', '1234', '0', '1e+09')
@@ -45,7 +46,7 @@ def short(value: float) -> str:
 
 
 def milliseconds(us: float) -> str:
-    """A time in milliseconds.
+    """Write a time in milliseconds.
 
     >>> milliseconds(61_250.0), milliseconds(12.0)
     ('61.2 ms', '0.012 ms')
@@ -54,7 +55,7 @@ def milliseconds(us: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes with a unit.
+    """Write a number of bytes with a unit.
 
     >>> size(24_300_000), size(5120), size(12)
     ('24.3 MB', '5.12 kB', '12 bytes')

@@ -1,4 +1,4 @@
-"""The page of a run: one self-contained HTML file without scripts and without external resources."""
+"""Makes the page of a run: one self-contained HTML file without scripts and without external resources."""
 
 from pathlib import Path
 
@@ -11,14 +11,15 @@ from gradwire.report.words import summary
 
 
 def write_report(folder: Path, out: Path | None = None) -> str:
-    """Write the page of a run, by default report.html beside the run's record. Returns the summary and the page's path.
+    """Write the page of a run, by default as report.html in the folder of the run's record. Returns the summary and the
+    page's path.
 
     Raises FormatError if the record cannot be read, WriteError if the page cannot be written.
     """
     run = Run.read(folder)
-    beside = folder if folder.is_dir() else folder.parent
-    path = out or beside / "report.html"
-    write_whole(path, page(run, predicted(run, beside)))
+    run_folder = folder if folder.is_dir() else folder.parent
+    path = out or run_folder / "report.html"
+    write_whole(path, page(run, predicted(run, run_folder)))
     return f"{summary(run)}\nReport: {path}"
 
 

@@ -1,4 +1,5 @@
-"""Curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line style."""
+"""Draws curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line
+style."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ class Panel(NamedTuple):
     x: Sequence[float | str]
     """Positions of points, or names of groups of bars."""
     curves: Mapping[str, Sequence[float]]
-    """By label, a value for each x. A label has the same look in all panels."""
+    """A value for each x, by label. A label has the same look in all panels."""
 
 
 def check_picture(path: Path, panels: int = 1) -> None:
@@ -77,9 +78,9 @@ def draw_sweep(rows: Sequence[SweepRow], model: str, path: Path) -> None:
     """Draw scaling factors over the swept values. With two sweeps, the longer one is the axis, the other makes panels."""
     rates, counts = (list(dict.fromkeys(row[field] for row in rows)) for field in (2, 0))
     over_rates = len(rates) > len(counts)
-    along, beside = (rates, counts) if over_rates else (counts, rates)
+    along, by_panel = (rates, counts) if over_rates else (counts, rates)
     panels = []
-    for value in beside:
+    for value in by_panel:
         chosen = [row for row in rows if (row.nodes if over_rates else row.inter_gbps) == value]
         curves: dict[str, list[float]] = {}
         for row in chosen:
@@ -106,7 +107,7 @@ def save(figure: Any, path: Path, dpi: int = 150, colours: int | None = None) ->
 
 @contextmanager
 def canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> Iterator[list[Any]]:
-    """The axes of the panels in reading order. On exit, add labels and a common legend, and write the picture."""
+    """Yield the axes of the panels in reading order. On exit, add labels and a common legend, and write the picture."""
     _check_panels(len(panels))
     import matplotlib
 
@@ -147,6 +148,6 @@ def _check_panels(panels: int) -> None:
 
 
 def looks_of(panels: Sequence[Panel]) -> dict[str, int]:
-    """The index of the style of each label, in order of first use."""
+    """Return the index of the style of each label, in order of first use."""
     labels = dict.fromkeys(label for panel in panels for label in panel.curves)
     return {label: place for place, label in enumerate(labels)}

@@ -1,4 +1,4 @@
-"""The sections of a run's page. A section without data says why it is empty."""
+"""Makes the sections of a run's page. A section without data gives the reason."""
 
 import statistics
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from gradwire.report.steps import Predicted, step_figure, step_table
 from gradwire.report.words import decided, final_loss, share, spread, step_us
 
 MOST_ROWS = 12
-"""The rows of a list that are visible at once; the others fold out."""
+"""Number of rows of a list that are visible at once; the others fold out."""
 SMOOTHED_PARTS = 30
-"""A running mean covers one part of so many of the steps."""
+"""A running mean covers this fraction of the steps: one part of SMOOTHED_PARTS."""
 
 
 def section_facts(run: Run) -> Element:
-    """The most important numbers."""
+    """Make the list of the most important numbers."""
     facts = {
         "step, median": milliseconds(step_us(run)) if run.steps else "none",
         "sent, a step and rank": size(run.wire_bytes),
@@ -40,10 +40,12 @@ def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
                 [("solid" if each.kept else "hatched", each.step_us)])
             for each in run.decision.alternatives
         ])  # fmt: skip
-    if (told := run.plan.prediction) is not None:
-        plain, least = milliseconds(told.baseline_step_us), milliseconds(told.lower_bound_us)
+    if (predicted_times := run.plan.prediction) is not None:
+        plain, least = milliseconds(predicted_times.baseline_step_us), milliseconds(predicted_times.lower_bound_us)
         bounds = f"{plain} with plain all-reduce, at least {least}"
-        yield tag("p", f"The planner predicted {milliseconds(told.step_us)} per step ({bounds} with any plan).")
+        yield tag(
+            "p", f"The planner predicted {milliseconds(predicted_times.step_us)} per step ({bounds} with any plan)."
+        )
 
 
 def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
@@ -54,7 +56,7 @@ def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
     between = f"{milliseconds(low)} and {milliseconds(high)}"
     yield tag("p", f"A step takes {milliseconds(step_us(run))} (median); eight of ten steps take between {between}.")
     if not run.rivals:
-        yield _left_out("No other method was measured beside this run: use gradwire bench or gradwire demo to compare.")
+        yield _left_out("No other method was measured in this run: use gradwire bench or gradwire demo to compare.")
     else:
         others = [Bar(each.name, milliseconds(each.step_us), [("hatched", each.step_us)]) for each in run.rivals]
         yield bars([Bar("this run", milliseconds(step_us(run)), [("solid", step_us(run))]), *others])
@@ -93,9 +95,9 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
         return
     values = [value for _, _, value in steps]
     rivals = [rival for rival in run.rivals if rival.loss]
-    told = [f"this run {short(final_loss(values))}"]
-    told += [f"{rival.name} {short(final_loss(rival.loss))}" for rival in rivals]
-    yield tag("p", f"Mean loss of the last steps: {', '.join(told)}.")
+    means = [f"this run {short(final_loss(values))}"]
+    means += [f"{rival.name} {short(final_loss(rival.loss))}" for rival in rivals]
+    yield tag("p", f"Mean loss of the last steps: {', '.join(means)}.")
     by_step = [Curve("this run", [at for at, _, _ in steps], _smooth(values))]
     by_time = [Curve("this run", [at for _, at, _ in steps], by_step[0].y)]
     drawn = rivals[: len(STYLES) - 1]
@@ -116,16 +118,16 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The bytes that each bucket sends, beside the bytes of its gradients."""
+    """Draw the bytes that each bucket sends, next to the bytes of its gradients."""
     rows = []
     for index, (record, bucket) in enumerate(zip(run.buckets, run.plan.buckets, strict=True)):
         specs = sorted({repr(spec) for spec in bucket.specs})
         count = len(bucket.tensors)
         name = f"{index}: {bucket.tensors[0]}" + f" and {count - 1} more" * (count > 1)
-        told = f"{size(record.wire_bytes)} of {size(record.gradient_bytes)}, {' and '.join(specs)}"
-        told += f", {record.chunks} chunks" * (record.chunks > 1)
+        text = f"{size(record.wire_bytes)} of {size(record.gradient_bytes)}, {' and '.join(specs)}"
+        text += f", {record.chunks} chunks" * (record.chunks > 1)
         parts = [("solid", record.inter_bytes), ("dotted", record.intra_bytes)]
-        rows.append(Bar(name, told, parts, record.gradient_bytes))
+        rows.append(Bar(name, text, parts, record.gradient_bytes))
     inter, intra = (size(sum(getattr(b, field) for b in run.buckets)) for field in ("inter_bytes", "intra_bytes"))
     yield tag("p", f"A rank sends {size(run.wire_bytes)} per step: {inter} between nodes and {intra} inside its node.")
     patterns = {"solid": "between nodes", "dotted": "inside the node", "outline": "the gradients themselves"}
@@ -135,7 +137,7 @@ def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
-    """The error of one encode of each tensor."""
+    """Draw the error of one encode of each tensor."""
     compressed = {name for b in run.plan.buckets for name in b.tensors if b.spec_of(name).encodes}
     if not compressed:
         yield _left_out("The plan compresses no tensor, so there is no error.")
@@ -149,8 +151,8 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
     rows = []
     for tensor in sorted(measured, key=lambda each: -_mean_error(each)):
         bits = short(tensor.bits[-1][1]) if tensor.bits else "?"
-        told = f"{short(100 * _mean_error(tensor))} %, {bits} bits per element"
-        rows.append(Bar(tensor.name, told, [("hatched", _mean_error(tensor))]))
+        text = f"{short(100 * _mean_error(tensor))} %, {bits} bits per element"
+        rows.append(Bar(tensor.name, text, [("hatched", _mean_error(tensor))]))
     yield tag(
         "p",
         "Relative l2 error of one encode of a rank's gradient, the mean over the measured steps. The error does not include "
@@ -214,13 +216,13 @@ SECTIONS = {
 
 
 def made(run: Run) -> Element:
-    """The origin of the numbers."""
+    """Write the origin of the numbers."""
     about = f"{run.model} on {run.device}, recorded by rank 0 on {run.made.host} at {run.made.date} by"
     return tag("p", f"{about} ", tag("code", run.made.command), class_="note")
 
 
 def _saved(run: Run, rival: Rival) -> str:
-    """The time and the bytes that the run saved against a rival."""
+    """Write the time and the bytes that the run saved against a rival."""
     count = _count(run)
     seconds = (rival.step_us - step_us(run)) * count / 1e6
     words = f"Against {rival.name}: {_interval(rival.speedup, ' times as fast')}. "
@@ -232,12 +234,12 @@ def _saved(run: Run, rival: Rival) -> str:
     return f"{words}, and {what} {size(abs(fewer))} per rank: {share(run.wire_bytes, rival.sent_bytes)}."
 
 
-def _interval(told: Interval, what: str = "") -> str:
-    return f"{told.ratio:.2f}{what} (95 % interval {told.low:.2f} to {told.high:.2f})"
+def _interval(speedup: Interval, what: str = "") -> str:
+    return f"{speedup.ratio:.2f}{what} (95 % interval {speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def _count(run: Run) -> int:
-    """The number of steps. The record of a long run skips steps."""
+    """Return the number of steps. The record of a long run skips steps."""
     return run.steps[-1].step - run.steps[0].step + 1 if run.steps else 0
 
 
@@ -258,6 +260,6 @@ def _mean_error(tensor: TensorRecord) -> float:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """The running mean of the losses."""
+    """Return the running mean of the losses."""
     window = max(1, len(values) // SMOOTHED_PARTS)
     return [statistics.fmean(values[max(0, index + 1 - window) : index + 1]) for index in range(len(values))]

@@ -1,4 +1,4 @@
-"""One step, predicted and measured side by side: a track for each resource, on a common time axis."""
+"""Draws one step, predicted and measured side by side: a track for each resource, on a common time axis."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,19 +58,19 @@ def predicted(run: Run, folder: Path) -> Predicted:
 
 
 _LEAST_US = 1e-3
-"""A step that is shorter has no length to draw."""
+"""Shortest step that has a length to draw, in microseconds."""
 
 
 class _Span(NamedTuple):
     kind: str
     start_us: float
     end_us: float
-    told: str
+    text: str
     label: str
 
 
 def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Element:
-    """The tracks of the given timelines, at least one."""
+    """Draw the tracks of the given timelines, at least one."""
     shown = _shown(predicted, measured)
     lengths = [t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]
     length = max(lengths) if max(lengths) > _LEAST_US else 1.0
@@ -96,7 +96,7 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
 
 
 def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element:
-    """The step's parts, with a column for each given timeline."""
+    """Make a table of the step's parts, with a column for each given timeline."""
     shown = _shown(predicted, measured)
     rows = {
         "step": "step_us",
@@ -140,15 +140,15 @@ def _joined(pieces: Sequence[_Span], length: float) -> list[_Span]:
         narrow = min(piece.end_us - piece.start_us, gap) < NARROW * length
         alike = last.kind == piece.kind and (not piece.label or last.label == piece.label)
         if result and alike and narrow and 0 <= gap < NARROW * length:
-            told = last.told.partition(" … ")[0] + " … " + piece.told
-            result[-1] = last._replace(end_us=piece.end_us, told=told)
+            text = last.text.partition(" … ")[0] + " … " + piece.text
+            result[-1] = last._replace(end_us=piece.end_us, text=text)
         else:
             result.append(piece)
     return result
 
 
 def _track(pieces: Sequence[_Span], length: float) -> Element:
-    """A track. Simultaneous pieces, such as those of several lanes, get rows of their own."""
+    """Draw a track. Simultaneous pieces, such as those of several lanes, get rows of their own."""
     free_at: list[float] = []
     placed: list[tuple[int, _Span]] = []
     for piece in pieces:
@@ -162,7 +162,7 @@ def _track(pieces: Sequence[_Span], length: float) -> Element:
         style = f"left:{percent(piece.start_us, length)};width:{percent(part, 1.0)};--row:{place}"
         label = [tag("b", piece.label)] if piece.label and part > LABELLED else []
         look = _class(piece.kind) + " wide" * (part > PARTED)
-        track.append(tag("i", *label, class_=look, style=style, title=piece.told))
+        track.append(tag("i", *label, class_=look, style=style, title=piece.text))
     return track
 
 

@@ -1,4 +1,4 @@
-"""A run in sentences and numbers."""
+"""Describes a run in sentences and numbers."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ FINAL_STEPS = 10
 
 
 def step_us(run: Run) -> float:
-    """The median step without the warm-up."""
+    """Return the median step without the warm-up, in microseconds."""
     return statistics.median(_lengths(run)) if run.steps else 0.0
 
 
 def spread(run: Run) -> tuple[float, float]:
-    """The 10th and the 90th percentile of the steps."""
+    """Return the 10th and the 90th percentile of the steps, in microseconds."""
     lengths = sorted(_lengths(run))
     return lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
 
@@ -27,12 +27,12 @@ def _lengths(run: Run) -> list[float]:
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """The mean of the last FINAL_STEPS losses."""
+    """Return the mean of the last FINAL_STEPS losses."""
     return statistics.fmean(losses[-FINAL_STEPS:])
 
 
 def summary(run: Run) -> str:
-    """The first line of the page and of the command."""
+    """Return the first line of the page and of the command."""
     if not run.steps:
         return "No step was recorded: the loop ended before its first step."
     sends = f"sends {size(run.wire_bytes)} per step and rank, for gradients of {size(run.gradient_bytes)}"
@@ -46,20 +46,20 @@ def summary(run: Run) -> str:
     speed = rival.speedup
     interval = f"95 % interval {speed.low:.2f} to {speed.high:.2f}"
     if speed.low > 1:
-        told = f"{speed.ratio:.2f} times as fast as {rival.name} ({interval})"
+        speed_text = f"{speed.ratio:.2f} times as fast as {rival.name} ({interval})"
     elif speed.high < 1:
-        told = f"slower than {rival.name}, at {speed.ratio:.2f} times its speed ({interval})"
+        speed_text = f"slower than {rival.name}, at {speed.ratio:.2f} times its speed ({interval})"
     else:
-        told = f"not measurably faster or slower than {rival.name} ({speed.ratio:.2f} times, {interval})"
-    bytes_told = f"; {share(run.wire_bytes, rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
+        speed_text = f"not measurably faster or slower than {rival.name} ({speed.ratio:.2f} times, {interval})"
+    bytes_text = f"; {share(run.wire_bytes, rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
     return (
-        f"gradwire is {told}: {milliseconds(step_us(run))} a step instead of {milliseconds(rival.step_us)}. "
-        f"It {sends}{bytes_told}."
+        f"gradwire is {speed_text}: {milliseconds(step_us(run))} a step instead of {milliseconds(rival.step_us)}. "
+        f"It {sends}{bytes_text}."
     )
 
 
 def share(nbytes: float, others: float) -> str:
-    """A number of bytes compared with others, in words.
+    """Compare a number of bytes with another one, in words.
 
     >>> share(10, 80), share(10, 5), share(10, 10)
     ('8 times fewer bytes', '2 times more bytes', 'no fewer bytes')
@@ -71,7 +71,7 @@ def share(nbytes: float, others: float) -> str:
 
 
 def decided(run: Run) -> list[str]:
-    """The plan in words: a line for each spec and scheme, the most bytes first."""
+    """Describe the plan: a line for each spec and scheme, the most bytes first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for index, bucket in enumerate(run.plan.buckets):
         specs = sorted({repr(spec) for spec in bucket.specs if spec.encodes})

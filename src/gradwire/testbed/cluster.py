@@ -109,8 +109,10 @@ class EmulatedCluster:
         self._limit_inter(None if rate is None else parse_rate(rate))
 
     def set_node(self, node: int, rate: str, up: str | None = None) -> None:
-        """Change the rate of one node's link; `up`: of what it sends, where that differs. `set_inter` makes all nodes alike
-        again. Ranks may run meanwhile."""
+        """Change the rate of one node's link. Ranks may run meanwhile. `set_inter` makes all nodes alike again.
+
+        up: the rate of sending, if it differs from the rate of receiving.
+        """
         self._check(node)
         down = parse_rate(rate)
         network.limit_node(self._hub, {node: self._nodes[node]}, down, down if up is None else parse_rate(up))
@@ -127,12 +129,12 @@ class EmulatedCluster:
             raise TestbedError(f"node is {node}; this cluster has nodes 0 to {self.nodes - 1}.")
 
     def namespace(self, node: int) -> Path:
-        """The file of a node's network namespace, which a process enters by setns."""
+        """Return the file of a node's network namespace, which a process enters by setns."""
         self._require_alive()
         return namespaces.NAMESPACE_FOLDER / self._nodes[node]
 
     def counters(self) -> list[tuple[int, int]]:
-        """For each node, the (sent, received) bytes of its interface. A large segment counts one Ethernet header."""
+        """Return the (sent, received) bytes of each node's interface. A large segment counts one Ethernet header."""
         self._require_alive()
         return network.read_counters(self._hub, self.nodes)
 
@@ -165,7 +167,7 @@ class EmulatedCluster:
         on_line: LineCallback | None = None,
         timeout: float | None = None,
     ) -> ProcessEnd:
-        """As `run`, but return a received signal in the result instead of raising it."""
+        """Run ranks like `run`, but return a received signal in the result instead of raising it."""
         self._require_alive()
         environment = os.environ | (env or {})
         if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
@@ -192,7 +194,7 @@ class EmulatedCluster:
             self._busy.release()
 
     def _entering(self, node: int) -> list[str]:
-        """The words before a command that execute the command on a node."""
+        """Return the words that run a following command on a node."""
         enter = [namespaces.find_tool("ip") or "ip", "netns", "exec", self._nodes[node]]
         launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), f"node{node}"]
         usable = sorted(os.sched_getaffinity(0))

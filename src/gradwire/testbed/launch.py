@@ -1,4 +1,5 @@
-"""Tie this process to its supervisor, then become the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROCESSORS ...`.
+"""Ties this process to its supervisor, then becomes the rank: `python -I -S launch.py SUPERVISOR HOST HOSTS PROCESSORS
+...`.
 
 SUPERVISOR is a process id, HOST the name of the node, HOSTS the text of its /etc/hosts, PROCESSORS a list of processor
 numbers with commas. The program and its arguments follow. This code is a separate program, because code between fork and
@@ -26,7 +27,7 @@ def _call(function: str, *arguments: object) -> None:
 
 
 def _name_node(name: str, hosts: str) -> None:
-    """Set the node's host name and a hosts file with all nodes, because programs tell machines apart by host name.
+    """Set the node's host name and a hosts file with all nodes, because programs distinguish machines by host name.
 
     `ip netns exec` made a mount namespace for this process, so no other process sees the file.
     """

@@ -1,4 +1,5 @@
-"""Network namespaces whose names contain the owner, so that the next run can remove the namespaces of a dead run.
+"""Creates and removes network namespaces. A namespace's name contains its owner, so the next run can remove those of a
+dead run.
 
 A name is `gradwire-<pid>-<start time of pid>-<serial>-<part>`. The start time (field 22 of /proc/PID/stat, in clock ticks
 since boot) distinguishes the owner from a later process with the same id. Making namespaces takes permission: root, or a user
@@ -45,12 +46,12 @@ run ip netns exec probe true
 
 
 def tool_environment() -> dict[str, str]:
-    """The environment for `ip` and `tc`: the administrator's folders on PATH, and messages in English."""
+    """Return the environment for `ip` and `tc`: the administrator's folders on PATH, and messages in English."""
     return os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
 
 
 def find_tool(name: str) -> str | None:
-    """The path of a program of the administrator."""
+    """Return the path of a program of the administrator; None if it is missing."""
     return shutil.which(name, path=tool_environment()["PATH"])
 
 
@@ -82,7 +83,7 @@ def run_tool(arguments: list[str], lines: Iterable[str] = ()) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if the process does not exist or is a zombie."""
+    """Return the start of a process in clock ticks since boot; None if the process does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -91,12 +92,12 @@ def start_time(pid: int) -> int | None:
 
 
 def this_owner() -> str:
-    """`<pid>-<start time>` of this process."""
+    """Return `<pid>-<start time>` of this process."""
     return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def existing(prefix: str = "gradwire-") -> list[str]:
-    """The names of gradwire's namespaces that begin with `prefix`."""
+    """Return the names of gradwire's namespaces that begin with `prefix`."""
     try:
         names = sorted(os.listdir(NAMESPACE_FOLDER))
     except OSError:
@@ -129,7 +130,7 @@ def sweep() -> None:
 
 
 def kill_inside(names: Iterable[str]) -> list[int]:
-    """SIGKILL every process in these namespaces and wait. Returns the ids of survivors."""
+    """Send SIGKILL to every process in these namespaces and wait. Returns the ids of survivors."""
     inodes = set()
     for name in names:
         with contextlib.suppress(OSError):
@@ -144,9 +145,13 @@ def kill_inside(names: Iterable[str]) -> list[int]:
 
 
 def kill_marked_orphans() -> list[int]:
-    """SIGKILL the processes in network namespaces of runs whose environment names a dead owner. What a rank started and what left
-    the run's network (a tmux server, and every shell that it starts later, have the environment too) is not the run's any more.
-    Inside gradwire's user namespace nothing is killed: there the host's network looks like that of a run."""
+    """Send SIGKILL to the processes in network namespaces of runs with an environment that names a dead owner. Returns
+    the ids of survivors.
+
+    A process that a rank started and that left the run's network does not belong to the run any more: a tmux server,
+    and every shell that the server starts later, have the environment too. Inside gradwire's user namespace nothing is
+    killed, because there the host's network looks like a run's network.
+    """
     marker = f"{OWNER_VARIABLE}=".encode()
     ours, network = os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
@@ -191,12 +196,13 @@ def _kill_if(pid: int, condition: Callable[[int], bool]) -> bool:
 
 
 def _is_dead(owner: re.Match[str] | None) -> bool:
-    """Whether a name or a mark has an owner, and the owner has ended."""
+    """Return whether a name or a mark has an owner, and the owner has ended."""
     return owner is not None and start_time(int(owner[1])) != int(owner[2])
 
 
 def permission_problem() -> str | None:
-    """Why namespaces cannot be made here, or None if they can. The first call tries; later calls return its answer."""
+    """Return why namespaces cannot be made here, or None if they can. The first call tries; later calls return its
+    answer."""
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
     if missing:
         package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"
@@ -219,7 +225,7 @@ def permission_problem() -> str | None:
 
 
 def needs_user_namespace() -> bool:
-    """True if namespaces can be made, but only after `reexec_in_user_namespace_if_needed`."""
+    """Return whether namespaces can be made only after `reexec_in_user_namespace_if_needed`."""
     return permission_problem() is None and _failure_of_direct_use() is not None
 
 

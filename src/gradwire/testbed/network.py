@@ -1,4 +1,5 @@
-"""The rates of links, and the links: a bridge, a veth pair to every node, and a token bucket (`tbf`) at both ends of each pair.
+"""Builds the links of a cluster and sets their rates: a bridge, a veth pair to every node, and a token bucket (`tbf`)
+at both ends of each pair.
 
 The bridge has its own namespace, the hub, apart from the host's network stack and firewall. A node's egress is limited
 inside the node, its ingress at the bridge's port, so a node sends and receives at the full rate at the same time. The
@@ -62,7 +63,7 @@ def parse_rate(text: str) -> float:
 
 
 def address_of(node: int) -> str:
-    """The IPv4 address of a node, counted from 0.
+    """Return the IPv4 address of a node, counted from 0.
 
     >>> address_of(0), address_of(255)
     ('10.218.0.1', '10.218.1.0')
@@ -71,7 +72,8 @@ def address_of(node: int) -> str:
 
 
 def hosts_file(nodes: int) -> str:
-    """The text of the ranks' /etc/hosts. The IPv4-mapped lines avoid a warning of c10d, whose sockets are IPv6."""
+    """Return the text of the ranks' /etc/hosts. The IPv4-mapped lines avoid a warning of c10d, because its sockets are
+    IPv6."""
     lines = ["127.0.0.1 localhost"]
     for node in range(nodes):
         lines += [f"{address_of(node)} node{node}", f"::ffff:{address_of(node)} node{node}-mapped"]
@@ -131,7 +133,7 @@ def limit_intra(nodes: list[str], bits_per_second: float) -> None:
 
 
 def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
-    """The (sent, received) bytes of each node's interface, read at the other end of its pair."""
+    """Read the (sent, received) bytes of each node's interface, at the other end of its pair."""
     links = json.loads(run_tool(["ip", "-n", hub, "-json", "-statistics", "link", "show"]))
     at_hub = {link["ifname"]: link["stats64"] for link in links}
     try:
@@ -142,7 +144,7 @@ def read_counters(hub: str, nodes: int) -> list[tuple[int, int]]:
 
 
 def _packet(bits_per_second: float) -> int:
-    """Bytes of a packet."""
+    """Return the bytes of a packet at this rate."""
     return min(max(int(bits_per_second / 8 * _PACKET_SECONDS), _SMALLEST_PACKET_BYTES), _LARGEST_PACKET_BYTES)
 
 

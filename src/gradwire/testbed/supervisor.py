@@ -1,4 +1,4 @@
-"""Start the ranks, gather their output, pass signals on, and end all ranks with the run."""
+"""Starts the ranks, gathers their output, passes signals on, and ends all ranks with the run."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ class Received:
         self._first_at = 0.0
 
     def note(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler. Signals within a second are one request, because timeout(1) sends two."""
+        """Handle a signal. Signals within a second are one request, because timeout(1) sends two."""
         now = time.monotonic()
         if self.first is None:
             self.first, self._first_at = number, now
@@ -59,14 +59,15 @@ def recorded() -> Iterator[Received]:
 
 
 def exit_on_termination() -> contextlib.AbstractContextManager[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit(128 + signal) instead of ending the process without cleanup."""
+    """Return a context in which SIGTERM and SIGHUP raise SystemExit(128 + signal) instead of ending the process without
+    cleanup."""
     deadly = [number for number in STOPPING[1:] if signal.getsignal(number) is signal.SIG_DFL]
     return _handled(deadly, lambda number, frame: sys.exit(128 + number))
 
 
 @contextlib.contextmanager
 def _handled(numbers: list[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Pass these signals to the handler. Outside of the main thread, do nothing."""
+    """Pass these signals to the handler. Does nothing outside of the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
@@ -86,8 +87,11 @@ class RankCommand:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has now. It is below the kernel's range for connections and for port 0: a port of
-    that range may be given to another process between this call and the moment when a rank listens on it."""
+    """Return a TCP port of 127.0.0.1 that no process uses now.
+
+    The port is below the kernel's range for connections and for port 0. A port in that range may be given to another
+    process between this call and the moment when a rank listens on it.
+    """
     first_of_range = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:  # not with `random`, which two processes may have seeded alike
         port = 10_000 + secrets.randbelow(max(first_of_range - 10_000, 1_000))
@@ -99,7 +103,7 @@ def free_port() -> int:
 def rank_variables(
     rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str
 ) -> dict[str, str]:
-    """torchrun's variables of a rank, and the network interface for each backend."""
+    """Return torchrun's variables of a rank, and the network interface for each backend."""
     node, local_rank = divmod(rank, ranks_per_node)
     world_size = str(nodes * ranks_per_node)
     return {
@@ -132,7 +136,8 @@ class ProcessEnd:
 
 
 class Supervisor:
-    """One run of all ranks. on_line: by default `print_with_prefix`. `end_leftovers` kills processes that ranks leave behind."""
+    """Runs all ranks once. on_line: `print_with_prefix` by default. `end_leftovers` kills processes that ranks leave
+    behind."""
 
     def __init__(
         self, on_line: LineCallback | None, grace: Grace, end_leftovers: Callable[[], object] = lambda: None
@@ -141,7 +146,7 @@ class Supervisor:
         self._end_leftovers = end_leftovers
         self._grace = grace
         self._said: queue.Queue[tuple[int, str, str | None]] = queue.Queue(_MOST_LINES)
-        self._watchers = 0  # threads that have not ended
+        self._watchers = 0  # number of threads that have not ended
         self._running: dict[int, subprocess.Popen[str]] = {}  # by rank
         self._code = 0
         self._steps: list[tuple[float, int]] | None = None  # the planned (time, signal) pairs, soonest first
@@ -192,7 +197,8 @@ class Supervisor:
             threading.Thread(target=watch, daemon=True).start()
 
     def _read(self, rank: int, name: str, pipe: IO[str]) -> None:
-        r"""Lines end at \n, \r\n and \r (progress bars). Bytes that are not UTF-8 become backslash escapes."""
+        r"""Read lines, which end at \n, \r\n and \r (progress bars). Bytes that are not UTF-8 become backslash
+        escapes."""
         with pipe:
             for line in iter(lambda: pipe.readline(_LONGEST_LINE), ""):
                 self._said.put((rank, name, line.removesuffix("\n")))
@@ -204,14 +210,14 @@ class Supervisor:
         self._said.put((rank, "", None))
 
     def _hand_on(self, seconds: float) -> bool:
-        """Pass lines on for so many seconds or until a rank ends. Returns whether there was anything."""
-        until, heard = time.monotonic() + seconds, False
+        """Pass lines on for so many seconds or until a rank ends. Returns whether there were any."""
+        until, any_line = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
                 rank, name, line = self._said.get(timeout=left)
             except queue.Empty:
                 break
-            heard = True
+            any_line = True
             if line is not None:
                 self._on_line(rank, name, line)
                 continue
@@ -219,7 +225,7 @@ class Supervisor:
             if not name and rank in self._running:
                 self._reap(rank)
                 break
-        return heard
+        return any_line
 
     def _reap(self, rank: int) -> None:
         status = self._running.pop(rank).wait()
@@ -256,7 +262,7 @@ class Supervisor:
                 os.killpg(process.pid, number)
 
     def _close(self) -> None:
-        """Read the rest of the pipes and reap the ranks. Only a process that left its namespace can delay this."""
+        """Read the rest of the pipes and wait for the ranks. Only a process that left its namespace can delay this."""
         while self._watchers and self._hand_on(_DRAIN_SECONDS):
             pass
         for process in self._running.values():
@@ -271,6 +277,6 @@ def print_with_prefix(rank: int, stream: str, line: str) -> None:
     try:
         print(f"[{rank}] {line}".encode(encoding, "backslashreplace").decode(encoding), file=target, flush=True)
     except BrokenPipeError:
-        raise  # the reader has ended
+        raise  # the reader of the output has ended
     except OSError as error:
         raise TestbedError(f"the output of rank {rank} cannot be printed: {error.strerror or error}.") from error

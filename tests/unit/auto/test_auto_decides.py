@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.auto.changes import WINDOW, Change, Signs
+from gradwire.auto.changes import WINDOW, Change, ChangeSigns
 from gradwire.auto.trial import (
     BUDGET_PLAIN_STEPS,
     LEAST_BUDGET_US,
@@ -235,7 +235,7 @@ class Run:
         self, values: Callable[[int], tuple[float, float, float, float]], seed: int = 0, spread: float = 0.0
     ) -> None:
         self.values, self.chance, self.spread = values, random.Random(seed), spread
-        self.signs, self.step = Signs(), 0
+        self.signs, self.step = ChangeSigns(), 0
         self.noticed: list[tuple[int, Change]] = []
 
     def go(self, steps: int, begin: bool = True) -> None:
