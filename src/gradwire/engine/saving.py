@@ -34,7 +34,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
 
     read: returns this rank's state, or None if this rank has none. If no rank has one, nothing changes.
 
-    Later steps exchange messages that depend on the loaded states. So ranks compare the states first. If one rank fails, all raise.
+    Messages of later steps depend on the loaded states. So ranks compare the states first. If one rank fails, all raise.
     """
     _check_between_steps(session, "load_state_dict()")
     saved: Saved | None = None
