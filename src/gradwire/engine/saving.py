@@ -32,7 +32,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
 
     read: returns this rank's state, or None if this rank has none. If no rank has one, nothing changes.
 
-    What ranks do together after it depends on what they loaded. So they compare that first. If one rank fails, all raise.
+    Messages of later steps depend on the loaded states. So ranks compare the states first. If one rank fails, all raise.
     """
     _check_between_steps(session, "load_state_dict()")
     saved: Saved | None = None
@@ -82,9 +82,9 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
 
 @contextmanager
 def _failing_together(session: Session) -> Iterator[dict[str, Any]]:
-    """Around work of this rank, which may fill in the card that is yielded. At its end ranks exchange their cards; those of all
-    ranks, in order, are then in `card["everybody"]`. If the work fails on a rank, that rank raises its own error, and the
-    others raise ValueError with its words."""
+    """Run work of this rank, which may fill in the card that is yielded, and then exchange cards with all ranks. Afterwards
+    `card["everybody"]` has the cards of all ranks, in order. If the work fails on a rank, that rank raises its own error, and
+    the others raise ValueError with the words of that error."""
     card: dict[str, Any] = {}
     problem: Exception | None = None
     try:
@@ -103,6 +103,7 @@ def _failing_together(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Send this rank's card to all ranks. Returns all cards, in the order of ranks."""
     session._whereabouts.enter()
     with session.lanes.told("all ranks to compare the states that they load", session.reducer.step):
         job = partial(gather_bytes, text=json.dumps(card).encode())
@@ -112,7 +113,7 @@ def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def _card_of(saved: Saved) -> dict[str, Any]:
-    """What must be the same on all ranks, or decides what ranks do together."""
+    """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
     decided = "" if saved.decided is None else saved.decided.digest()
     alike = {"step": saved.step, "order": saved.order, "plan": decided, "search": saved.searching}
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}

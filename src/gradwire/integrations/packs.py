@@ -1,4 +1,4 @@
-"""What FSDP2 packs into the buffers that it reduces and gathers, and residuals that follow a parameter from pack to pack.
+"""The parameters in the buffers that FSDP2 reduces and gathers, and residuals that follow a parameter from buffer to buffer.
 
 FSDP2 packs only the parameters of a module that have a gradient. So a buffer of one module may hold other parameters in the next
 step: heads that are used in turns, layers that are frozen or thawed.
@@ -87,7 +87,7 @@ class ModulePacks:
         return exchange
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes."""
+        """The content that `load` takes."""
         packs = {**self._saved, **{pack: exchange.state_dict() for pack, exchange in self.exchanges.items()}}
         return {"step": self.step, "packs": [(tuple(pack), state) for pack, state in packs.items()], "kept": self._kept}
 
@@ -118,7 +118,7 @@ class ModulePacks:
                     self._kept[f"{what}/{tensors.index(tensor)}/{name}"] = part.clone()
 
     def _take(self, pack: Pack, tensors: list[str], device: torch.device) -> dict[str, Tensor]:
-        """What is kept of the pack's parameters, as `Remembered.take_over` takes it."""
+        """Return the kept residuals of the pack's parameters, in the form of `Remembered.take_over`, and forget them here."""
         taken: dict[str, Tensor] = {}
         for what, (at, tensor) in product({key.partition("/")[0] for key in self._kept}, enumerate(tensors)):
             parts = [self._kept.pop(f"{what}/{at}/{name}", None) for name in pack.names]
