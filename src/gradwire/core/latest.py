@@ -1,4 +1,4 @@
-"""A list that forgets. Pure: no torch."""
+"""A list of bounded length that keeps the latest items. Pure: no torch."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _Item = TypeVar("_Item")
 
 
 class Latest(Sequence[_Item], Generic[_Item]):
-    """The last items of a run of any length, and how many there were.
+    """The last `most` items of a sequence of any length, and the number of all items.
 
     >>> latest = Latest[str](most=2)
     >>> for each in "abc":
@@ -20,10 +20,10 @@ class Latest(Sequence[_Item], Generic[_Item]):
     def __init__(self, most: int = 100) -> None:
         self._kept: deque[_Item] = deque(maxlen=most)
         self.total = 0
-        """Items so far, also those that are forgotten."""
+        """Number of items so far, forgotten ones included."""
 
     def append(self, item: _Item) -> None:
-        """Add an item, and forget the oldest where there are too many."""
+        """Add an item, and forget the oldest one if there are too many."""
         self._kept.append(item)
         self.total += 1
 

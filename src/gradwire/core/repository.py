@@ -1,4 +1,4 @@
-"""Code that only gradwire's repository has: `benchmarks`, which no wheel carries."""
+"""Access to `benchmarks`, which is in gradwire's repository and in no wheel."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ from types import ModuleType
 from gradwire.errors import GradwireError
 
 ROOT = Path(__file__).resolve().parents[3]
-"""The repository's root, where gradwire is installed in editable form or run from a checkout."""
+"""The repository's root, if gradwire is installed in editable form or run from a checkout."""
 
 
 def from_repository(module: str, wanted: str) -> ModuleType:
