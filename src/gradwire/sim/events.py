@@ -104,8 +104,8 @@ class EventLoop:
         self.free = [1, workers, 1, 1]
         self.queues: list[list[tuple[int, int, int]]] = [[], [], [], []]
         self.ending: list[tuple[int, int, int]] = []
-        """(end, resource, row) of each running task, with rows counted over all steps. For computation the row is minus the index of
-        the part after the last running one."""
+        """(end, resource, row) of each running task, with rows counted over all steps. For computation the row is minus the index
+        of the part after the last running one."""
         self.due = [self._launch_order(link) for link in range(len(RESOURCES))]
         self.launched = [0, 0, 0, 0]
         self.step = self.part = 0

@@ -26,8 +26,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     its time is added to the first encode; none: decodes cost nothing (the papers' drawings). A decode that a later exchange waits
     for is never put off."""
     lanes: int = 0
-    """Number of lanes. 0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator. Above 0:
-    pieces are dealt to the lanes. A lane encodes, exchanges and decodes one task after the other, as gradwire's lanes on CPUs do."""
+    """Number of lanes. 0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator.
+    Above 0: pieces are dealt to the lanes. A lane encodes, exchanges and decodes one task after the other, as gradwire's lanes on
+    CPUs do."""
     offload_lanes: int = 0
     """Number of further lanes for the offloaded buckets of a GPU, so that codecs on CPUs block no other bucket. Needs lanes."""
     cpu_workers: int = 1
@@ -35,8 +36,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     decode_calls: str = "each"
     """Calls of a decode of several payloads: each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "direct"
-    """Routes of sums and gathers: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine's exchanges are direct, except
-    for all-reduce."""
+    """Routes of sums and gathers: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine's exchanges are direct,
+    except for all-reduce."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
