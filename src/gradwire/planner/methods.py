@@ -1,4 +1,4 @@
-"""Plans by name of a method, and what they decided, in words."""
+"""Planning methods by name, and explanations of their plans in words."""
 
 import time
 from typing import NamedTuple
@@ -18,11 +18,11 @@ layerwise: every tensor alone; each with the one choice of spec and option that 
 byteps-compress: the published systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce."""
 
 RIVALS = ("cupcake",)
-"""Cupcake's own search, to compare with. It is in `benchmarks/papers`, which only the repository has."""
+"""Methods for comparison: Cupcake's own search. The code is in `benchmarks/papers`, which only the repository has."""
 
 
 class MadePlan(NamedTuple):
-    """A plan and how it came about."""
+    """A plan, and the facts about its search."""
 
     plan: Plan
     draft: Draft
@@ -30,13 +30,13 @@ class MadePlan(NamedTuple):
     planning_ms: float
     """Wall-clock time of the search and the prediction, without reading files."""
     note: str = ""
-    """What more there is to say of the search."""
+    """A note on the search; '' if there is none."""
 
 
 def method_named(name: str) -> Planner:
-    """What plans by this method.
+    """The planner of the method with this name.
 
-    Raises PlanError for a name that is none, and GradwireError for one of `RIVALS` where the repository is not there.
+    Raises PlanError for an unknown name, and GradwireError for one of `RIVALS` if the repository is not there.
     """
     word("method", name, (*METHODS, *RIVALS), error=PlanError)
     if name in METHODS:
@@ -69,7 +69,7 @@ def make(job: PlanningJob, method: str = "joint") -> MadePlan:
 
 
 def explanation(job: PlanningJob, made: MadePlan) -> str:
-    """For each bucket what was decided and what it gains, and what the whole plan gains, or why nothing does."""
+    """Text on each bucket's decision and its gain, and on the gain of the whole plan, or why nothing gains."""
     lines = [f"{'bucket':>6} {'tensors':>7} {'MB':>9} {'gain ms':>9}  decided"]
     step = job.step(made.draft)
     for index, part in enumerate(made.draft.parts):
