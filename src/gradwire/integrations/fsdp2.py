@@ -1,7 +1,7 @@
 """gradwire in FSDP2: compressed collectives of `fully_shard`, and compressed exchanges between the replicas of HSDP.
 
-FSDP2 reduces and gathers a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules, no
-policy can tell parameters apart, and blocks of a quantiser cross them.
+FSDP2 reduces and gathers a module as one flat tensor, without the boundaries of parameters. So a spec is for whole modules: no
+policy can treat parameters differently, and blocks of a quantiser cross the boundaries of parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +30,16 @@ _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
 def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "ModuleExchanges":
-    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. On all ranks, before a forward.
+    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on all ranks before a forward.
 
-    spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
-    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics.
+    spec: a spec with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU.
+    Accumulation with `set_requires_gradient_sync(False)` sends nothing.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
-    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
+    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
+    Returns the exchanges, which hold residuals and statistics.
 
-    Raises PlanError for a model without such modules, and for a spec that cannot travel so or changes from step to step. Backward
-    raises DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
+    Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
+    Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
     Example::
 
@@ -56,8 +57,10 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
 
 
 def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchanges":
-    """HSDP with compressed exchanges between replicas: `fully_shard` with a 1-D mesh inside a node, and `group` of the ranks that
-    hold the same shards on all nodes. All get the parameters of the group's first rank. As `compress`; specs may have any scheme.
+    """Average gradients between the replicas of HSDP with compressed exchanges. Call `fully_shard` with a 1-D mesh inside a node.
+
+    group: the ranks that hold the same shards on all nodes. All get the parameters of the group's first rank. spec: a spec with
+    any scheme. Returns and raises as `compress` does.
 
     Example, for 2 nodes with 2 ranks each::
 
@@ -75,12 +78,12 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
 
 
 class ModuleExchanges:
-    """The exchanges of one model's modules, and what their compressors remember. They share lanes and run one after another.
+    """The exchanges of one model's modules, and the state of their compressors. Exchanges share lanes and run one after another.
     A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
 
     def __init__(self, model: Module, spec: Spec, scheme: str | None, parameters: Spec | None = None) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-        """Those that `fully_shard` was called on, by name."""
+        """The modules that `fully_shard` was called on, by name."""
         if not self.modules:
             raise PlanError("fully_shard was called on no module of the model. Call it first, for DDP see gw.ddp_hook.")
         if not isinstance(spec, Spec) or spec.at_step(0) != spec.at_step(_LAST_STEP):
@@ -97,7 +100,7 @@ class ModuleExchanges:
     def exchange_of(
         self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS
     ) -> Exchange:
-        """The exchange of a module; made when its first tensors come, which is at the same point on all ranks of the group."""
+        """The exchange of a module. The first call makes it, at the same point on all ranks of the group."""
         key = f"{what} of {module}"
         if key not in self._exchanges:
             plan = self._policies[what].plan([info_of(*each) for each in tensors.items()], group.size())
@@ -112,13 +115,17 @@ class ModuleExchanges:
         return self._exchanges[key]
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's steps and residuals, `torch.save`d: key `rank{r}`. Between steps. Save those of all ranks."""
+        """This rank's steps and residuals as bytes of `torch.save`, with key `rank{r}`. Call it between steps; save all ranks'
+        states."""
         own = {name: exchange.state_dict() for name, exchange in self._exchanges.items()}
         return {f"rank{dist.get_rank()}": to_bytes({**self._saved, **own})}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Take up what `state_dict` returned on this rank, with the same ranks. Before the first forward. Raises PlanError after
-        it, and ValueError for another rank's or model's; backward raises ValueError for what else does not fit."""
+        """Load what `state_dict` returned on this rank, with the same ranks. Call it before the first forward.
+
+        Raises PlanError after the first forward, and ValueError for the state of another rank or model. If the state does not fit
+        in another way, backward raises ValueError.
+        """
         if self._exchanges:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"
@@ -131,7 +138,8 @@ class ModuleExchanges:
         self._saved = saved
 
     def stats(self) -> dict[str, ExchangeStats]:
-        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`. Each prints as a line."""
+        """Statistics of each exchange of this rank so far, by `gradients of MODULE` and `parameters of MODULE`. Each prints as a
+        line."""
         return {name: exchange.stats() for name, exchange in self._exchanges.items()}
 
     def close(self) -> None:
@@ -141,7 +149,7 @@ class ModuleExchanges:
 
 
 class _ModuleComm:
-    """What FSDP2 calls for one module. The shards of all ranks are tensors of one bucket, which is cut between them."""
+    """A collective of FSDP2 for one module. The shards of all ranks are tensors of one bucket, cut at the shards' boundaries."""
 
     what = _GRADIENTS
 
@@ -152,7 +160,7 @@ class _ModuleComm:
         return torch.empty(*size, **options)
 
     def run(self, flat: Tensor, group: ProcessGroup, phase: str) -> tuple[Tensor, ...]:
-        """One phase, in place. Returns the shards."""
+        """Run one phase in place. Returns the shards."""
         shards = flat.chunk(group.size())
         named = {f"{self._module}/{at}": each for at, each in enumerate(shards)}
         exchange = self._exchanges.exchange_of(self._module, named, group, self.what)

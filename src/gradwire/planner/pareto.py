@@ -4,9 +4,9 @@ The search builds plans from the first tensor on. A plan for the first i tensors
 time at which the link is free. The search drops a plan if another one is no later in both. More time in either number never makes
 the step shorter, so the best plan is a continuation of a kept one.
 
-**Pruned.** The rest of a step takes at least the time of the remaining bytes at the best rate of any bucket, on compute and on the
-link, and no bucket is encoded before its last gradient is ready. If this bound is no shorter than the best plan so far, neither
-this bucket nor a larger one in its place can be in a better plan.
+**Pruned.** The rest of a step takes at least the time of the remaining bytes at the best rate of any bucket, on compute and on
+the link, and no bucket is encoded before its last gradient is ready. If this bound is no shorter than the best plan so far,
+neither this bucket nor a larger one in its place can be in a better plan.
 
 **Cut short.** After `most` tried buckets the best plan so far is the answer. The count makes the answer the same for the same
 input.

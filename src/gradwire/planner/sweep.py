@@ -37,7 +37,7 @@ LABELS = {
 """Names of methods in pictures. bound: the scaling factor that no plan exceeds. plan: one plan on all clusters."""
 
 SWEPT = ("ddp", "layerwise", "hipress", "fusion", "bytecomp", "joint", "bound")
-"""The default methods of a sweep. Cupcake's own search is left out, since a clock ends it; `fusion` solves the problem exactly."""
+"""The default methods of a sweep. Cupcake's own search is left out, since a clock ends it; fusion solves the problem exactly."""
 
 
 class SweepRow(NamedTuple):

@@ -285,7 +285,9 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     values = dict(zip(known, (_value_of(argument, text) for argument in call.args), strict=False))
     for keyword in call.keywords:
         if keyword.arg not in known or keyword.arg in values:
-            problem = "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
+            problem = (
+                "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
+            )
             raise SpecError(f"{keyword.arg} {problem}.")
         values[keyword.arg] = _value_of(keyword.value, text)
     if missing := [field.name for field in fields if field.required and field.name not in values]:
