@@ -20,18 +20,19 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gbps: float
     """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
-    """Processor time of a rank for one all-reduce, beside that for its bytes. Counts for `Cluster.allreduce` alone."""
+    """Processor time in microseconds of a rank for one all-reduce, without the time for the bytes. `Cluster.allreduce` alone
+    uses this field."""
     cpu_us_per_byte: float = 0.0
-    """Processor time of a rank for each byte of an all-reduce, the copies into the bucket's memory and back included."""
+    """Processor time in microseconds of a rank for each byte of an all-reduce. Copies into the bucket's memory and back count."""
     shared: bool = False
-    """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. Counts for `Cluster.intra` alone; ranks
-    always share their node's `inter` link."""
+    """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. `Cluster.intra` alone uses this field;
+    ranks always share their node's `inter` link."""
     up_gbps: float | None = None
-    """Gigabits per second of what a node sends, if that differs from what it receives: `gbps` then is that of what it receives.
-    None: the same rate. For links between nodes."""
+    """Gigabits per second at which a node sends, for links between nodes. `gbps` is then the rate at which the node receives.
+    None: the node sends at `gbps` too."""
     flow_gbps: float | None = None
-    """Gigabits per second of one flow from a rank to another one, if the node's rate is that of several flows: with several NICs,
-    or in a network that limits each connection. None: one flow may have the whole rate. For links between nodes."""
+    """Gigabits per second of one flow from a rank to another rank, for links between nodes. Less than the node's rate if the node
+    has several NICs, or if the network limits each connection. None: one flow may have the whole rate."""
 
     def __post_init__(self) -> None:
         number("alpha_us", self.alpha_us, "a latency in microseconds")
@@ -50,7 +51,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(rate for rate in (self.gbps, self.up_gbps, self.flow_gbps) if rate is not None)
 
     def scaled(self, part: float, whole: float = 1.0) -> "Link":
-        """The link of a node with `part` / `whole` of the rate in both directions. What one flow may have stays."""
+        """The link of a node with `part` / `whole` of the rate in both directions. `flow_gbps` does not change."""
         up_gbps = None if self.up_gbps is None else self.up_gbps * part / whole
         return msgspec.structs.replace(self, gbps=self.gbps * part / whole, up_gbps=up_gbps)
 
@@ -77,10 +78,10 @@ class Cluster(Document, frozen=True, kw_only=True):
     intra: Link
     inter: Link
     allreduce: Link | None = None
-    """The link as all-reduce sees it, between nodes or inside a single node. The backend's own all-reduce may be faster or
-    slower than other exchanges on the link. None: as fast. It is that of all nodes together, slow ones included."""
+    """The link for the backend's own all-reduce, which may be faster or slower than other exchanges: between nodes, or inside a
+    single node. The measured rate is that of all nodes together, slow nodes included. None: as fast as other exchanges."""
     launch_us: float | None = None
-    """Processor time in microseconds that a rank with lanes spends on each exchange beside its codecs: wake-ups of threads,
+    """Processor time in microseconds that a rank with lanes spends on each exchange, without its codecs: wake-ups of threads,
     calls of the backend, copies. None counts as 0. All-reduces of gradients have `allreduce.cpu_us` instead, if measured."""
     slow_nodes: tuple[Link, ...] = ()
     """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
@@ -108,7 +109,7 @@ class Cluster(Document, frozen=True, kw_only=True):
         self._check_inside()
 
     def _check_inside(self) -> None:
-        """Refuse what only links between nodes can have."""
+        """Refuse fields of links between nodes on a link inside a node."""
         inside = {"intra": self.intra, "allreduce": self.allreduce if self.nodes == 1 else None}
         for name, link in inside.items():
             for field in _BETWEEN_NODES:
@@ -132,5 +133,5 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks of all nodes together."""
         return self.nodes * self.ranks_per_node

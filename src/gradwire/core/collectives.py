@@ -28,16 +28,16 @@ LINKS = ("intra", "inter")
 
 @dataclass(frozen=True)
 class Routine:
-    """What one link task does among its ranks."""
+    """The collective operation of one link task."""
 
     word: str
     gets: str
     """Who receives the data of a rank: `everybody` or the `root` receive all, the `owners` receive one shard each."""
     _: KW_ONLY
     gradients: tuple[str, ...] = ()
-    """The steps that the routine can be in an exchange of uncompressed gradients: whole, first or second."""
+    """The steps that the routine can perform in an exchange of uncompressed gradients: whole, first or second."""
     payloads: tuple[str, ...] = ()
-    """The same in an exchange of payloads."""
+    """The steps that the routine can perform in an exchange of payloads."""
     adds: bool = False
     """Whether the data of several ranks are added. If not, they are concatenated."""
     second: str = ""
@@ -78,9 +78,9 @@ class Collective:
     name: str
     """The name in a policy's `scheme` and on the command line."""
     about: str
-    """What the collective does, in one sentence without its full stop."""
+    """Description of the collective, in one sentence without its full stop."""
     tasks: tuple[str, ...]
-    """The tasks of a bucket's `option`; comp and decomp stand without the device."""
+    """The tasks of a bucket's `option`; comp and decomp have no device here."""
     phases: tuple[str, ...]
     """The phase of each link task: reduce, gather, or whole for a task that does both."""
     runs: str | Callable[..., Any]
@@ -97,7 +97,7 @@ class Collective:
     encodes_sums: bool = False
     """Whether every encode includes gradients of other ranks. Then a spec may remember nothing but residuals."""
     in_place: bool = False
-    """Whether `runs` can work on gradients where they lie, and then needs no flat buffer (`Piece.apart`)."""
+    """Whether `runs` can work in the gradients' own memory. Then it needs no flat buffer (`Piece.apart`)."""
     in_rounds: bool = False
     """Whether all tasks but the last are repeated in each of the spec's `rounds`."""
 

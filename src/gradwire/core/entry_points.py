@@ -40,7 +40,7 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def absent(group: str, name: object) -> str:
-    """The end of the error for a word that nobody has: ' No installed package ...', or '' for what is no word."""
+    """The end of the error for an unknown word: ' No installed package ...', or '' if the name is not a word."""
     return f" No installed package has an entry point {show(name)} in {group}." if isinstance(name, str) else ""
 
 

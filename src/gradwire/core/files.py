@@ -10,7 +10,7 @@ from gradwire.errors import FormatError, WriteError
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a temporary file beside the target, flush it to disk, and rename it to the target. Text is UTF-8.
+    """Write a temporary file in the target's folder, flush it to disk, and rename it to the target. Text is UTF-8.
 
     A symbolic link still points to the target. A target that is no regular file, such as `/dev/stdout`, is written directly.
     Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
@@ -35,7 +35,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file; bytes that are none become replacement characters. Raises FormatError without the file's name."""
+    """The text of a UTF-8 file; invalid bytes become replacement characters. Raises FormatError without the file's name."""
     try:
         return Path(path).read_text(encoding="utf-8-sig", errors="replace")
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL

@@ -42,8 +42,8 @@ def launch_tasks(
 def lanes_of_pieces(
     order: Sequence[PieceTask], lanes: int, offloaded: Collection[int] = (), offload_lanes: int = 0
 ) -> dict[tuple[int, int], int]:
-    """The lane of each piece. Pieces go round the lanes; those of `offloaded` buckets go round lanes of their own, so that no
-    codec on a CPU keeps another bucket from being launched.
+    """The lane of each piece, dealt out in turn. Pieces of `offloaded` buckets have lanes of their own, so that no codec on a CPU
+    keeps another bucket from being launched.
 
     >>> lanes_of_pieces([(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)], lanes=2, offloaded=[1], offload_lanes=1)
     {(0, 0): 0, (1, 0): 2, (2, 0): 1, (3, 0): 0}
@@ -61,7 +61,7 @@ def lanes_of_pieces(
 def tasks_by_lane(
     order: Sequence[PieceTask], lanes: int, offloaded: Collection[int] = (), offload_lanes: int = 0
 ) -> list[list[PieceTask]]:
-    """The tasks of each lane. A piece stays on its lane, which `lanes_of_pieces` says.
+    """The tasks of each lane. A piece stays on its lane, as `lanes_of_pieces` assigns it.
 
     >>> tasks_by_lane([(0, 0, 0), (0, 1, 0), (0, 0, 1)], lanes=2)
     [[(0, 0, 0), (0, 0, 1)], [(0, 1, 0)]]
@@ -74,5 +74,5 @@ def tasks_by_lane(
 
 
 def codes_on_cpu(option: Sequence[str]) -> bool:
-    """Whether an option has a codec on a CPU: of a bucket on a GPU, whether it is offloaded."""
+    """Whether an option has a codec on a CPU. A bucket on a GPU is then offloaded."""
     return any(task in ("comp:cpu", "decomp:cpu") for task in option)

@@ -1,4 +1,4 @@
-"""The memory that gradwire uses beside the training itself."""
+"""The memory that gradwire uses in addition to the training itself."""
 
 import msgspec
 
@@ -15,7 +15,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     payload_bytes: int
     """Payloads and partial sums."""
     weight_bytes: int = 0
-    """Of schedules with two sets of weights: copies of weights, and the momentum of the outer optimizer."""
+    """Copies of weights, and the momentum of the outer optimizer. 0 in schedules with one set of weights."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

@@ -1,4 +1,4 @@
-"""The shared library of csrc/: the kernels and the planner's inner loops, behind a plain C interface."""
+"""The shared library built from csrc/: the kernels and the planner's inner loops, behind a plain C interface."""
 
 import ctypes
 from functools import cache

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 RAW = -1
-"""In place of the bits of an element: the elements travel uncompressed, beside compressed ones."""
+"""Value of `ElementRun.bits` for elements that travel uncompressed in a payload of compressed ones."""
 SCALE_ALIGN = 16
 """The codes of a payload begin after the scales, at a multiple of this number of bytes."""
 SIGN_UNIT = 512
@@ -24,7 +24,7 @@ def in_base_3(numel: int, block: int, bits: int, ternary: bool) -> bool:
 
 
 def code_bytes(numel: int, block: int, bits: int, ternary: bool) -> int:
-    """Bytes of the codes of `numel` elements, where whole blocks have `block`.
+    """Bytes of the codes of `numel` elements in blocks of `block` elements.
 
     >>> code_bytes(128, 128, 2, ternary=False), code_bytes(128, 128, 2, ternary=True)
     (32, 26)

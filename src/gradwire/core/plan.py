@@ -59,7 +59,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reduce_dtype: str = "float32"
     """dtype of the sum over ranks. Narrower: fewer bytes and more error where the sum is on the wire."""
     residual_dtype: str = "float32"
-    """How the residuals of error feedback are stored: float32, bfloat16 or int8 (a byte an element, a bfloat16 scale for each
+    """dtype of the stored residuals of error feedback: float32, bfloat16 or int8 (a byte an element, a bfloat16 scale for each
     128). Narrower: less memory, more error. Encodes still use float32. int8 is rounded at random so that the mean is right.
     Momentum and PowerSGD's factors stay float32."""
     option: tuple[str, ...]
@@ -114,7 +114,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return next((spec for spec in self.spec.values() if spec.encodes), self.spec[self.tensors[0]])
 
     def specs_with(self, spec: Spec) -> Spec | dict[str, Spec]:
-        """The bucket's specs with another one for the compressed tensors. It is for all, where it carries no others."""
+        """The bucket's specs with `spec` for the compressed tensors; for all tensors if `spec` cannot carry uncompressed ones."""
         if isinstance(self.spec, Spec) or not spec.carries_uncompressed:
             return spec
         return {name: spec if own.encodes else own for name, own in self.spec.items()}
@@ -166,7 +166,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     version: int = 1
     fingerprint: str
-    """Of the model's trainable tensors: `fingerprint(tensors)`."""
+    """Hash of the model's trainable tensors: `fingerprint(tensors)`."""
     schedule: ScheduleField = Backward()
     buckets: tuple[Bucket, ...]
     launch: tuple[tuple[int, str], ...]
@@ -194,7 +194,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     @property
     def gate(self) -> int:
-        """The position in `launch` of the first task that runs beside the next forward. All tasks from there on are gather
+        """The position in `launch` of the first task that runs during the next forward. All tasks from there on are gather
         phases. Schedules that do not gather in forward have the gate at the end."""
         position = len(self.launch)
         if not self.schedule.gathers_in_forward:
@@ -237,7 +237,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return _digest(data)
 
     def check_against(self, tensors: Sequence[TensorInfo]) -> None:
-        """Raise PlanError unless these are exactly the tensors the plan was made for."""
+        """Raise PlanError unless `tensors` are exactly the tensors that the plan was made for."""
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) != len(tensors):
             raise PlanError(f"{len(tensors)} tensors have {len(by_name)} names: each tensor needs a name of its own.")
@@ -334,7 +334,7 @@ def _check_task(field: str, task: object) -> None:
 
 
 def _check_words(bucket: Bucket) -> None:
-    """Words of another package's collective are valid in the collective's own option only."""
+    """Refuse words of another package's collective outside of the collective's own option."""
     brought = next((task for task in bucket.link_tasks if task not in ROUTINES), None)
     if brought is not None and collective_of(bucket.option) is None:
         raise FormatError(

@@ -21,7 +21,7 @@ class TensorProfile(Shaped, frozen=True, kw_only=True):
     backward_iqr_us: float | None = None
     """Interquartile range of backward_us over the measured steps; None if unknown."""
     forward_iqr_us: float | None = None
-    """The same of forward_us."""
+    """Interquartile range of forward_us over the measured steps; None if unknown."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name")
@@ -59,8 +59,8 @@ class Profile(Document, frozen=True, kw_only=True):
     optimizer_us: float | None = None
     """Microseconds from the end of a step's exchange to the next forward: the optimizer and the loop. None counts as 0."""
     loaded_backward_us: float | None = None
-    """Microseconds of the whole backward beside exchanges, while backward_us is without exchanges. The difference is the time
-    that codecs and messages take from computation. For display; no prediction uses this field."""
+    """Microseconds of the whole backward while exchanges run; backward_us was measured without exchanges. The difference is the
+    time that codecs and messages take from computation. For display; no prediction uses this field."""
     made: Made | None = None
     tensors: tuple[TensorProfile, ...]
 
@@ -81,5 +81,5 @@ class Profile(Document, frozen=True, kw_only=True):
         unique("tensors", [tensor.name for tensor in self.tensors], ".name")
 
     def tensor_infos(self, device: str) -> tuple[TensorInfo, ...]:
-        """The tensors as a planner takes them, all on `device` (cpu or gpu), in gradient-ready order."""
+        """The tensors as a planner expects them, all on `device` (cpu or gpu), in gradient-ready order."""
         return tuple(TensorInfo(t.name, t.shape, t.dtype, device) for t in self.tensors)

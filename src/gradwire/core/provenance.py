@@ -1,4 +1,4 @@
-"""Where the numbers of a file came from."""
+"""The provenance of the numbers in a file."""
 
 import datetime
 import platform
@@ -24,7 +24,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def now() -> "Made":
-        """This host, this time and the command of this process. Absolute paths are cut to their last part."""
+        """Record this host, this time and the command of this process. Absolute paths are cut to their last part."""
         words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
         words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Reading and writing JSON documents: strict, frozen, errors that name the field, its value and the cure."""
+"""Reading and writing of JSON documents: strict and frozen, with errors that name the field, its value and the cure."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     remedy: ClassVar[str] = "Write the file again."
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, in the order of the format, without optional fields at their default."""
+        """Plain dicts, lists, numbers and strings in the order of the format. Optional fields at their default are left out."""
         return typing.cast(dict[str, Any], plain(self))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -108,7 +108,7 @@ def _check_version(data: Mapping[str, object], cls: type[Document]) -> None:
 
 
 def plain(value: object) -> object:
-    """Structs to dicts, tuples to lists. A struct with a `to_dict` of its own uses it.
+    """Turn structs into dicts, and tuples into lists. A struct with a `to_dict` of its own uses it.
 
     Fields that a class lists in `omit_at_default` are left out when they have their default.
     """
@@ -150,9 +150,9 @@ def _explain(text: str, path: str, data: object, cls: type) -> str:
     value, kind = _walk(path, data, cls)
     if "unknown field" in text:
         # a name such as "x - at `$.y" looks like a path: then the field belongs to the document
-        told = _unknown(path, value, kind) or _unknown("", data, cls)
-        if told:
-            return told
+        unknown = _unknown(path, value, kind) or _unknown("", data, cls)
+        if unknown:
+            return unknown
     if "missing required field" in text and (missing := _NAMED.findall(text)):
         return f"{join(path, missing[0])} is missing, and it has no default. Add it."
     expected = _EXPECTED.match(text)

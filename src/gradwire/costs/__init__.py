@@ -1,4 +1,4 @@
-"""What collectives and codecs cost: alpha-beta models, codec times, fits that keep their residuals. Pure: no torch."""
+"""Costs of collectives and codecs: alpha-beta models, codec times, fits that keep their residuals. Pure: no torch."""
 
 from gradwire.costs.collectives import ROUTINGS, us_per_byte
 from gradwire.costs.fit import Fit, fit_line, fit_link, fit_points

@@ -2,7 +2,7 @@
 
 The first line names the columns, in any order: spec, device, bytes, encode_us, decode_us. Each other line is one measured size:
 bytes of the uncompressed input (4 an element), microseconds of one encode and of one decode. A spec is written as in Python or as
-in JSON; a spec with a comma stands in quotes. Lines that are empty or begin with # do not count.
+in JSON; a spec with a comma is quoted. Lines that are empty or begin with # do not count.
 
     spec,device,bytes,encode_us,decode_us
     "QSGD(bits=4, block=128)",gpu,4096,12.0,9.0
@@ -20,7 +20,7 @@ COLUMNS = ("spec", "device", "bytes", "encode_us", "decode_us")
 
 
 def costs_from_csv(text: str, source: str) -> Costs:
-    """The costs of such a text; source names the file in `made`.
+    """Read the costs from CSV text; `source` names the file in `made`.
 
     Raises FormatError, or SpecError for a spec, that begins with the number of the line.
 

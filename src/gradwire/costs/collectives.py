@@ -1,12 +1,12 @@
-"""What collectives put on links: messages one after another, and bytes.
+"""The load of collectives on links: messages one after another, and bytes.
 
 A link works full duplex. Inside a node each rank has its own intra link, or all share one, as behind a PCIe switch; the ranks
 of a node share its inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model:
 messages * alpha + bytes * beta.
 
-An exchange takes as long as the slowest of its lines: the link inside a node, and of each node's inter link what it sends and
-what it receives. A flow goes from one rank to another. Where one flow cannot have a node's whole rate, k flows have k times the
-rate of one, at most the whole. Roots of buckets take turns over ranks, so a root counts as being on the slowest node.
+An exchange takes as long as the slowest of its lines: the link inside a node, and both directions of each node's inter link. A
+flow goes from one rank to another. If one flow cannot have a node's whole rate, k flows have k times the rate of one flow, at
+most the whole rate. Buckets take roots in turn over all ranks, so a root counts as being on the slowest node.
 
 | of n ranks that hold x bytes each | messages | bytes, busiest rank |
 |---|---|---|
@@ -24,17 +24,17 @@ from gradwire.core import Link
 from gradwire.errors import PlanError
 
 ROUTINGS = ("ring", "direct")
-"""How sums and gathers go. ring: around, each rank to its neighbour, and rooted ones along a chain, as NCCL does for large
-messages. direct: every pair of ranks by itself, and rooted ones between the root and each other rank, as gradwire's own exchanges
-do, on GPUs in one grouped call (decisions 1 and 13). All-reduce is a ring in both. It matters where ranks share a node's inter
-link."""
+"""The routes of sums and gathers. ring: each rank sends to its neighbour; rooted collectives are a chain, as in NCCL for large
+messages. direct: every pair of ranks exchanges by itself; rooted collectives are messages between the root and each other
+rank, as in gradwire's own exchanges, on GPUs in one grouped call (decisions 1 and 13). All-reduce is a ring in both. The routing
+makes a difference if ranks share a node's inter link."""
 
 
 class Load(NamedTuple):
-    """What an exchange puts on one link."""
+    """Load of an exchange on one link."""
 
     messages: float
-    """One after another: each costs the link's alpha."""
+    """Number of messages one after another: each costs the link's alpha."""
     factor: float
     """Bytes over the busiest of these links in its busier direction, as a multiple of the bytes that a rank holds before the
     exchange."""
@@ -44,12 +44,12 @@ class Flows(NamedTuple):
     """Messages between ranks that cross a node's inter link in one direction, all of one size."""
 
     factor: float
-    """Their bytes together, as a multiple of what a rank holds."""
+    """Bytes of all flows together, as a multiple of the bytes that a rank holds."""
     at_once: int
-    """How many there are at the same time."""
+    """Number of flows at the same time."""
 
     def times(self, groups: int) -> "Flows":
-        """Those of so many groups."""
+        """The flows of `groups` groups together."""
         return Flows(self.factor * groups, self.at_once * groups)
 
 
@@ -58,9 +58,9 @@ class Line(NamedTuple):
 
     latency_us: float
     factor: float
-    """Bytes on the link, as a multiple of what a rank holds."""
+    """Bytes on the link, as a multiple of the bytes that a rank holds."""
     us_per_byte: float
-    """Of these bytes."""
+    """Microseconds for each of the bytes on the link."""
 
 
 def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
@@ -70,26 +70,26 @@ def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
 
 
 class Traffic(NamedTuple):
-    """What an exchange puts on both links, which work at the same time."""
+    """Load of an exchange on both links, which work at the same time."""
 
     intra: Load
     inter: Load
     sent: float
-    """Bytes that one rank sends over either, as a multiple of what it holds; where one sends more than others, the most."""
+    """Bytes that the busiest rank sends over both links, as a multiple of the bytes that a rank holds."""
     inside: float | None = None
-    """Bytes that all ranks of a node send inside it, as a multiple of what a rank holds; None: not known, as of a collective from
-    outside, so that sharing makes no difference."""
+    """Bytes that all ranks of a node send inside the node, as a multiple of the bytes that a rank holds. None: unknown, as for
+    collectives of other packages; then a shared intra link counts as a private one."""
     up: Flows | None = None
-    """From the node that sends most, to other nodes. None: one flow of all bytes."""
+    """Flows to other nodes from the node that sends most. None: one flow of all bytes."""
     down: Flows | None = None
-    """To the node that receives most, from other nodes. None: one flow of all bytes."""
+    """Flows from other nodes to the node that receives most. None: one flow of all bytes."""
 
     def intra_factor(self, intra: Link) -> float:
         """Bytes over an intra link, as a multiple of what a rank holds."""
         return self.inside if intra.shared and self.inside is not None else self.intra.factor
 
     def lines(self, intra: Link, nodes: Sequence[Link]) -> tuple[Line, ...]:
-        """What the exchange takes on the links that it uses, at least one; `nodes`: the inter links of nodes, each kind once."""
+        """The exchange's lines on the links that it uses, at least one. `nodes`: the inter links of nodes, each kind once."""
         lines = [Line(self.intra.messages * intra.alpha_us, self.intra_factor(intra), us_per_byte(intra))]
         alone = Flows(self.inter.factor, 1)
         for link in nodes:
@@ -100,7 +100,7 @@ class Traffic(NamedTuple):
         return tuple(dict.fromkeys(line for line in lines if line.latency_us or line.factor)) or tuple(lines[:1])
 
     def time_us(self, held_bytes: float, intra: Link, *nodes: Link) -> float:
-        """Microseconds: those of the line that takes longest."""
+        """Microseconds of the line that takes longest."""
         return longest_us(self.lines(intra, nodes), held_bytes)
 
 
@@ -119,10 +119,10 @@ def us_per_byte(link: Link) -> float:
 
 
 def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows: int = 1) -> Traffic:
-    """A collective among ranks that are all joined by one kind of link.
+    """The traffic of a collective among ranks that are all joined by one kind of link.
 
-    word: one of LINK_TASKS. ranks: of the group. link: 'intra' or 'inter'. flows: groups that do the same at the same time
-    over the same link, such as the 8 ranks of a node that exchange their shards between nodes.
+    word: one of LINK_TASKS. ranks: number of ranks in the group. link: 'intra' or 'inter'. flows: number of groups that do the
+    same over the same link at the same time, such as the 8 ranks of a node that exchange their shards between nodes.
 
     >>> group_traffic("allreduce", 4, "inter").inter
     Load(messages=6, factor=1.5)
@@ -138,10 +138,10 @@ def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows
 
 
 def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "ring") -> Traffic:
-    """A collective among all ranks of a cluster as one group, which knows nothing of nodes.
+    """The traffic of a collective among all ranks of a cluster as one group, without regard to nodes.
 
-    On a ring each node's inter link carries one flow. When every pair of ranks exchanges directly it carries those of all
-    its ranks to all ranks of other nodes.
+    On a ring each node's inter link carries one flow. When every pair of ranks exchanges directly, the inter link carries a flow
+    from each rank of the node to each rank of other nodes.
 
     >>> flat_traffic("alltoall", nodes=2, ranks_per_node=4).inter  # each of 4 ranks sends 4 of 8 parts to the other node
     Load(messages=4, factor=2.0)
@@ -165,14 +165,15 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
 
 
 def _in_pairs(word: str, routing: str) -> bool:
-    """Whether every rank sends to each other one, or the root from or to each, by itself."""
+    """Whether every pair of ranks, or the root and each other rank, exchange directly."""
     return word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce")
 
 
 def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:
-    """The flows from the node that sends most, and to the one that receives most.
+    """The flows from the node that sends most, and the flows to the node that receives most.
 
-    busy: of a root, or of any node where there is none. other: of a node that sends to a root, or receives from it.
+    busy: flows of the root's node, or of any node if there is no root. other: flows of a node that sends to the root or receives
+    from the root.
     """
     if word not in ROOTED or busy.at_once == 1:
         return busy, busy

@@ -17,11 +17,11 @@ from gradwire.errors import FormatError
 
 _FEWEST_POINTS = 3
 _MOST_PAIRS_FROM = 100
-"""Pairs are made from at most so many points, chosen evenly."""
+"""Most points from which pairs are made; of more points, this number is chosen evenly."""
 _OUTLIER_AT = 3.5
-"""A point at so many standard deviations from the line, estimated from the median residual, is an outlier."""
+"""Standard deviations from the line at which a point is an outlier. The median residual gives the standard deviation."""
 _MOST_RELATIVE_ERROR, _MOST_OUTLIERS = 0.25, 0.25
-"""The largest relative error of a point that is no outlier, and the share of outliers, of a good fit."""
+"""Limits of a good fit: the largest relative error of a point that is not an outlier, and the share of outliers."""
 
 
 class Fit(NamedTuple):
@@ -101,11 +101,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
 def fit_link(
     points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring", ranks_per_node: int = 1
 ) -> tuple[Link, Fit]:
-    """The link between ranks, from times of one collective among them, and the fit.
+    """Fit the link between ranks to times of one collective among them. Returns the link and the fit.
 
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
-    gradwire.costs.collectives. ranks_per_node: of several nodes, which share their node's link; where it is `ranks`, the link is
-    the one inside the node. Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
+    gradwire.costs.collectives. ranks_per_node: number of ranks that share their node's inter link; if it equals `ranks`, the
+    result is the link inside the node.
+
+    Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
 
     >>> link, fit = fit_link([(0, 60.0), (1000, 61.5), (2000, 63.0)], "allreduce", ranks=4)
     >>> round(link.alpha_us, 6), round(link.gbps, 6)  # 6 messages, 1.5 bytes on the wire for each
@@ -158,9 +160,9 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float]
 
 
 def fit_points(samples: Sequence[tuple[int, float]], corners: Sequence[int]) -> Points:
-    """A curve of straight pieces: times at the corners (bytes, ascending), by least squares of relative residuals.
+    """Fit a curve of straight pieces: times at the corners (bytes, ascending), by least squares of relative residuals.
 
-    samples: (bytes, microseconds); those outside of the corners do not count. Each sample counts for the two corners beside it.
+    samples: (bytes, microseconds); samples outside of the corners do not count. Each sample counts for its two nearest corners.
     Raises FormatError for a time that is not positive, and for a corner without a sample of its size.
 
     >>> curve = fit_points([(0, 1.0), (50, 2.0), (100, 3.0), (150, 3.0), (200, 3.0)], corners=[0, 100, 200])

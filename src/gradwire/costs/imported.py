@@ -48,7 +48,10 @@ _FORM = "gradwire.costs.imported describes the form. You can also write profile.
 
 
 def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
-    """Read any of these files. batch, device: of the profile, which are not in the file. Raises FormatError naming the file."""
+    """Read a profile or codec times from a file. The file has no batch and no device: `batch` and `device` are the profile's.
+
+    Raises FormatError that names the file.
+    """
     if os.fspath(path).lower().endswith(".csv"):
         source = printable(os.fspath(path), longest=4096)
         try:
@@ -65,7 +68,7 @@ def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profil
 
 
 def profile_from(data: Mapping[str, object], batch: int, device: str) -> Profile:
-    """The profile of such a file. batch: samples per rank and step; device: what computed, such as V100.
+    """The profile of a file's data. batch: samples per rank and step; device: the processor, such as V100.
 
     Raises FormatError that names the wrong entry.
 
@@ -96,7 +99,7 @@ def profile_from(data: Mapping[str, object], batch: int, device: str) -> Profile
 
 
 def costs_from(data: Mapping[str, object]) -> Costs:
-    """The codec times of such a file, on the GPU. Encode is the time of both together minus decode.
+    """The GPU's codec times of a file's data. Encode is the time of both together minus decode.
 
     Raises FormatError that names the wrong entry.
 

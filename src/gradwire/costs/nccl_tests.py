@@ -1,8 +1,8 @@
 """Links from the output of nccl-tests: files of `all_reduce_perf` and its siblings as a cluster.
 
-Where all ranks of a file are on one host it measures the link inside a node; else the link between nodes, which the ranks of a
-host share. A line, latency and rate, goes through the out-of-place times. What the columns mean is checked: bus bandwidth over
-algorithm bandwidth is a number that follows from the collective and the ranks.
+If all ranks of a file are on one host, the file measures the link inside a node. Else it measures the link between nodes, which
+the ranks of a host share. A line with a latency and a rate is fitted to the out-of-place times. The reader checks the meaning of
+the columns: bus bandwidth over algorithm bandwidth is a number that follows from the collective and the ranks.
 """
 
 import os
@@ -22,20 +22,21 @@ _WORDS = {
     "broadcast": "broadcast",
     "reduce": "reduce",
 }
-"""gradwire's words of the collectives of nccl-tests."""
+"""The word of the link task for each collective of nccl-tests."""
 _RANK = re.compile(r"^#?\s*Rank\s+(\d+)\b.*?\bon\s+(\S+)\s+device\b")
 _NAMED = re.compile(rf"\b({'|'.join(_WORDS)})_perf\b")
 _COLUMNS = ("size", "time", "algbw", "busbw")
 _TOLERANCE = 0.05
-_TOLD_GBPS = 1.0
-"""GB/s. Bandwidths have two digits after the point, so ratios of smaller ones are not checked."""
+_CHECKED_GBPS = 1.0
+"""Least algorithm bandwidth, in GB/s, at which the columns are checked. Bandwidths have two digits after the point, so ratios of
+smaller ones are too coarse."""
 
 
 class NcclRun(NamedTuple):
-    """What one file measured."""
+    """The measurement of one file."""
 
     collective: str
-    """As nccl-tests names it: all_reduce and so on."""
+    """The collective's name in nccl-tests, such as all_reduce."""
     hosts: tuple[str, ...]
     ranks: int
     points: tuple[tuple[float, float], ...]
@@ -46,17 +47,19 @@ class NcclRun(NamedTuple):
         return self.ranks // len(self.hosts)
 
     def link(self) -> tuple[Link, str]:
-        """The link that was measured, and why the line through the times is poor; '' for a good one."""
+        """The measured link, and why the line through the times is a poor fit; '' for a good fit."""
         found, fit = fit_link(self.points, _WORDS[self.collective], self.ranks, ranks_per_node=self.ranks_per_node)
         return found, fit.problem
 
 
 def cluster_from(paths: Sequence[str | os.PathLike[str]], collective: str | None = None) -> tuple[Cluster, list[str]]:
-    """The cluster of these files, and what was poor about their fits.
+    """The cluster that the files measured, and a note on each poor fit.
 
-    At most one file of all_reduce and one of another collective for each link. all_reduce alone stands for all exchanges of its
-    link. Beside another collective it is `Cluster.allreduce`, if it is between nodes or there is one node. collective: of files
-    that do not name it, such as all_reduce. Raises FormatError that names the file, the line, the value and the cure.
+    Each link may have one file of all_reduce and one file of another collective. Without the other file, all_reduce gives the
+    times of all exchanges of its link. With it, all_reduce gives `Cluster.allreduce`, between nodes or inside a single node.
+    collective: the collective of files that do not name theirs, such as all_reduce.
+
+    Raises FormatError that names the file, the line, the value and the cure.
     """
     runs: dict[tuple[bool, bool], tuple[str, NcclRun]] = {}
     links: dict[tuple[bool, bool], Link] = {}
@@ -103,7 +106,7 @@ def cluster_from(paths: Sequence[str | os.PathLike[str]], collective: str | None
 
 
 def read_nccl_tests(text: str, collective: str | None = None) -> NcclRun:
-    """One output of nccl-tests. Lines that are no part of its table, such as logs, do not count.
+    """Read one output of nccl-tests. Lines outside of the table, such as logs, do not count.
 
     Raises FormatError that names the line, the value and the cure.
     """
@@ -182,7 +185,7 @@ def _point(line: int, row: dict[str, str], collective: str, ranks: int) -> tuple
             ) from None
     whole(f"line {line}: size", int(row["size"]), "bytes")
     wanted = _bus_factor(collective, ranks)
-    if values["algbw"] >= _TOLD_GBPS:
+    if values["algbw"] >= _CHECKED_GBPS:
         factor = values["busbw"] / values["algbw"]
         if abs(factor - wanted) > _TOLERANCE * wanted:
             raise FormatError(

@@ -33,8 +33,8 @@ from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
 DECODE_CALLS = ("each", "one")
-"""How a Decomp decodes several payloads of the same elements. each: one call for each payload, as the engine does. one: one
-call for all their bytes; published codec times on GPUs seem to mean this."""
+"""The calls of a Decomp that decodes several payloads of the same elements. each: one call for each payload, as in the engine.
+one: one call for all bytes; published codec times on GPUs seem to mean this."""
 _SMALLEST_POWER, _LARGEST_POWER = 4, 17
 """Folded curves have a point at each of these powers of 4, in elements: from 1 KB to 17 GB."""
 _LARGE = 64 * 2**20
@@ -70,52 +70,52 @@ class Price(NamedTuple):
     sent_bytes: float = 0.0
     """Bytes that one rank sends."""
     intra_bytes: float = 0.0
-    """Bytes over a rank's intra link, or over the one that all ranks of its node share."""
+    """Bytes over a rank's intra link, or over the intra link that all ranks of its node share."""
     inter_bytes: float = 0.0
-    """Bytes over a node's inter link, of all its ranks together."""
+    """Bytes of all ranks of a node over its inter link."""
 
 
 class Bytes(NamedTuple):
-    """The sizes from which the times of a bucket's tasks follow."""
+    """The sizes, in bytes, from which the times of a bucket's tasks follow."""
 
     raw: float
-    """Of the gradients."""
+    """Bytes of the gradients."""
     first: float
-    """Of the payload of the first encode."""
+    """Bytes of the payload of the first encode."""
     later: float
-    """Of the payload of a later encode, of a sum."""
+    """Bytes of the payload of a later encode, which encodes a sum."""
     coded: float
-    """Of the gradients that are encoded, in float32: codecs are timed by these bytes."""
+    """Bytes of the encoded gradients in float32: codec times are by these bytes."""
 
 
 def bytes_of(
     tensors: Sequence[Shaped],
     spec: Spec,
-    beside: Sequence[Shaped] = (),
+    uncompressed: Sequence[Shaped] = (),
     bits: Mapping[str, int] | None = None,
     sum_dtype: str = "float32",
 ) -> Bytes:
-    """The sizes of a bucket of these tensors. Those `beside` travel uncompressed in the same payload.
+    """The sizes of a bucket that holds `tensors` with `spec`, and `uncompressed` tensors in the same payload.
 
-    bits: of an element by tensor, where they differ from the spec's. sum_dtype: of the sum over ranks.
+    bits: bits of an element by tensor, where they differ from the spec's. sum_dtype: dtype of the sum over ranks.
     """
     usual = spec.element_bits
     runs = [ElementRun(t.numel, usual if bits is None else bits[t.name], t.shape) for t in tensors]
     coded = DTYPE_BYTES["float32"] * sum(run.numel for run in runs)
-    runs += [ElementRun(tensor.numel, RAW) for tensor in beside]
-    raw = sum(run.numel * DTYPE_BYTES[t.dtype] for run, t in zip(runs, (*tensors, *beside), strict=True))
-    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *beside)[0].dtype])
+    runs += [ElementRun(tensor.numel, RAW) for tensor in uncompressed]
+    raw = sum(run.numel * DTYPE_BYTES[t.dtype] for run, t in zip(runs, (*tensors, *uncompressed), strict=True))
+    first = spec.bytes_beside(runs, DTYPE_BYTES[(*tensors, *uncompressed)[0].dtype])
     if spec.rounds:  # each round about as much; together exactly
         return Bytes(raw, first / spec.rounds, first / spec.rounds, coded)
     return Bytes(raw, first, spec.bytes_beside(runs, DTYPE_BYTES[sum_dtype]), coded)
 
 
 class PricedBucket(NamedTuple):
-    """A bucket's tasks, each of its pieces alike."""
+    """The tasks of each piece of a bucket; all pieces are alike."""
 
     tasks: tuple[Price, ...]
     pieces: int
-    """Chunks in which it is exchanged."""
+    """Number of chunks in which the bucket is exchanged."""
 
 
 class Prices:
@@ -123,8 +123,8 @@ class Prices:
 
     tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. Shards are taken to be equal: the
     engine's rounding to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp
-    is one call of its codec. launch_us: as in `Cluster`, a task before each exchange. An all-reduce of gradients has that of its
-    link instead, where the link has one. None: no exchange takes time of the processor.
+    is one call of its codec. launch_us: as in `Cluster`, the length of a task before each exchange; None: no such tasks. An
+    all-reduce of gradients has its link's `cpu_us` instead, if the link has one.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -153,7 +153,7 @@ class Prices:
         self._exchange = cache(lambda step: cache(partial(self._price_exchange, step)))
         self._walk = cache(self._steps_and_exchanges)
         self.lines = cache(self._lines)
-        """The lines of a step that is an exchange: it takes as long as the longest."""
+        """The lines of a step that is an exchange. The exchange takes as long as the longest line."""
 
     def of(self, bucket: Bucket) -> PricedBucket:
         """The bucket's tasks with their prices. Raises PlanError for an option or codec that cannot be priced."""
@@ -166,8 +166,8 @@ class Prices:
 
     def _price(self, bucket: Bucket) -> PricedBucket:
         spec, bits = bucket.main_spec, {name: bucket.bits_of(name) for name in bucket.tensors}
-        coded, beside = ([self._tensors[n] for n in bits if (bits[n] == RAW) is raw] for raw in (False, True))
-        whole = bytes_of(coded, spec, beside, bits, bucket.reduce_dtype)
+        coded, uncompressed = ([self._tensors[n] for n in bits if (bits[n] == RAW) is raw] for raw in (False, True))
+        whole = bytes_of(coded, spec, uncompressed, bits, bucket.reduce_dtype)
         uncut = bucket.option == ALL_REDUCE or not bucket.chunk_bytes
         pieces = 1 if uncut else max(1, -(-int(whole.raw) // bucket.chunk_bytes))
         size = Bytes(*(nbytes / pieces for nbytes in whole))
@@ -182,7 +182,7 @@ class Prices:
     ) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 
-        rounds: of the spec. shares: the part of the compressed bytes that each spec has. size: of the piece.
+        rounds: the spec's rounds. shares: the part of the compressed bytes that each spec has. size: the sizes of the piece.
         """
         tasks = []
         for step, exchange in self._walk(option, rounds):
@@ -197,15 +197,15 @@ class Prices:
     def _steps_and_exchanges(
         self, option: tuple[str, ...], rounds: int
     ) -> list[tuple[Step, Callable[[float], Price] | None]]:
-        """The steps of an option, each exchange with what prices it by its bytes."""
+        """The steps of an option, each exchange with the function that prices it by its bytes."""
         return [(step, self._exchange(step) if step.traffic else None) for step in self.steps(option, rounds)]
 
     def steps(self, option: tuple[str, ...], rounds: int) -> tuple[Step, ...]:
-        """The steps of an option on this cluster; rounds: of the spec."""
+        """The steps of an option on this cluster; rounds: the spec's rounds."""
         return steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
 
     def _launch_us(self, step: Step, size: Bytes) -> float:
-        """Processor time of an exchange beside codecs."""
+        """Processor time of an exchange in microseconds, without codecs."""
         link, launch_us = self.cluster.allreduce, self.launch_us
         if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
             return launch_us or 0.0
@@ -228,9 +228,10 @@ class Prices:
         return Price(step.task, self._codec_us(step, shares, nbytes) / cuts, step.gathers)
 
     def _codec_us(self, step: Step, shares: tuple[tuple[Spec, float], ...], nbytes: float) -> float:
-        """One call for all specs of the bucket: the time of the whole size by each spec, weighted with the spec's bytes.
+        """Microseconds of one call for all specs of the bucket: the time of the whole size by each spec, weighted with the spec's
+        bytes.
 
-        nbytes: of the gradients in float32.
+        nbytes: bytes of the gradients in float32.
         """
         what, _, device = step.task.partition(":")
         if not step.parts or not step.share:
@@ -247,7 +248,7 @@ class Prices:
         return step.traffic.lines(*self.cluster.links_for(step.task))
 
     def exchange_us(self, step: Step, held_bytes: float) -> float:
-        """Microseconds of a step that is an exchange, in which a rank holds so many bytes."""
+        """Microseconds of a step that is an exchange, in which a rank holds `held_bytes` bytes."""
         return longest_us(self.lines(step), held_bytes)
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
@@ -258,7 +259,7 @@ class Prices:
         return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
-        """The measured points; what: 'encode' or 'decode'. Raises PlanError if there are none."""
+        """The measured points of a spec on a device; what: 'encode' or 'decode'. Raises PlanError if there are none."""
         codec = self.codecs.get((spec, device))
         if codec is None:
             known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
@@ -270,7 +271,7 @@ class Prices:
         return codec.encode if what == "encode" else codec.decode
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
-        """The same exchanges with uncompressed gradients, as in CD-SGD's correction step.
+        """The bucket's exchanges with uncompressed gradients, as in CD-SGD's correction step.
 
         An option that sums in several rounds sends the gradient once, so all rounds together cost one.
         """
@@ -285,7 +286,7 @@ class Prices:
 
 
 class AffineCost(msgspec.Struct, frozen=True):
-    """Microseconds for so many bytes of uncompressed gradient: a start and a rate.
+    """Microseconds as a function of the bytes of uncompressed gradient: a start and a rate.
 
     >>> AffineCost(30, us_per_byte=0.001)(2000)
     32.0
@@ -299,7 +300,7 @@ class AffineCost(msgspec.Struct, frozen=True):
 
 
 class CurveCost(msgspec.Struct, frozen=True, dict=True):
-    """Microseconds for so many bytes of uncompressed gradient: straight between points, as `time_at`."""
+    """Microseconds as a function of the bytes of uncompressed gradient: linear between points, as `time_at`."""
 
     points: Points
 
@@ -327,14 +328,14 @@ class CurveCost(msgspec.Struct, frozen=True, dict=True):
 
 
 class FoldedCosts(NamedTuple):
-    """What float32 buckets cost by their bytes of gradient."""
+    """Costs of float32 buckets as functions of their bytes of gradient."""
 
     encode: CurveCost
     """Cupcake's h: all Comp tasks, launches, and the Decomps that a later exchange waits for."""
     exchange: CurveCost
     """Cupcake's g: all link tasks, one after the other. The spec's ratio and the scheme's factor are in it."""
     busiest: CurveCost
-    """The tasks on the link that has most to do in large buckets: other buckets can be on the other link meanwhile."""
+    """The tasks on the busier link of large buckets: other buckets can be on the other link meanwhile."""
     decode: CurveCost
     """The last Decomp, for all-gather of the payloads of all ranks."""
 
@@ -343,7 +344,7 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
     """The costs of buckets of any size that one option synchronises, by these prices.
 
     The curves bend where the measured times of codecs do. Exchanges are exact up to a payload's rounding. Raises PlanError for
-    what cannot be priced.
+    an option or a codec that cannot be priced.
 
     >>> from gradwire.core import Link, Cast, CodecCosts
     >>> cluster = Cluster(nodes=4, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))

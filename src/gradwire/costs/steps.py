@@ -1,7 +1,7 @@
 """The steps of an option in parts of the bucket, for any bucket size.
 
-A walk over the tasks follows the busiest rank: which part of the bucket the rank holds, as gradients or as payloads, and how many
-payloads of each element, where no rank has added them yet (ByteComp's footnote 2).
+A walk over the tasks follows the busiest rank: the part of the bucket that the rank holds, as gradients or as payloads, and the
+number of payloads of each element that no rank has added yet (ByteComp's footnote 2).
 
 CGX's ring and tree add payloads by decoding and encoding again at every hop (docs/papers/cgx.md). Hops follow each other, so all
 encodes of the busiest rank count at the first task and all decodes at the last.
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     payload: int
     """An exchange carries 0: gradients, 1: payloads of the first Comp, 2: payloads of a later Comp."""
     traffic: Traffic | None
-    """Of an exchange."""
+    """The traffic of an exchange; None for a codec task."""
     gathers: bool
     """Whether the task belongs to the gather phase, which begins with the first second step of a scheme."""
 
@@ -39,7 +39,7 @@ def steps_of(
 ) -> tuple[Step, ...]:
     """The tasks of an option on a cluster of this shape.
 
-    rounds: how often the spec's payloads are summed on the wire (`Spec.rounds`). routing: one of ROUTINGS.
+    rounds: the number of sums of the spec's payloads on the wire (`Spec.rounds`). routing: one of ROUTINGS.
     Raises PlanError if the option does not give every rank the whole sum.
 
     >>> steps = steps_of(("comp:gpu", "allgather:inter", "decomp:gpu"), nodes=4, ranks_per_node=1)
@@ -138,7 +138,7 @@ class _Walk:
         return step
 
     def _ranks(self, task: str) -> int:
-        """How many ranks a task's collective joins."""
+        """Number of ranks in a task's collective."""
         if self.flat:
             return self.nodes * self.local
         return self.local if task.endswith(":intra") else self.nodes
@@ -150,7 +150,8 @@ class _Walk:
 
 
 def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
-    """Of each shard one encode, one decode on its way up and one on its way down, but for the own shard's."""
+    """The steps of a ring: for each shard one encode, one decode on the way up, and, unless it is the rank's own, one on the way
+    down."""
     comp, up, down, decomp = option
     ranks = nodes * ranks_per_node
     first, second = (flat_traffic(word, nodes, ranks_per_node, "ring") for word in ("reducescatter", "allgather"))
@@ -163,7 +164,7 @@ def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
 
 
 def tree_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
-    """The root's sum has passed one encode and one decode a hop, and is encoded and decoded once more."""
+    """The steps of a tree: one encode and one decode a hop up to the root, then one encode and one decode of the root's sum."""
     comp, up, down, decomp = option
     inside, hops = (ranks_per_node - 1).bit_length(), (nodes * ranks_per_node - 1).bit_length()
     sends = ranks_per_node - 1.0

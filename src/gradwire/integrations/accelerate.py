@@ -1,7 +1,7 @@
 """gradwire in Hugging Face Accelerate, in place of DistributedDataParallel.
 
-`prepare` stands for `accelerator.prepare`. The model is not wrapped: Accelerate prepares it as for an evaluation (device, mixed
-precision, compilation), and `gw.parallelize` is called on it. All else is Accelerate's own.
+Call `prepare` in place of `accelerator.prepare`. The model is not wrapped: Accelerate prepares the model as for an evaluation
+(device, mixed precision, compilation), and `gw.parallelize` is called on the model. All else is Accelerate's own.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 
 
 def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **options: Any) -> tuple[Any, ...]:
-    """`accelerator.prepare(*objects)`, with gradwire in place of DDP for the model among the objects.
+    """Prepare objects as `accelerator.prepare` does, with gradwire in place of DDP for the model among the objects.
 
     objects: one model, and any number of optimizers, data loaders and schedulers. plan and options: as in `gw.parallelize`. Every
     rank calls it. Returns the prepared objects in their order. The handle is the last one of the list `accelerator.gradwire`. A
@@ -31,7 +31,8 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     models; another `prepare` of the same model replaces its handle.
 
     `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
-    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` takes these up, and the run goes on bit for bit.
+    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these files, and the run continues bit for
+    bit.
 
     Raises PlanError unless there is one model, and where Accelerate shards models (DeepSpeed, FSDP, Megatron-LM); also what
     `gw.parallelize` raises.

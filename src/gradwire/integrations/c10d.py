@@ -1,13 +1,13 @@
 """CGX's front end: a backend of torch.distributed that quantises all-reduces of gradients.
 
-Example, with nothing else changed in a script of DDP::
+Example; nothing else changes in a script with DDP::
 
     import gradwire.integrations.c10d
 
     dist.init_process_group("gradwire")
 
-Importing this module registers the backend "gradwire". It is gloo for everything but large all-reduces of floating-point tensors
-on the CPU. These travel as `gw.QSGD` through exchanges, one after another on a thread, beside the backward.
+Importing this module registers the backend "gradwire". The backend quantises large all-reduces of floating-point tensors on the
+CPU with `gw.QSGD`, and exchanges them one after another on a thread while backward runs. For everything else it is gloo.
 """
 
 import warnings
@@ -33,32 +33,33 @@ from gradwire.transport import KERNELS, Lanes, agree
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
 _recent: deque[Any] = deque(maxlen=4)
-"""Gloo's last works. Its threads must not free them: they would wait for Python's lock, which DDP holds as it ends a group."""
+"""The last works of gloo, kept alive here. If a thread of gloo freed a work, it would wait for Python's lock, which DDP holds
+when it ends a group."""
 
 
 class _Settings:
-    """What all groups of this process do."""
+    """The settings of all groups of this process."""
 
     bits, min_numel = 4, 2**14
 
     def __init__(self) -> None:
         self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-        self.layers: dict[str, QSGD | Identity] = {}  # those with a spec of their own
+        self.layers: dict[str, QSGD | Identity] = {}  # layers with a spec of their own
 
 
 _settings = _Settings()
 
 
 def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
-    """All-reduces of at least `min_numel` elements of float32, bfloat16 or float16 travel with so many bits, 2 to 8. Call it on
+    """Quantise all-reduces of at least `min_numel` elements of float32, bfloat16 or float16 to `bits` bits, 2 to 8. Call it on
     every rank, before the first all-reduce. Raises SpecError for other bits, PlanError for a wrong `min_numel`."""
     whole("min_numel", min_numel, "elements of the smallest all-reduce that is quantised", low=1, error=PlanError)
     _settings.bits, _settings.min_numel = QSGD(bits=bits).bits, min_numel
 
 
 def register_model(model: torch.nn.Module) -> None:
-    """From now on only gradients of this model's parameters are quantised, each layer by itself: no block crosses a layer, and
-    biases and norms stay uncompressed. Call it on every rank, before the first all-reduce.
+    """Quantise only gradients of this model's parameters, each layer by itself: no block crosses a layer, and biases and norms
+    stay uncompressed. Call it on every rank, before the first all-reduce.
 
     Layers are found by the memory of their gradients: in DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`.
     """
@@ -67,13 +68,13 @@ def register_model(model: torch.nn.Module) -> None:
 
 
 def exclude_layer(name: str) -> None:
-    """Layers of the registered model whose names contain `name` travel uncompressed. Raises PlanError where there is none."""
+    """Send layers of the registered model whose names contain `name` uncompressed. Raises PlanError if there is none."""
     _set(name, Identity())
 
 
 def set_layer_bits(name: str, bits: int) -> None:
-    """Layers of the registered model whose names contain `name` travel with so many bits, 2 to 8. Raises PlanError where there is
-    none, SpecError for other bits."""
+    """Send layers of the registered model whose names contain `name` with `bits` bits, 2 to 8. Raises PlanError if there is no
+    such layer, SpecError for other bits."""
     _set(name, QSGD(bits=bits))
 
 
@@ -99,11 +100,11 @@ class QuantisingGroup(dist.ProcessGroup):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
 
     def getBackendName(self) -> str:
-        """The name that DDP logs and that torch's errors have."""
+        """The backend's name in DDP's logs and in torch's errors."""
         return "gradwire"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Gloo's, or an exchange that runs on the worker's thread: a future tells its end."""
+        """All-reduce with gloo, or quantise in an exchange on the worker's thread. Returns a work that completes at the end."""
         opts, tensor = opts or dist.AllreduceOptions(), tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
         parts = self._parts(tensor) if sums or means else None
@@ -121,7 +122,7 @@ class QuantisingGroup(dist.ProcessGroup):
             self._lanes.stop()
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """The tensor's layers by name, or the whole; None if it is not quantised."""
+        """The tensor's layers by name, or the whole tensor; None if the tensor is not quantised."""
         quantised = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.is_contiguous()
         if tensor.numel() < _settings.min_numel or not quantised:
             return None
@@ -174,7 +175,7 @@ def _average(exchange: Exchange, parts: dict[str, torch.Tensor], tensor: torch.T
 
 
 def _result_of(done: Any) -> list[torch.Tensor]:
-    """What is raised here reaches DDP, which waits in C++. What `Future.set_exception` sets does not."""
+    """Raise the error of an exchange. An error raised here reaches DDP, which waits in C++; `Future.set_exception` does not."""
     if isinstance(found := done.value(), Exception):
         raise found
     return [*found]
@@ -188,8 +189,8 @@ def _gloos(name: str) -> Callable[..., Any]:
     return call
 
 
-# what a subclass in Python leaves out torch runs while it holds the interpreter's lock. A thread of gloo's that frees a tensor
-# waits for that lock, and holds gloo's own, for which the call waits
+# torch runs the methods that a Python subclass leaves out while it holds the interpreter's lock. A thread of gloo that frees a
+# tensor waits for this lock while it holds gloo's own lock, for which the call waits: a deadlock
 for _name in ("broadcast", "allgather", "reduce_scatter", "allreduce_coalesced", "barrier", "send", "recv"):
     setattr(QuantisingGroup, _name, _gloos(_name))
 

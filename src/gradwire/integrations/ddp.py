@@ -1,7 +1,7 @@
 """A communication hook of DistributedDataParallel that averages gradients with `gw.Exchange`.
 
 DDP calls the hook for each of its buckets, in the same order on all ranks. One exchange holds the gradients of all parameters by
-name, whatever buckets DDP makes. The lanes work beside the backward, and the hook of the last bucket waits for them.
+name, for any buckets that DDP makes. The lanes work while backward runs, and the hook of the last bucket waits for them.
 """
 
 import gc
@@ -27,15 +27,15 @@ PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
 
 
 class DDPState:
-    """The exchange of one DDP model's gradients, and what its compressors remember.
+    """The exchange of one DDP model's gradients, and the state of its compressors.
 
     plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names
     of the model inside DDP. A policy's plan is made again when DDP has brought its buckets into gradient-ready order.
-    Means are over all ranks of DDP's group, in `join()` too, whatever `divide_by_initial_world_size` is. With error feedback a
+    Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
 
-    Raises PlanError for a plan that DDP cannot run. In backward the hook raises PlanError where the plan does not fit the model,
-    DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
+    Raises PlanError for a plan that DDP cannot run. In backward the hook raises PlanError if the plan does not fit the model,
+    DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
     Example, in a script started by torchrun::
 
@@ -47,19 +47,19 @@ class DDPState:
         self.plan = _checked(plan)
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
-        self._group: Any = None  # that of DDP, when the model is found
+        self._group: Any = None  # DDP's group, once the model is found
         self._exchange: Exchange | None = None
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
-        self._order: list[str] = []  # of the names, for which the plan was made
+        self._order: list[str] = []  # names in the order for which the plan was made
         self._order_known = False
-        self._came: list[list[str]] = []  # the names in the order of DDP's buckets, of the last step and of this one
+        self._came: list[list[str]] = []  # names in the order of DDP's buckets, for the last step and for this one
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DDPState, (self.plan,)  # a script saves the whole DDP model; torch restores no hooks
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take up one of DDP's buckets. The future gets its buffer, with mean gradients, after the last bucket of the step."""
+        """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
         exchange, buffer = self._begin() if bucket.index() == 0 else self._exchange, bucket.buffer()
         if exchange is None or buffer.is_sparse:
             done = allreduce_hook(self._group, bucket)
@@ -78,14 +78,15 @@ class DDPState:
         return done
 
     def stats(self) -> ExchangeStats:
-        """What happened so far on this rank. Raises StepStateError before the first step."""
+        """Statistics of this rank's exchange so far. Raises StepStateError before the first step."""
         if self._exchange is not None:
             return self._exchange.stats()
         raise StepStateError("there are no statistics before the first step. Call stats() after a backward.")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps, and empty before the first one. Save
-        those of all ranks. A run goes on bit for bit from the second step's state on (with `static_graph` the third's).
+        """Copies of this rank's step, plan and residuals, with keys `rank{r}/...`; empty before the first step. Call it between
+        steps, and save the states of all ranks. A run continues bit for bit from the state after the second step (with
+        `static_graph` the third) or a later one.
         """
         if self._exchange is None:
             return dict(self._saved)
@@ -94,9 +95,11 @@ class DDPState:
         return {**state, key: torch.tensor([names.index(name) for name in self._order])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
-        that saved, in one dictionary. Between steps, on every rank, after `register_comm_hook`; sends nothing. Raises ValueError
-        naming what is wrong with the state. What does not fit the plan raises it when the next step begins.
+        """Load what `state_dict` returned: this rank's own state, or, with another number of ranks, the states of all ranks that
+        saved, in one dictionary. Call it between steps, on every rank, after `register_comm_hook`; it sends nothing.
+
+        Raises ValueError that names the mistake in the state. If the state does not fit the plan, the next step raises ValueError
+        at its begin.
         """
         self._find_model()
         names, order = list(self._parameters), read_state(state, Group.of(self._group)).order if state else []
@@ -128,7 +131,7 @@ class DDPState:
         return Exchange(metas, self.plan, self._group)
 
     def _learn_order(self) -> None:
-        """The second order of DDP's buckets is that in which gradients become ready, the same on all ranks: plan again."""
+        """Plan again in gradient-ready order, which is the second order of DDP's buckets and the same on all ranks."""
         before, came = self._exchange, self._came[-1]
         if before is None or self._order_known or isinstance(self.plan, Plan) or self._came[0] == came:
             return
@@ -139,7 +142,7 @@ class DDPState:
         before.close()
 
     def _find_model(self) -> None:
-        """DDP tells a hook neither names nor its model. So look for the model that has this state among all objects, once."""
+        """Search all objects once for the DDP model with this state: DDP gives a hook neither names nor its model."""
         if self._group is not None:
             return
         models = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
@@ -160,10 +163,12 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients, with which DDP hands gradients over when a bucket
-    of the plan is complete. model: the one that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`.
-    Gradients are taken to become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in
-    the wrong order: leave them out. Raises PlanError if the plan does not fit the model.
+    """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients. With these sizes DDP calls the hook when a bucket
+    of the plan is complete.
+
+    model: the model that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`. The sizes assume that gradients
+    become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in the wrong order: leave
+    them out. Raises PlanError if the plan does not fit the model.
 
     Example::
 

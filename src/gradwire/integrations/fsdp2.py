@@ -33,15 +33,16 @@ _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
 def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "ModuleExchanges":
-    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. On all ranks, before a forward.
+    """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on all ranks before a forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
     with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics. A later call replaces it.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
-    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: gathered by FSDP2, exactly.
+    run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
+    Returns the exchanges, which hold residuals and statistics.
 
-    Raises PlanError for a model without such modules, and for a spec that cannot travel so or changes from step to step. Backward
-    raises DisagreementError on all ranks if ranks differ, CommunicationError where a rank died or stalled.
+    Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
+    Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
     Example::
 
@@ -61,8 +62,10 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
 
 
 def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchanges":
-    """HSDP with compressed exchanges between replicas: `fully_shard` with a 1-D mesh inside a node, and `group` of the ranks that
-    hold the same shards on all nodes. All get the parameters of the group's first rank. As `compress`; specs may have any scheme.
+    """Average gradients between the replicas of HSDP with compressed exchanges. Call `fully_shard` with a 1-D mesh inside a node.
+
+    group: the ranks that hold the same shards on all nodes. All get the parameters of the group's first rank. spec: a spec with
+    any scheme. Returns and raises as `compress` does.
 
     Example, for 2 nodes with 2 ranks each::
 
@@ -81,12 +84,12 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
 
 
 class ModuleExchanges:
-    """The exchanges of one model's modules, and what their compressors remember. They share lanes and run one after another.
+    """The exchanges of one model's modules, and the state of their compressors. Exchanges share lanes and run one after another.
     A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
 
     def __init__(self, model: Module, spec: Spec, scheme: str | None, parameters: Spec | None = None) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-        """Those that `fully_shard` was called on, by name."""
+        """The modules that `fully_shard` was called on, by name."""
         if not self.modules:
             raise PlanError("fully_shard was called on no module of the model. Call it first, for DDP see gw.ddp_hook.")
         if not isinstance(spec, Spec) or spec.at_step(0) != spec.at_step(_LAST_STEP):
@@ -154,7 +157,7 @@ class ModuleExchanges:
 
 
 class _ModuleComm:
-    """What FSDP2 calls for one module. The shards of all ranks are tensors of one bucket, which is cut between them."""
+    """A collective of FSDP2 for one module. The shards of all ranks are tensors of one bucket, cut at the shards' boundaries."""
 
     what = _GRADIENTS
 
@@ -165,7 +168,7 @@ class _ModuleComm:
         return torch.empty(*size, **options)
 
     def run(self, flat: Tensor, group: ProcessGroup, phase: str) -> tuple[Tensor, ...]:
-        """One phase, in place. Returns the shards."""
+        """Run one phase in place. Returns the shards."""
         shards = flat.chunk(group.size())
         named = {f"{self._module}/{at}": each for at, each in enumerate(shards)}
         exchange = self._exchanges.exchange_of(self._module, named, group, self.what)

@@ -1,4 +1,4 @@
-"""Handles inside frameworks: `no_sync` of the model, numbers for the log, and the states of all ranks in checkpoints."""
+"""Helpers for handles inside frameworks: the model's `no_sync`, numbers for the log, and all ranks' states in checkpoints."""
 
 import io
 import os
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class NoSync(Patch):
-    """Stands as `no_sync` in a model, where frameworks look for that of DDP. Copies of the model do not have it."""
+    """Replaces DDP's `no_sync` in a model, where frameworks look for it. Copies of the model do not have it."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -41,12 +41,12 @@ class NoSync(Patch):
         return self._handle.no_sync()
 
     def before_copy(self) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
 
 def facts(handle: Handle) -> dict[str, float]:
-    """What goes into a framework's log: megabytes that this rank sends in a step, milliseconds that the end of backward waits
-    for gradients, and the number of decisions so far."""
+    """Numbers for a framework's log: megabytes that this rank sends in a step, milliseconds that the end of backward waits for
+    gradients, and the number of decisions so far."""
     stats = handle.stats()
     return {
         "gradwire_sent_mb": stats.wire_bytes / 1e6,
@@ -56,7 +56,7 @@ def facts(handle: Handle) -> dict[str, float]:
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
-    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Every rank calls it, between steps."""
+    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps."""
     write_whole(make_folder(folder) / _name(handle), to_bytes(handle.state_dict()))
 
 
@@ -139,14 +139,14 @@ def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """A state as bytes: they have one size and type whatever it holds."""
+    """The bytes of `torch.save` for a state."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """What `to_bytes` was given, on the CPU."""
+    """The state from the bytes of `to_bytes`, on the CPU."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 

@@ -26,14 +26,14 @@ class GradwireStrategy(DDPStrategy):
     """Trains with gradwire's exchange of gradients.
 
     plan and options: `plan` and the other arguments of `gw.parallelize`, as `options={"accuracy": "exact"}`. Other arguments are
-    those of Lightning's DDPStrategy without DDP's own, such as `timeout` and `process_group_backend`. The handle is
-    `trainer.strategy.handle`, while the Trainer fits and after.
+    arguments of Lightning's DDPStrategy that are not passed on to DDP, such as `timeout` and `process_group_backend`. The handle
+    is `trainer.strategy.handle`, while the Trainer fits and after.
 
     Accumulation, clipping, manual optimization and mixed precision work as with DDP. A checkpoint holds the states of all ranks
-    under the key "gradwire", and `trainer.fit(ckpt_path=...)` goes on bit for bit. The log gets `gradwire_sent_mb`,
+    under the key "gradwire", and `trainer.fit(ckpt_path=...)` continues bit for bit. The log gets `gradwire_sent_mb`,
     `gradwire_exposed_ms` and `gradwire_decisions` every `log_every_n_steps` steps.
 
-    Raises PlanError for options of DDP; in `fit` what `gw.parallelize` raises.
+    Raises PlanError for options of DDP. `fit` raises the errors of `gw.parallelize`.
 
     Example::
 
@@ -55,10 +55,10 @@ class GradwireStrategy(DDPStrategy):
         self._saved: dict[str, torch.Tensor] = {}
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped."""
+        """Wrap nothing."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Parallelize the module when its optimizers are there."""
+        """Set up the optimizers, then parallelize the module."""
         super().setup_optimizers(trainer)
         self._detach()
         self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
@@ -68,37 +68,37 @@ class GradwireStrategy(DDPStrategy):
         self._saved = {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside a call of the module, which tells gradwire that a step begins."""
+        """Run the module's own training step inside a call of the module, which marks the begin of a step for gradwire."""
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(self.model, self.lightning_module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate."""
+        """Only accumulate gradients in backwards inside this context."""
         assert self.handle is not None
         with self.handle.no_sync():
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Write what gradwire did into the log."""
+        """Write gradwire's numbers into the log."""
         trainer = self.lightning_module.trainer
         if self.handle is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             self.lightning_module.log_dict(facts(self.handle))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's, with the states of all ranks where it holds those of optimizers."""
+        """Save Lightning's checkpoint, with the states of all ranks if the checkpoint has optimizer states."""
         if self._attached and self.handle is not None and "optimizer_states" in checkpoint:
             checkpoint[_KEY] = gather_states(self.handle)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's. What it holds of gradwire waits for `setup_optimizers`."""
+        """Load Lightning's checkpoint. `setup_optimizers` loads gradwire's part later."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(_KEY, {})
         return checkpoint
 
     def teardown(self) -> None:
-        """Make the module an ordinary one again."""
+        """Detach gradwire from the module."""
         self._detach()
         self._saved = {}
         super().teardown()

@@ -23,14 +23,14 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
     """Let gradwire average the gradients of a Trainer's model, in every `trainer.train()` from now on.
 
     plan and options: as in `gw.parallelize`. Call it after the Trainer is made, on every rank. Returns the callback that it adds
-    to the Trainer; its `handle` is there while the Trainer trains and after.
+    to the Trainer. The callback has the `handle`, while the Trainer trains and after.
 
-    Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` takes them up,
-    and goes on bit for bit. The Trainer's log gets `gradwire_sent_mb`, `gradwire_exposed_ms` and `gradwire_decisions`; the text
-    of a decision is in `trainer.state.log_history`.
+    Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` reads these
+    files, and continues bit for bit. The Trainer's log gets `gradwire_sent_mb`, `gradwire_exposed_ms` and `gradwire_decisions`;
+    the text of a decision is in `trainer.state.log_history`.
 
     A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
-    or FSDP, and where it was called before. `train()` raises what `gw.parallelize` raises.
+    or FSDP, and if it was called for this Trainer before. `train()` raises the errors of `gw.parallelize`.
 
     Example, in a script started by torchrun::
 
@@ -55,7 +55,7 @@ class GradwireCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, plan: Any, options: dict[str, Any]) -> None:
         self.handle: Handle | None = None
-        """Of the training that runs, or ran last."""
+        """The handle of the current training, or else of the last one."""
         self._trainer, self._plan, self._options = trainer, plan, options
         self._model: Any = None
         self._checkpoint: str | None = None
@@ -76,13 +76,13 @@ class GradwireCallback(TrainerCallback):
     def _prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """In place of Accelerate's, which wraps a model that trains in DDP."""
+        """Replaces Accelerate's method, which wraps a model that trains in DDP."""
         prepared: Any = self._plain_prepare(model, device_placement, evaluation_mode=True)
         if dist.is_initialized() and not evaluation_mode:
             self._detach()
             optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
             self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
-            prepared.no_sync = NoSync(self.handle)  # what Accelerate calls while gradients are accumulated
+            prepared.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
             self._decision = None
         return prepared
 
@@ -104,7 +104,7 @@ class GradwireCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Take up what ranks saved with the checkpoint that the Trainer resumes from."""
+        """Load the states that ranks saved with the checkpoint from which the Trainer resumes."""
         if dist.is_initialized() and self._model is None:
             raise StepStateError(
                 "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
@@ -114,10 +114,10 @@ class GradwireCallback(TrainerCallback):
             load_handle(self.handle, self._checkpoint)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Write this rank's state beside the Trainer's."""
+        """Write this rank's state into the folder of the Trainer's checkpoint."""
         if self.handle is not None and not args.save_only_model:
             save_handle(self.handle, os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Make the model an ordinary one again."""
+        """Detach gradwire from the model."""
         self._detach()

@@ -1,4 +1,4 @@
-"""`AdaptiveBits` and `Tuned`, as a user writes them. `gradwire.auto` runs them."""
+"""`AdaptiveBits` and `Tuned`: plans that are chosen on the live job. `gradwire.auto` runs them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -27,8 +27,8 @@ from gradwire.plan.policy import Policy, RulesField, ScheduleField, Where, as_ru
 from gradwire.plan.schemes import check_scheme
 
 BIT_RULES = ("exact", "time", "kmeans", "linear")
-"""exact: the fewest bytes that keep the budget. time: the shortest predicted step that does. kmeans, linear: CGX's two rules
-(section 5), for comparison."""
+"""exact: the fewest bytes that keep the budget. time: the shortest predicted step that keeps the budget. kmeans, linear: CGX's
+two rules (section 5), for comparison."""
 SEARCHES = ("bayes", "random", "grid")
 """bayes: Bayesian optimisation. random: sizes drawn at random. grid: sizes spaced evenly. All on a logarithmic scale."""
 _MB = 2**20
@@ -37,8 +37,8 @@ _MB = 2**20
 class AdaptiveBits(Document, frozen=True, kw_only=True):
     """QSGD with 2 to 8 bits by tensor, chosen again and again from errors measured on the gradients (CGX section 5).
 
-    As `plan=` of `gradwire.parallelize`, in any schedule that lets buckets change. Where an exchange also encodes the sum, as in
-    two phases, the error of that encode counts too. Raises PlanError for a value outside its range.
+    Pass it as `plan=` to `gradwire.parallelize`, with any schedule that lets buckets change. If an exchange also encodes the sum,
+    as in two phases, the error of that encode counts too. Raises PlanError for a value outside its range.
 
     >>> AdaptiveBits(alpha=1.5)
     AdaptiveBits(alpha=1.5)
@@ -53,28 +53,28 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     period: int = 200
     """Steps from one choice to the next. Fewer: closer to the gradients, more time spent on measuring."""
     rule: str = "exact"
-    """One of BIT_RULES. exact: the fewest bytes; the bits follow from the gradients alone, so every run has the same. time: the
-    shortest predicted step, where bytes count as far as the step waits for them. gradwire measures the times of the job, its
-    links and the compressors once, in two of the first steps; `state_dict()` holds them. Only in the schedules backward and
-    pipelined. kmeans, linear: CGX's own rules."""
+    """One of BIT_RULES. exact: the fewest bytes; the bits follow from the gradients alone, so every run has the same bits. time:
+    the shortest predicted step; bytes count as far as the step waits for them. For this rule gradwire measures the times of the
+    job, its links and the compressors once, in two of the first steps; `state_dict()` holds the times. Only in the schedules
+    backward and pipelined. kmeans, linear: CGX's own rules."""
     block: int = 128
     """Elements that share one scale."""
     blocks: Sequence[int] = ()
     """Other sizes of a tensor's blocks, for the rule exact. About 1 % fewer bytes at the same error, but more measurements, and
     more buckets: tensors with blocks of different sizes cannot share a bucket."""
     rules: RulesField = ()
-    """As in `gradwire.Policy`: specs of chosen tensors, as ("*embed*", gw.ErrorFeedback(gw.TopK(0.01))). Vectors that no rule
-    matches stay uncompressed."""
+    """Specs of chosen tensors, such as ("*embed*", gw.ErrorFeedback(gw.TopK(0.01))); see `gradwire.Policy.rules`. Vectors that no
+    rule matches stay uncompressed."""
     schedule: ScheduleField = Backward()
-    """As in `gradwire.Policy`."""
+    """The policy's schedule; see `gradwire.Policy.schedule`."""
     scheme: str | None = None
-    """As in `gradwire.Policy`."""
+    """The policy's scheme; see `gradwire.Policy.scheme`."""
     feedback: bool = False
-    """Whether what an encode loses is added to the next gradient: `gradwire.ErrorFeedback` around each QSGD, which rounds to
-    nearest then. Tensors keep their residuals when their bits change."""
+    """Whether to put `gradwire.ErrorFeedback` around each QSGD, which then rounds to nearest. Error feedback adds the error of an
+    encode to the next gradient. Tensors keep their residuals when their bits change."""
     accumulate: int = 1
-    """Steps whose gradients are added up before their errors are measured, as in CGX. More: less chance, and a copy of the
-    gradients and of their means while it lasts."""
+    """Steps whose gradients are added up before their errors are measured, as in CGX. More: less noise, and during these steps a
+    copy of the gradients and of their means."""
 
     def __post_init__(self) -> None:
         number("alpha", self.alpha, "the error allowed, over that of 4 bits", error=PlanError)
@@ -116,16 +116,16 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
 
     @property
     def measured_steps(self) -> int:
-        """Steps from the first one that is measured to the last. Where each sends a fragment of the model, all must come."""
+        """Number of steps from the first measured one to the last. With fragments, every fragment must be measured."""
         return self.accumulate * as_schedule(self.schedule).fewest_buckets
 
     def spec(self, bits: int, block: int) -> QSGD | ErrorFeedback:
-        """The spec of a tensor with so many bits, in blocks of this size."""
+        """The spec of a tensor with `bits` bits, in blocks of `block` elements."""
         inner = QSGD(bits=bits, block=block)
         return ErrorFeedback(inner) if self.feedback else inner
 
     def ways(self, widths: Sequence[int]) -> tuple[QSGD | ErrorFeedback, ...]:
-        """The specs that a tensor may get with so many bits; those with `block` come first.
+        """The specs that a tensor may get with these numbers of bits. Specs with `block` come first.
 
         >>> AdaptiveBits(blocks=(256,)).ways((2, 4))[2:]
         (QSGD(bits=2, block=256), QSGD(bits=4, block=256))
@@ -133,7 +133,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
         return tuple(self.spec(bits, block) for block in (self.block, *self.blocks) for bits in widths)
 
     def policy_of(self, specs: Mapping[str, Spec]) -> Policy:
-        """The policy that gives these tensors their specs, and all others the specs of `policy`."""
+        """The policy that gives tensors the specs in `specs`, by name, and all other tensors the specs of `policy`."""
         return msgspec.structs.replace(
             self.policy, rules=(*((escape(name), spec) for name, spec in specs.items()), *self.rules)
         )
@@ -152,8 +152,10 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
 class Tuned:
     """A policy whose `bucket_bytes` is found on the live job, by the throughput of real steps (DeAR, section IV-B).
 
-    As `plan=` of `gradwire.parallelize`, with a policy of any specs and schedule. The rest of the policy stays unchanged. With
-    `edge_bytes=100 * 2**20` all buckets are alike, as DeAR's are. Raises PlanError for a value outside its range.
+    Pass it as `plan=` to `gradwire.parallelize`, with a policy of any specs and schedule. The rest of the policy stays unchanged.
+    With the policy's `edge_bytes=100 * 2**20` all buckets are alike, as DeAR's are.
+
+    Raises PlanError for a value outside its range.
 
     >>> from gradwire.core import Identity
     >>> from gradwire.plan.policy import Uniform
@@ -162,25 +164,25 @@ class Tuned:
     """
 
     policy: Policy
-    """What is tuned. Its own `bucket_bytes` must be left out."""
+    """The policy that is tuned. Leave out its own `bucket_bytes`."""
     _: KW_ONLY
     search: str = "bayes"
     """One of SEARCHES. bayes needs scikit-learn: pip install scikit-learn."""
     trials: int = 20
-    """Trials at most, the first one included. More: closer to the best, more steps under worse sizes. Sizes that make the same
-    buckets are one; bayes keeps a few trials to try again what looks best."""
+    """Most trials, the first one included. More: closer to the best size, more steps under worse sizes. Sizes that make the same
+    buckets count as one size. bayes uses its last trials to repeat the sizes that look best."""
     start_bytes: int = 25 * _MB
-    """The size that is tried first, and that runs until then."""
+    """The first size. The job runs with it until the first trial."""
     low_bytes: int = _MB
     """The smallest size that may be tried."""
     high_bytes: int = 100 * _MB
-    """The largest."""
+    """The largest size that may be tried."""
     trial_steps: int = 10
-    """Steps of a trial that count. More: less noise, longer trials."""
+    """Number of measured steps of a trial. More: less noise, longer trials."""
     discard_steps: int = 2
-    """Steps before these that do not count: memory is new."""
+    """Number of steps at the start of a trial that do not count, since their memory is new."""
     seed: int = 0
-    """Of what is random in a search. The same on all ranks."""
+    """Seed of the search's random choices. The same on all ranks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy):
@@ -204,5 +206,5 @@ class Tuned:
         whole("seed", self.seed, "a seed", high=2**32 - 1, error=PlanError)
 
     def with_bytes(self, nbytes: int) -> Policy:
-        """The policy with buckets of so many bytes."""
+        """The policy with buckets of `nbytes` bytes."""
         return msgspec.structs.replace(self.policy, bucket_bytes=nbytes)

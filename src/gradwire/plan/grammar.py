@@ -1,15 +1,15 @@
-"""ByteComp's decision tree as a grammar (section 4.2, Figure 7): what each action task may be followed by.
+"""ByteComp's decision tree as a grammar (section 4.2, Figure 7): the tasks that may follow each action task.
 
-A path through the tree is a sequence of eight action tasks (Table 3). Four dimensions are decided on the way: compress or
-not (Comp or not), on which device (Comp and Decomp on gpu or cpu), by which scheme (a pattern of steps, and the routine of
-each), and where to encode and decode (when Comp and Decomp come). Three pruning rules say what may come next:
+A path through the tree is a sequence of eight action tasks (Table 3). A path decides four dimensions: compress or not (Comp or
+not), on which device (Comp and Decomp on gpu or cpu), by which scheme (a pattern of steps, and the routine of each), and where
+to encode and decode (the places of Comp and Decomp). Three pruning rules say which task may come next:
 
-1. it is a valid connection of the action before it (`CONNECTIONS`);
+1. a task is a valid connection of the action before it (`CONNECTIONS`);
 2. a link task is the step that is due, on the link on which it is due (`PATTERNS`, `STEPS`);
 3. the second step of a divisible scheme pairs with its first (`PAIRS`).
 
-The rules stand in tables, `branches` applies them, `endings` follows them to the end. How many options there are follows
-from this: no formula counts them.
+The rules are tables. `branches` applies them, and `endings` follows them to the end. The number of options follows from the
+rules; no formula counts them.
 
 >>> sum(len(endings(root)) for root in roots())
 4341
@@ -27,7 +27,7 @@ DEVICES = ("gpu", "cpu")
 
 
 class Action(StrEnum):
-    """The eight action tasks of Table 3, and the two ends of a path. `_COMP`: what travels is compressed."""
+    """The eight action tasks of Table 3, and the two ends of a path. `_COMP`: the task sends payloads."""
 
     START = "start"
     COMP = "comp"
@@ -49,7 +49,7 @@ STEPS = {
     Action.COMM2: "second",
     Action.COMM2_COMP: "second",
 }
-"""Which step of a scheme each communication task is; an indivisible scheme has one, the whole."""
+"""The step of a scheme that each communication task is. An indivisible scheme has one step, the whole."""
 
 PATTERNS = (
     (("whole", "inter"),),
@@ -61,7 +61,7 @@ PATTERNS = (
 nodes; inside a node only a divisible one (Dimension 4). Flat communication knows one link, written as inter."""
 
 UNCOMPRESSED = (Action.COMM, Action.COMM1, Action.COMM2)
-"""Communication tasks that carry gradients as they are."""
+"""Communication tasks that carry uncompressed gradients."""
 COMPRESSED = (Action.COMM_COMP, Action.COMM1_COMP, Action.COMM2_COMP)
 """Communication tasks that carry payloads."""
 
@@ -92,7 +92,7 @@ CONNECTIONS = {
     Action.COMM1_COMP: (*COMPRESSED, Action.DECOMP),
     Action.COMM2_COMP: (Action.COMM2_COMP, Action.DECOMP),
 }
-"""What may directly follow each action. The paper leaves the table out; decision 9 says how this one follows from its counts."""
+"""The actions that may directly follow each action. The paper leaves the table out; decision 9 derives it from the counts."""
 
 
 class OptionTask(NamedTuple):
@@ -103,7 +103,7 @@ class OptionTask(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A node of the tree: all that decides what may come next."""
+    """A node of the tree: the state that decides which tasks may come next."""
 
     last: Action
     steps: tuple[tuple[str, str], ...]
@@ -123,7 +123,7 @@ def roots() -> tuple[Place, ...]:
 
 
 def branches(place: Place, devices: Sequence[str] = DEVICES) -> Iterator[tuple[OptionTask, Place]]:
-    """Each task that the three rules allow next, and where it leads. Some lead nowhere: their `endings` are empty."""
+    """Each task that the three rules allow next, and the place after it. A place without an end has empty `endings`."""
     for action in CONNECTIONS[place.last]:  # rule 1
         if action in (Action.COMP, Action.DECOMP):
             for device in devices:
@@ -136,7 +136,7 @@ def branches(place: Place, devices: Sequence[str] = DEVICES) -> Iterator[tuple[O
 
 
 def _opened_after(place: Place, routine: str) -> tuple[str, ...] | None:
-    """`opened` once the step that is due was done by this routine; None if the routine does not pair."""
+    """`opened` after this routine has done the step that is due; None if the routine does not pair."""
     step = place.steps[0][0]
     if step == "first":
         return (*place.opened, routine)
@@ -147,7 +147,7 @@ def _opened_after(place: Place, routine: str) -> tuple[str, ...] | None:
 
 @cache
 def endings(place: Place, devices: tuple[str, ...] = DEVICES) -> tuple[tuple[OptionTask, ...], ...]:
-    """Every way to finish from here: the sub-tree under a place, as paths. () is among them where a path may end."""
+    """All paths from a place to an end: the sub-tree under the place. () is among them if the path may end at the place."""
     found: list[tuple[OptionTask, ...]] = []
     if not place.steps and Action.END in CONNECTIONS[place.last]:
         found.append(())
@@ -157,7 +157,7 @@ def endings(place: Place, devices: tuple[str, ...] = DEVICES) -> tuple[tuple[Opt
 
 
 def refusal(tasks: Sequence[str]) -> str:
-    """Why these tasks are no path: found by following all patterns at once until none is left."""
+    """The reason why these tasks are no path. The search follows all patterns at once until none is left."""
     places, before = roots(), "at the start"
     for index, name in enumerate(tasks):
         reached = tuple(following for task, following in _alive(places) if task.name == name)
@@ -182,7 +182,7 @@ def _names(places: Sequence[Place]) -> str:
 
 
 def _reason(name: str, places: Sequence[Place]) -> str:
-    """What is wrong with a task at all of these places, in words."""
+    """The reason why a task cannot follow at any of these places."""
     routine, _, where = name.partition(":")
     actions = [action for action, words in WORDS.items() if routine in words]
     if routine in (Action.COMP, Action.DECOMP):

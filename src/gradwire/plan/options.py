@@ -1,4 +1,4 @@
-"""Options: every way in which one bucket may be synchronised, chosen by constraints and known by their tasks.
+"""Options: all ways in which one bucket may be synchronised. Constraints select options; their tasks identify them.
 
 The tree is ByteComp's (section 4.2); `gradwire.plan.grammar` has its rules, docs/options.md its picture.
 
@@ -38,9 +38,9 @@ class Option(msgspec.Struct, frozen=True):
     """
 
     tasks: tuple[str, ...]
-    """What `Bucket.option` of a plan holds: word:where, in order. No two options have the same."""
+    """The tasks as in `Bucket.option` of a plan: word:where, in order. No two options have the same tasks."""
     actions: tuple[Action, ...]
-    """The action of each task: tells whether an 'allgather' carries payloads, and which step it is."""
+    """The action of each task, which says whether an 'allgather' carries payloads, and which step it is."""
 
     @property
     def exchanges(self) -> tuple[ExchangeChoice, ...]:
@@ -75,12 +75,12 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> int:
-        """Comp tasks, 0 to 4. Each loses something, and a biased compressor needs a residual for each."""
+        """Number of Comp tasks, 0 to 4. Each adds an error, and a biased compressor needs a residual for each."""
         return self.actions.count(Action.COMP)
 
     @property
     def decodes(self) -> int:
-        """Decomp tasks: as many as there are encodes, since everything encoded is decoded before the next encode."""
+        """Number of Decomp tasks. It equals the number of encodes, since every payload is decoded before the next encode."""
         return self.actions.count(Action.DECOMP)
 
     @property
@@ -96,13 +96,13 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def forwards(self) -> int:
-        """How often payloads go on undecoded from one link task to the next."""
+        """Number of times that a link task sends on, undecoded, the payloads of the link task before."""
         return sum(before in COMPRESSED and after in COMPRESSED for before, after in pairwise(self.actions))
 
     @property
     def skips(self) -> int:
-        """How many of the `forwards` hand on payloads of several senders that nobody has added: the list of them travels,
-        and the next Decomp decodes and adds them all (ByteComp's footnote 2)."""
+        """Number of the `forwards` that send on payloads of several senders, which no rank has added. All these payloads travel,
+        and the next Decomp decodes and adds them (ByteComp's footnote 2)."""
         count, lists = 0, False
         for before, after in pairwise(self.actions):
             if before is Action.COMP:
@@ -115,7 +115,7 @@ class Option(msgspec.Struct, frozen=True):
 
 @cache
 def tree(devices: tuple[str, ...] = DEVICES) -> tuple[Option, ...]:
-    """All options, flat before hierarchical, in an order that stays. 4341 with two devices, 174 with one."""
+    """All options, flat before hierarchical, in a fixed order. 4341 with two devices, 174 with one."""
     paths = (path for place in roots() for path in endings(place, devices))
     return tuple(Option(tuple(task.name for task in path), tuple(task.action for task in path)) for path in paths)
 
@@ -131,13 +131,14 @@ def select(
     compressed: bool | None = None,
     where: Callable[[Option], bool] | None = None,
 ) -> tuple[Option, ...]:
-    """The options that keep all constraints given, in the order of `tree`.
+    """The options that keep all given constraints, in the order of `tree`.
 
-    devices: those that may encode and decode. nodes, ranks_per_node: the shape. One node, or one rank on each node, has one
-    link: only flat options apply. One rank has no option. max_encodes: the most encodes. schemes: the allowed schemes, of
-    SCHEMES. flat, compressed: True for only those, False for only the others. where: a predicate of your own.
+    devices: the devices that may encode and decode. nodes, ranks_per_node: the shape of the cluster. One node, or one rank on
+    each node, has one link: only flat options apply. One rank has no option. max_encodes: the most encodes. schemes: the allowed
+    schemes, of SCHEMES. flat, compressed: True selects only flat or compressed options, False only the others. where: a
+    predicate of your own.
 
-    Raises PlanError for a value that is none.
+    Raises PlanError for an unknown value.
 
     >>> [option.tasks for option in select(flat=True, compressed=False)][:2]
     [('allreduce:inter',), ('reducescatter:inter', 'allgather:inter')]
@@ -176,12 +177,12 @@ def _by_tasks() -> dict[tuple[str, ...], Option]:
 
 
 def is_option(tasks: Sequence[str]) -> bool:
-    """Whether these tasks are a path through the tree."""
+    """Whether the tasks are a path through the tree."""
     return tuple(tasks) in _by_tasks()
 
 
 def option_of(tasks: Sequence[str]) -> Option:
-    """The option that a bucket's tasks are. Raises PlanError that names the first connection the tree does not have.
+    """The option with these tasks. Raises PlanError that names the first connection that the tree does not have.
 
     >>> option_of(["alltoall:inter", "allgather:inter"])
     Traceback (most recent call last):

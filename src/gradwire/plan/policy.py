@@ -1,4 +1,4 @@
-"""Policies: rules by tensor name from which a plan follows without measurement.
+"""Policies: rules by tensor name, from which a plan follows without measurement.
 
 >>> from gradwire.core import QSGD, Identity, TensorInfo
 >>> policy = Policy(default=QSGD(bits=4), rules=[("*.bias", Identity())])
@@ -59,32 +59,33 @@ else:
 
 _EXEMPT = Identity()
 _FEW_RANKS = 4
-"""All-gather sends every payload to each of the other ranks. With more of them, vectors have all-reduces of their own."""
+"""Most ranks with which vectors travel in payloads of an all-gather, which sends every payload to each other rank. With more
+ranks vectors have all-reduces of their own."""
 _MOST_CARRIED = 2**20
-"""Bytes of a vector that travels in a payload. All-reduce sums larger ones without copying them."""
+"""Most bytes of a vector that travels in a payload. All-reduce sums larger vectors without copying them."""
 _PATTERN = frozenset("*?[|")
-"""What makes a pattern of a name, as `Where` reads them."""
+"""The characters that make a name a pattern; see `Where.names`."""
 
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tensors by name, size, number of dimensions and dtype; a tensor must fulfil all that is given.
+    """Conditions on a tensor's name, size, number of dimensions and dtype. A tensor must fulfil all given ones.
 
     >>> Where("*embed*|*head*", min_numel=10_000).matches(TensorInfo("embed.weight", (1000, 64), "float32"))
     True
     """
 
     names: str = "*"
-    """Patterns as in fnmatch, case counts, on whole tensor names; | between alternatives."""
+    """Patterns of whole tensor names as in fnmatch, case-sensitive, with | between alternatives."""
     min_numel: int = 0
-    """Elements, at least."""
+    """Least number of elements."""
     max_numel: int | None = None
-    """Elements, at most."""
+    """Largest number of elements; None: no limit."""
     min_dims: int = 0
-    """Dimensions, at least."""
+    """Least number of dimensions."""
     max_dims: int | None = None
-    """Dimensions, at most: 1 for biases and norms."""
+    """Largest number of dimensions, such as 1 for biases and norms; None: no limit."""
     dtype: str | None = None
-    """As 'float32' or 'bfloat16'."""
+    """A dtype such as 'float32' or 'bfloat16'; None: any."""
 
     def __post_init__(self) -> None:
         text("names", self.names, "a pattern of tensor names")
@@ -97,7 +98,7 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             word("dtype", self.dtype, tuple(DTYPE_BYTES))
 
     def matches(self, tensor: TensorInfo) -> bool:
-        """Whether the tensor is one of those."""
+        """Whether the tensor fulfils all conditions."""
         return (
             any(fnmatchcase(tensor.name, pattern) for pattern in self.names.split("|"))
             and self.min_numel <= tensor.numel
@@ -112,7 +113,7 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def as_rule(index: int, rule: Any) -> tuple[str | Where, Spec]:
-    """(pattern or Where, spec) from what a user or a JSON file gives."""
+    """(pattern or Where, spec) of a rule that comes from a user or a JSON file."""
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise FormatError(f"rules[{index}] is {show(rule)}: it must be a pair of pattern and spec.")
     which, field = rule[0], f"rules[{index}][0]"
@@ -125,7 +126,7 @@ def as_rule(index: int, rule: Any) -> tuple[str | Where, Spec]:
 
 
 def useless(which: str | Where, spec: Spec, matched: Sequence[str], tensors: Sequence[TensorInfo]) -> str:
-    """What to say of a rule without effect; `matched` are the tensors that it matches."""
+    """The message about a rule without effect; `matched` are the tensors that the rule matches."""
     rule = f"rule ({which!r}, {spec!r})"
     if matched:
         return (
@@ -145,40 +146,42 @@ class _Default(Document, frozen=True):
 
 
 class Policy(_Default, frozen=True, kw_only=True):
-    """Which spec each tensor gets, by the first rule whose pattern matches its name, and how buckets are made."""
+    """Rules that give each tensor its spec, and the settings of buckets. The first rule that matches a tensor's name counts."""
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
     omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
 
     rules: RulesField = ()
-    """(which, spec) pairs; the first match wins. `which` is a fnmatch pattern of whole tensor names; case counts, and | stands
+    """(which, spec) pairs; the first match wins. `which` is a case-sensitive fnmatch pattern of whole tensor names, with |
     between alternatives ("*.bias|*norm*"). Or `which` is a `Where`, which also compares sizes, dimensions and dtypes."""
     exempt_vectors: bool = True
     """Whether vectors and scalars (biases, norms) that no rule matches stay uncompressed, as in CGX. They are few bytes, and
-    errors in them cost most. They travel in the payloads of compressed tensors, or in buckets of their own if the compressor
-    takes whole buckets (`Spec.carries_uncompressed`)."""
+    errors in them cost most. They travel in the payloads of compressed tensors, or in buckets of their own if the payloads have
+    no room for uncompressed tensors (`Spec.carries_uncompressed`)."""
     schedule: ScheduleField = Backward()
-    """A schedule or its bare word."""
+    """A schedule, or the name of one."""
     scheme: str | None = None
-    """How all buckets travel. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
-    added uncompressed inside each node, and nodes exchange the compressed sums in this way; specs that cannot encode a sum
-    travel flat. None: "hierarchical" if all nodes have equally many ranks and more than one, else "flat". Or the name of a
-    collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of
-    any option of docs/options.md, with spaces between. Uncompressed buckets use the same links."""
+    """The scheme of all buckets. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
+    added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
+    cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one, else
+    "flat". Other values: the name of a collective (`gradwire options --collectives` lists them), the name of a system such as
+    "CGX between nodes", or the tasks of any option of docs/options.md, separated by spaces. Uncompressed buckets use the same
+    links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
     has a price. The value is a plain guess; the planner's search finds better ones."""
     edge_bytes: int = 256 * 1024
-    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early, the
-    last since nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as
-    all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets alike."""
+    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early. The
+    last one is small because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier
+    buckets or as all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets
+    are alike."""
     chunk_bytes: int = 8 * 2**20
     """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
     there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
     residual_dtype: str = "float32"
-    """How the residuals of specs with error feedback are stored: float32, bfloat16 or int8 (a byte an element and a bfloat16
+    """dtype of the stored residuals of specs with error feedback: float32, bfloat16 or int8 (a byte an element and a bfloat16
     scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
 
     def __post_init__(self) -> None:
@@ -198,11 +201,12 @@ class Policy(_Default, frozen=True, kw_only=True):
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
     def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2, ranks_per_node: int = 1) -> Plan:
-        """The plan for so many ranks and for tensors in gradient-ready order, first ready first.
+        """The plan for `ranks` ranks and for tensors in gradient-ready order, first ready first.
 
-        Classes are tensors of one dtype, device and family of spec; within each, consecutive tensors are fused. Vectors that are
-        not compressed travel in the payloads of others (docs/decisions/029-vectors-in-payloads.md). The
-        launch order is the order in which buckets become ready, both link tasks of a bucket one after the other. In the
+        A class is all tensors of one dtype, device and family of spec. Consecutive tensors of a class are fused. Vectors that are
+        not compressed travel in the payloads of other tensors (docs/decisions/029-vectors-in-payloads.md).
+
+        The launch order is the order in which buckets become ready, both link tasks of a bucket one after the other. In the
         pipelined schedule all reduce phases come first, then the gather phases in the reverse order, in which forward needs
         them; an indivisible option has no gather phase.
 
@@ -213,7 +217,7 @@ class Policy(_Default, frozen=True, kw_only=True):
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         schedule = as_schedule(self.schedule)
         if self.scheme is None:
-            shared = 1 < ranks_per_node < ranks and not schedule.shards_optimizer  # whose shards are of all ranks
+            shared = 1 < ranks_per_node < ranks and not schedule.shards_optimizer  # there is one shard for each rank
             chosen = msgspec.structs.replace(self, scheme=HIERARCHICAL if shared else FLAT)
             return chosen.plan(tensors, ranks)
         specs = self._assign(tensors)
@@ -226,7 +230,7 @@ class Policy(_Default, frozen=True, kw_only=True):
         by_name = {tensor.name: [tensor] for tensor in tensors}
         for which, spec in self.rules:
             where = which if isinstance(which, Where) else Where(which)
-            # a name that is no pattern is looked up: there may be a rule for each tensor
+            # a name that is no pattern is looked up in a table, since there may be a rule for each tensor
             candidates = tensors if _PATTERN.intersection(where.names) else by_name.get(where.names, [])
             matched = [tensor.name for tensor in candidates if where.matches(tensor)]
             fresh = [name for name in matched if name not in specs]
@@ -238,11 +242,12 @@ class Policy(_Default, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready (each closes with the tensor that fills it; smaller at both ends).
+        """Buckets in the order in which they become ready. A bucket closes with the tensor that fills it; buckets at both ends
+        are smaller.
 
-        A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all.
-        No bucket becomes ready later for it. Where none can carry it, exempt tensors are little: two buckets at most but for
-        `bucket_bytes`, the second small, since nothing hides the last exchange.
+        A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all,
+        so that no bucket becomes ready later. If no bucket can carry vectors, exempt tensors get at most two buckets, unless
+        `bucket_bytes` demands more. The second one is small, since nothing hides the last exchange.
         """
         place = {tensor.name: position for position, tensor in enumerate(tensors)}
         carrying = {spec: self._may_carry(spec, ranks) for spec in {*specs.values()}}
@@ -375,7 +380,7 @@ def Uniform(
     chunk_bytes: int = 8 * 2**20,
     residual_dtype: str = "float32",
 ) -> Policy:
-    """The policy without rules: one spec for every tensor, 1-D too. Fields as in `Policy`.
+    """The policy without rules: one spec for every tensor, vectors included. Fields as in `Policy`.
 
     >>> Uniform(Identity())
     Policy(default=Identity(), exempt_vectors=False)

@@ -1,4 +1,4 @@
-"""Options by name: of a collective, of a known system, of ByteComp's restricted searches. Which specs an option carries, and the
+"""Names of options: collectives, known systems and ByteComp's restricted searches. Also the specs that an option carries, and the
 options of correction steps.
 
 >>> from gradwire.plan.options import option_of, select
@@ -35,12 +35,12 @@ from gradwire.plan.options import Option, is_option, option_of
 
 
 def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
-    """A collective with its codecs on each device."""
+    """The options of a collective, with its codecs on each device."""
     return tuple(COLLECTIVES[name].on(device) for device in DEVICES)
 
 
 def between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """These tasks between nodes, with uncompressed sums inside each node.
+    """The option that runs these tasks between nodes, and sums uncompressed gradients inside each node.
 
     >>> between_nodes(("comp:cpu", "allgather:inter", "decomp:cpu"))
     ('reducescatter:intra', 'comp:cpu', 'allgather:inter', 'decomp:cpu', 'allgather:intra')
@@ -64,14 +64,14 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gradwire allgather": _everywhere("allgather"),
     "gradwire alltoall": _everywhere("alltoall"),
 }
-"""The option of each system that is one path through the tree, as tasks; several where the device is open.
-'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form. In 'CD-SGD' sums come back
-uncompressed, as from its parameter server."""
+"""The option, as tasks, of each system that is one path through the tree; several options if the system leaves the device open.
+'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form. 'CD-SGD' sends sums uncompressed,
+as its parameter server does."""
 _SYSTEMS = [name for name in SYSTEMS if not name.startswith("gradwire ")]
 
 
 def names_of(option: Option) -> tuple[str, ...]:
-    """The systems that do this; mostly none."""
+    """The systems with this option; for most options none."""
     return tuple(name for name, options in SYSTEMS.items() if option.tasks in options)
 
 
@@ -80,7 +80,8 @@ def _uses_only(device: str) -> Callable[[Option], bool]:
 
 
 def _compresses_inter_by(scheme: str) -> Callable[[Option], bool]:
-    """Uncompressed; or hierarchical, by this scheme between nodes, every exchange there compressed and none inside."""
+    """Predicate of options that are uncompressed, or hierarchical with this scheme between nodes. In the latter every exchange
+    between nodes is compressed, and none inside a node."""
     return lambda option: (
         not option.compresses
         or (
@@ -92,8 +93,8 @@ def _compresses_inter_by(scheme: str) -> Callable[[Option], bool]:
 
 
 def _alltoall_twice(option: Option) -> bool:
-    """Uncompressed; or compressed all-to-all inside the node, decoded, and encoded again for all-to-all and all-gather
-    between nodes. The last all-gather, inside the node, is open."""
+    """Whether an option is uncompressed, or consists of a compressed all-to-all inside the node, a decode, and a second encode
+    for all-to-all and all-gather between nodes. The last all-gather, inside the node, may have either form."""
     begins = (Action.COMP, Action.COMM1_COMP, Action.DECOMP, Action.COMP)
     return not option.compresses or (
         option.schemes == ("alltoall+allgather", "alltoall+allgather")
@@ -111,7 +112,7 @@ RESTRICTED: dict[str, Callable[[Option], bool]] = {
     "alltoall+alltoall": _alltoall_twice,
 }
 """ByteComp's crippled searches (section 5.3) as predicates for `select`. All but all-compressed may leave a tensor
-uncompressed. 'myopic' is not here: it has the whole tree, and judges options by their own times alone."""
+uncompressed. 'myopic' is not here: it searches the whole tree, and judges options by their own times alone."""
 
 
 def beside_tree(tasks: Sequence[str]) -> str:
@@ -125,14 +126,14 @@ def beside_tree(tasks: Sequence[str]) -> str:
 
 
 def check_known(tasks: Sequence[str]) -> None:
-    """Raises PlanError with the first connection that does not exist, unless these are an option or known beside the tree."""
+    """Raise PlanError with the first connection that does not exist, unless the tasks are an option or a collective's."""
     if not beside_tree(tasks):
         option_of(tasks)
 
 
 def check_scheme(scheme: object) -> None:
-    """Raises FormatError unless it is FLAT, HIERARCHICAL, the name of a collective, one of SYSTEMS, or an option's tasks with
-    spaces between."""
+    """Raise FormatError unless the scheme is FLAT, HIERARCHICAL, the name of a collective, one of SYSTEMS, or an option's tasks
+    separated by spaces."""
     if isinstance(scheme, str) and ":" in scheme:
         try:
             check_known(scheme.split())
@@ -164,7 +165,7 @@ def tasks_of(scheme: str, device: str, spec: Spec) -> tuple[str, ...]:
     option = next((tasks for tasks in possible if f"comp:{device}" in tasks), possible[0])
     if not spec.encodes:
         return uncompressed(option)
-    # a tensor on the CPU can only be encoded there
+    # a tensor on the CPU can only be encoded on the CPU
     return tuple(task.replace(":gpu", ":cpu") if device == "cpu" else task for task in option)
 
 
@@ -174,7 +175,7 @@ def codes_own_gradient(option: tuple[str, ...]) -> bool:
 
 
 def encodes_again(option: tuple[str, ...]) -> bool:
-    """Whether sums are encoded too, once or at every hop, after each rank's own gradient was.
+    """Whether sums are encoded too, once or at every hop, after the encode of each rank's own gradient.
 
     >>> from gradwire.core.collectives import COLLECTIVES
     >>> [encodes_again(COLLECTIVES[name].on("cpu")) for name in ("allgather", "alltoall", "ring")]
@@ -187,10 +188,10 @@ def encodes_again(option: tuple[str, ...]) -> bool:
 
 
 def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
-    """Whether an option that compresses can carry this spec's payloads, of tensors on this device.
+    """Whether a compressing option can carry this spec's payloads of tensors on this device.
 
     Sums on the wire (PowerSGD, Random-k with common indices) need all-reduce, in as many rounds as the spec has. State of a
-    rank's own gradient beside a residual, such as momentum, needs an encode before any sum.
+    rank's own gradient other than a residual, such as momentum, needs an encode before any sum.
 
     >>> from gradwire.core import PowerSGD, QSGD
     >>> two_phase = ("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu")
@@ -209,8 +210,8 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
     """The plan of a correction step: the same buckets, with the spec that the `delayed` schedule gives to corrections. Buckets
     that the plan does not compress stay uncompressed.
 
-    `tensors` are those of the plan. Raises FormatError where the correction's spec needs other tasks than the bucket's option
-    has and no scheme gives them.
+    `tensors` are the plan's tensors. Raises FormatError if the correction's spec needs other tasks than the bucket's option has,
+    and no scheme gives them.
 
     >>> from gradwire.core import QSGD
     >>> from gradwire.plan import Uniform
@@ -225,7 +226,7 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
 
 
 def with_buckets(plan: Plan, buckets: Sequence[Bucket]) -> Plan:
-    """The plan with other buckets of the same tensors. Where their link tasks are others they are launched bucket by bucket."""
+    """The plan with other buckets of the same tensors. If the link tasks differ, the new buckets are launched one by one."""
     order = dict.fromkeys(index for index, _ in plan.launch)
     launch = tuple((index, task) for index in order for task in buckets[index].link_tasks)
     if all(new.link_tasks == old.link_tasks for new, old in zip(buckets, plan.buckets, strict=True)):

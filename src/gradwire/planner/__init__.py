@@ -1,4 +1,4 @@
-"""From what is known of a model, to the plan of its exchanges. Pure: no torch."""
+"""The offline search: from a model's profile, a cluster and codec costs to the plan of all exchanges. Pure: no torch."""
 
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import EVALUATIONS, joint

@@ -2,7 +2,7 @@
 
 The input is the measured squared l2 error of each tensor in each way to encode it, on the same gradient. Errors add up over
 tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (CGX's simple
-rule) are there for comparison.
+rule) are for comparison.
 
 >>> tensors = [Sensitivity("w", sizes=(10, 20, 40), errors=(9.0, 4.0, 1.0)), Sensitivity("v", (10, 20, 40), (90.0, 5.0, 1.0))]
 >>> exact(tensors, budget=14.0)  # both errors of the middle, 4 + 5; or 9 + 5, which is smaller
@@ -20,30 +20,30 @@ import numpy as np
 from gradwire.errors import PlanError
 
 MOST_STATES = 20_000
-"""Most states of the exact search between two tensors. With more the search drops some, and its result is not proven."""
+"""Most states of the exact search between two tensors. Of more states the search drops some, and its result is not proven."""
 
 
 class Sensitivity(NamedTuple):
-    """Bytes and error of a tensor in each way to encode it. All tensors have the same ways in the same order. `kmeans` and
-    `linear` expect them from fewest bits to most."""
+    """Bytes and error of a tensor for each way to encode it. All tensors have the same ways in the same order. `kmeans` and
+    `linear` expect the ways from fewest bits to most."""
 
     name: str
     sizes: tuple[int, ...]
-    """Payload bytes."""
+    """Payload bytes, by way."""
     errors: tuple[float, ...]
-    """Squared l2 error, measured on one gradient."""
+    """Squared l2 error, by way, measured on one gradient."""
     numel: int = 0
     norm: float = 0.0
     """l2 norm of the gradient, for `linear`."""
     top_norm: float = 0.0
-    """l2 norm of its largest values by magnitude, one in a hundred, for `kmeans`."""
+    """l2 norm of the largest one percent of the values by magnitude, for `kmeans`."""
 
 
 class Assignment(NamedTuple):
     """A choice for each tensor."""
 
     choices: tuple[int, ...]
-    """For each tensor the index of its way."""
+    """The index of each tensor's way."""
     nbytes: int
     error: float
     """Squared l2 error of all tensors together."""
@@ -52,7 +52,7 @@ class Assignment(NamedTuple):
 
 
 def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.0) -> float:
-    """The squared error allowed: (alpha * E)^2, with E the error of the way `uniform` for every tensor.
+    """The allowed squared error: (alpha * E)^2, where E is the error of the way `uniform` for every tensor.
 
     alpha: 1.5 to 3 in the paper. Raises PlanError for an alpha below 1: not even uniform bits would keep the budget.
     """
@@ -64,7 +64,7 @@ def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.
 
 
 def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
-    """The fewest bytes with a squared error of at most `budget`.
+    """The assignment of fewest bytes with a squared error of at most `budget`.
 
     The relaxed problem, in which a tensor may mix two ways, gives a lower bound of the bytes and a price of error in bytes. At
     this price each tensor has a best way, and every other way costs a known regret. A solution's bytes are at least the bound
@@ -78,7 +78,7 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     price = _price_of_error(tensors, budget)
     base = [_cheapest(tensor, price) for tensor in tensors]
     bound = math.fsum(_priced(t, way, price) for t, way in zip(tensors, base, strict=True))
-    bound -= price * budget if price else 0.0  # without a price the budget is no limit, and may be infinite
+    bound -= price * budget if price else 0.0  # the budget is no limit, and may be infinite
     known = (_repaired(tensors, base, budget), kmeans(tensors, budget), linear(tensors, budget))
     best = min(known, key=lambda assignment: assignment.nbytes)
     slack = best.nbytes - bound
@@ -96,8 +96,8 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
 
 
 def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assignment:
-    """CGX's Algorithm 1, repaired (docs/papers/cgx.md): clusters of (log size, log norm of the top values), both
-    standardised; the cluster with the lowest norm - size gets the fewest bits; then bits are raised until the budget holds."""
+    """CGX's Algorithm 1, repaired (docs/papers/cgx.md). Clusters tensors by (log size, log norm of the top values), both
+    standardised. The cluster with the lowest norm - size gets the fewest bits. Then bits are raised until the budget holds."""
     _check(tensors, budget)
     ways = len(tensors[0].sizes)
     points = np.array([(math.log(max(1, t.numel)), math.log(max(t.top_norm, 1e-30))) for t in tensors])
@@ -112,7 +112,8 @@ def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assi
 
 
 def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
-    """CGX's simple rule: by ascending norm over size from the fewest bits to the most; then raised to the budget."""
+    """CGX's simple rule: tensors by ascending norm over size get from the fewest bits to the most. Then bits are raised until the
+    budget holds."""
     _check(tensors, budget)
     ranking = sorted(range(len(tensors)), key=lambda i: tensors[i].norm / max(1, tensors[i].numel))
     ways = [0] * len(tensors)
@@ -148,7 +149,7 @@ def _cheapest(tensor: Sensitivity, price: float) -> int:
 
 
 def _priced(tensor: Sensitivity, way: int, price: float) -> float:
-    """Bytes, with error at a price."""
+    """Bytes plus the price of the error."""
     return tensor.sizes[way] + price * tensor.errors[way]
 
 
@@ -186,14 +187,15 @@ def hull(tensor: Sensitivity) -> list[int]:
 
 
 def _gain(tensor: Sensitivity, low: int, high: int) -> float:
-    """Error saved by each byte more."""
+    """Error saved by each further byte."""
     more = tensor.sizes[high] - tensor.sizes[low]
     less = tensor.errors[low] - tensor.errors[high]
     return less / more if more else math.inf
 
 
 def _repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
-    """Ways that keep the budget: raise the way with most error saved per byte until the budget holds, then lower what can be."""
+    """Ways that keep the budget: raise the way that saves most error per byte until the budget holds, then lower ways if the
+    budget allows."""
     chosen = list(ways)
     error = _error_of(tensors, chosen)
     while error > budget:
@@ -238,7 +240,8 @@ def _search(
     price: float,
     best: Assignment,
 ) -> Assignment:
-    """The best of all changes of `base`; see `exact`. States are rows of arrays; a stage remembers where its rows came from."""
+    """The best of all changes of `base`; see `exact`. States are rows of arrays. A stage remembers the row before each of its
+    rows."""
     start = _assignment(tensors, base, proven=True)
     nbytes, error = np.array([start.nbytes]), np.array([start.error])
     stages: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -253,7 +256,7 @@ def _search(
         error = np.concatenate([error + (tensor.errors[way] - tensor.errors[own]) for way in choices])
         parent, way = np.tile(np.arange(rows), len(choices)), np.repeat(np.array(choices), rows)
         order = np.lexsort((error, nbytes))
-        # bytes are whole, so what is priced within half a byte of the best known cannot end below it
+        # bytes are whole numbers, so a state priced within half a byte of the best known result cannot end below that result
         order = order[(nbytes + price * (error - budget))[order] < least - 0.5]
         lowest = np.minimum.accumulate(np.concatenate(([np.inf], error[order])))
         order = order[error[order] < lowest[:-1]]

@@ -1,8 +1,8 @@
 """ByteComp: every tensor alone, its option by Algorithm 1, then the offload to CPUs by Algorithm 2.
 
-`published` is the published search. It is greedy, and it takes links for a launch order without lanes. So one of its restrictions
-can end with a shorter step than the whole search, and so can one option for all tensors. `bytecomp` has the best of these, each
-judged on the simulated step.
+`published` is the published search. The search is greedy, and it assumes links that follow a launch order without lanes. So one
+of its restrictions can end with a shorter step than the whole search, and so can one option for all tensors. `bytecomp` returns
+the best of these plans, judged by the simulated step.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from gradwire.planner.starts import best_of, fused_by, layer_wise
 from gradwire.sim import ReplayProgram
 
 MOST = 1000
-"""Up to so many products of counts the offload tries all; beyond that it uses coordinate descent."""
+"""Most products of counts of which the offload tries all. If there are more, the offload uses coordinate descent."""
 
 
 class Moved(NamedTuple):
@@ -26,13 +26,13 @@ class Moved(NamedTuple):
 
     draft: Draft
     way: str
-    """How the offload was searched, in words."""
+    """Description of the offload's search."""
 
 
 def bytecomp(job: PlanningJob) -> Moved:
-    """The published search, or a plan that is better: of one of its restrictions, or with one option for all tensors.
+    """The published search's plan, or a better one: from one of its restrictions, or with one option for all tensors.
 
-    Within a restriction it is the published search alone. Raises as `published` does.
+    For a job with a restriction, the published search's plan alone. Raises PlanError as `published` does.
     """
     selected = _selected(job, None)
     whole = _offloaded(job, selected, MOST)
@@ -48,14 +48,14 @@ def bytecomp(job: PlanningJob) -> Moved:
 
 
 def _simpler(job: PlanningJob) -> Iterator[tuple[str, Moved]]:
-    """The search in parts of the tree, and simpler ways to choose."""
+    """The plans of restricted searches, and of simpler rules."""
     searched = [(job.plain, job.coded)]
     allowed = job.limits.devices
     forbidden = [device for device in DEVICES if allowed is not None and device not in allowed]
     for restrict in dict.fromkeys((*RESTRICTED, *BYTECOMP_ONLY)):
         if restrict in forbidden:
             continue
-        with suppress(PlanError):  # no such option here, or tensors that must not be compressed
+        with suppress(PlanError):  # the restriction has no option for this job, or some tensors must not be compressed
             part = job.restricted(restrict)
             if restrict not in BYTECOMP_ONLY and (part.plain, part.coded) in searched:
                 continue
@@ -67,13 +67,13 @@ def _simpler(job: PlanningJob) -> Iterator[tuple[str, Moved]]:
 def published(job: PlanningJob, looks: int | None = None, most: int = MOST) -> Moved:
     """ByteComp's selection among all options for every spec, and its offload.
 
-    looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not.
+    looks, most: see `select_options` and `offload`. Raises PlanError if all tensors are to be compressed, and some must not be.
     """
     return _offloaded(job, _selected(job, looks), most)
 
 
 def _selected(job: PlanningJob, looks: int | None) -> Draft:
-    """Algorithm 1."""
+    """Run Algorithm 1."""
     restrict = job.limits.restrict
     choices = [*job.plain, *(Choice(spec, option) for spec in job.specs for option in job.coded[spec])]
     if restrict == "all-compressed":
@@ -99,7 +99,7 @@ def _selected(job: PlanningJob, looks: int | None) -> Draft:
 
 
 def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:
-    """Algorithm 2."""
+    """Run Algorithm 2."""
     if not job.offloads:
         return Moved(draft, "Nothing is offloaded: codecs may run on one device only, or were timed on one only.")
     parts = draft.parts

@@ -1,4 +1,4 @@
-"""Drafts: plans in the making. A search prices and simulates many drafts, and makes a Plan of the best one.
+"""Drafts: candidate plans. A search prices and simulates many drafts, and makes a Plan of the best one.
 
 A `PlanningJob` holds all inputs of a search: the model's times, the cluster, the costs, and the choices of spec and option.
 """
@@ -47,7 +47,7 @@ from gradwire.sim import (
 )
 
 BYTECOMP_ONLY = ("all-compressed", "myopic")
-"""Restricted searches that choose in another way, and leave the whole tree."""
+"""Restricted searches that have the whole tree, and restrict how options are chosen."""
 
 
 class Choice(NamedTuple):
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     """A bucket of a draft."""
 
     tensors: tuple[int, ...]
-    """Places in gradient-ready order, ascending."""
+    """Indices of the tensors in gradient-ready order, ascending."""
     choice: Choice
 
 
@@ -78,7 +78,7 @@ class Draft(NamedTuple):
 
 
 class TensorClass(NamedTuple):
-    """Tensors that may share buckets, in gradient-ready order; gaps_us: backward between their gradients."""
+    """Tensors that may share buckets, in gradient-ready order. gaps_us: microseconds of backward between their gradients."""
 
     places: list[int]
     gaps_us: list[float]
@@ -89,13 +89,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a plan. None: no limit."""
 
     devices: tuple[str, ...] | None = None
-    """Where encodes and decodes may run; None: where the costs have times of every spec."""
+    """Devices that may encode and decode; None: the devices for which the costs have times of every spec."""
     max_encodes: int | None = None
     """Most encodes of one option."""
     memory_bytes: int | None = None
-    """Extra memory on the gradients' device, as in `Prediction`."""
+    """Most extra memory on the gradients' device, as in `Prediction`."""
     exempt_vectors: bool = True
-    """Tensors of one dimension or none stay uncompressed, as in `Policy`."""
+    """Whether tensors of one dimension or none stay uncompressed, as in `Policy`."""
     restrict: str | None = None
     """A restricted search of ByteComp (section 5.3): a key of `gradwire.plan.schemes.RESTRICTED`, or myopic. myopic and
     all-compressed need the method bytecomp."""
@@ -108,9 +108,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class PlanningJob:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.
 
-    specs: the plan may use these beside uncompressed exchange. rules: None is gradwire's engine on the profile's device. options:
-    None is the whole tree, with codecs on the gradients' device; options with codecs on the CPU are derived from these. Options
-    that are given count for all specs, as in the papers' simulations, even where the engine could not run them.
+    specs: the specs that the plan may use; uncompressed exchange is always allowed. rules: None is gradwire's engine on the
+    profile's device. options: None is the whole tree, with codecs on the gradients' device; options with codecs on the CPU are
+    derived from these. Given options count for all specs, as in the papers' simulations, even if the engine could not run them.
     """
 
     def __init__(
@@ -147,17 +147,18 @@ class PlanningJob:
         self.program = cache(self._program)
         """A bucket's tasks."""
         self.classes = cache(self._classes_of)
-        """By whether a choice compresses: tensors of one dtype, and, if it does, all exempt or all not."""
+        """The classes of tensors, for choices that compress (True) or do not. Tensors of a class have one dtype. For choices that
+        compress they are all exempt or all not exempt."""
         self._folded = cache(fold)
         self.fusion_costs = cache(self._fusion_costs)
-        """What a bucket of any size costs by a choice, for strategies of fusion: the simulator's prices. Exchanges take what all
-        links together take, or, with `busiest`, what the busiest one takes. Decodes that delay compute count with encodes, unless
-        they are to be `exposed`."""
+        """The costs of a bucket of any size for a choice, from the simulator's prices; strategies of fusion use them. Exchanges
+        take the sum of the times on all links, or, with `busiest`, the time on the busiest link. Decodes that delay compute count
+        with encodes, unless `exposed` is set."""
         self._given = options
         self._allow()
 
     def _allow(self) -> None:
-        """Find the options within the limits."""
+        """Set the options within the limits."""
         own, options, cluster = self.rules.device, self._given, self.cluster
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
@@ -171,12 +172,12 @@ class PlanningJob:
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
         given = None if options is None else [option.tasks for option in options if option.compresses]
         self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
-        """By spec, the options that can carry its payloads."""
+        """The options that can carry a spec's payloads, by spec."""
         self._judged = cache(self._judge)
         self.evaluations = 0
 
     def restricted(self, restrict: str) -> "PlanningJob":
-        """The same job within a restriction, with the same prices. Raises PlanError as a new job would."""
+        """A copy of this job within a restriction, with the same prices. Raises PlanError as a new job would."""
         job = copy.copy(self)
         job.limits = msgspec.structs.replace(self.limits, restrict=restrict)
         job._allow()
@@ -200,8 +201,8 @@ class PlanningJob:
         return found
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
-        """Whether these tensors may share a bucket: all of one dtype; if the choice compresses, one of them is not exempt, and
-        exempt ones only where they can travel uncompressed in the same payload."""
+        """Whether these tensors may share a bucket. All must have one dtype. If the choice compresses, one of them must not be
+        exempt, and exempt ones must be able to travel uncompressed in the same payload."""
         if self._mixed and len({self.profile.tensors[place].dtype for place in tensors}) > 1:
             return False
         raw = self.exempt.intersection(tensors)
@@ -243,14 +244,14 @@ class PlanningJob:
         return self.pricer.program(option, spec, self.size(part.tensors, spec))
 
     def programs(self, tensors: tuple[int, ...], choices: Sequence[Choice]) -> list[ReplayProgram]:
-        """The tasks of one bucket by each choice."""
+        """The tasks of one bucket, for each choice."""
         return [self.program(Part(tensors, choice)) for choice in choices]
 
     def choices(self, most: int = 10) -> list[Choice]:
         """Uncompressed and compressed choices that can be the best of some bucket, judged at three sizes of the model.
 
-        An option is left out if at each size another one takes no more time on every resource, nor in sequence. The others are
-        ordered by their time in sequence; at most `most` for each spec.
+        An option is left out if at each size another option takes no more time on every resource, and no more time in sequence.
+        The other options are ordered by their time in sequence; each spec has at most `most`.
         """
         found = self._judged(Identity())[:most]
         for spec in self.specs:
@@ -264,7 +265,7 @@ class PlanningJob:
         return _undominated(self, [Choice(spec, option) for option in options])
 
     def step(self, draft: Draft, limit: int = NEVER) -> int | None:
-        """Femtoseconds, or None above `limit` or beyond the memory allowed."""
+        """Femtoseconds of a draft's step; None if the step is above `limit` or the draft needs more memory than allowed."""
         self.evaluations += 1
         allowed = self.limits.memory_bytes
         if allowed is not None and self.extra_bytes(draft) > allowed:
@@ -276,7 +277,7 @@ class PlanningJob:
         return self.line.step([*map(self.program, draft.parts)], releases, draft.skew, limit)
 
     def extra_bytes(self, draft: Draft) -> int:
-        """Memory beyond plain training: flat buffers, and for compressed buckets the payload and the spec's state."""
+        """Bytes of memory beyond plain training: flat buffers, and for compressed buckets the payload and the spec's state."""
         total = 0.0
         for tensors, choice in draft.parts:
             size = self.size(tensors, choice.spec)
@@ -286,7 +287,7 @@ class PlanningJob:
         return round(total)
 
     def light(self, draft: Draft) -> LightPlan:
-        """Buckets and launch order of a draft."""
+        """The buckets and the launch order of a draft."""
         tensors = self.profile.tensors
         buckets = [
             Bucket(
@@ -312,7 +313,7 @@ class PlanningJob:
         return {self.profile.tensors[p].name: Identity() if p in self.exempt else own for p in part.tensors}
 
     def plan(self, draft: Draft, baseline: Draft) -> Plan:
-        """The plan, with the predicted steps of the plan and of the baseline."""
+        """The plan of a draft, with the predicted steps of the plan and of the baseline."""
         light = self.light(draft)
         priced = [self.simulator.prices.of(bucket) for bucket in light.buckets]
         prediction = Prediction(
@@ -327,13 +328,13 @@ class PlanningJob:
         return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
 
     def lower_bound_us(self) -> float:
-        """Microseconds: no plan with these choices has a shorter step. See `least_step_us`."""
+        """Microseconds of a step that no plan with these choices can beat. See `least_step_us`."""
         plain = [choice.option for choice in self.plain]
         moved = {spec: [on_cpu(option) for option in options] for spec, options in self.coded.items() if self.offloads}
         return least_step_us(self.pricer, self.line.after, self._exemptions(), self.specs, plain, self.coded, moved)
 
     def least_alone(self) -> int:
-        """Femtoseconds: no plan of these choices with every tensor alone has a shorter step. See `least_alone_us`."""
+        """Femtoseconds of a step that no plan of these choices with every tensor alone can beat. See `least_alone_us`."""
         plain = [choice.option for choice in self.plain]
         return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self.coded) * FS_PER_US)
 
@@ -363,7 +364,7 @@ def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def numbered(cures: Sequence[str]) -> str:
-    """Cures as a numbered list.
+    """The cures as a numbered list.
 
     >>> numbered(["allow 2 encodes", "allow gpu"])
     'Any one of these helps: 1. allow 2 encodes; 2. allow gpu.'

@@ -1,8 +1,8 @@
 """The number of bits of each tensor for the shortest step, with an error within a budget.
 
-`gradwire.planner.bits` looks for the fewest bytes. But a bucket whose exchange hides behind backward gains nothing from fewer
-bytes, and the error that fewer bytes cost there is missing where the step does wait. Here a byte counts as much as the predicted
-step becomes shorter without it.
+`gradwire.planner.bits` looks for the fewest bytes. But fewer bytes do not shorten the step if backward hides the exchange of
+their bucket. Their error uses up budget that is then missing in the buckets that the step waits for. Here the price of a byte is
+the time by which the predicted step becomes shorter without the byte.
 """
 
 import heapq
@@ -16,22 +16,23 @@ from gradwire.planner.bits import Assignment, Sensitivity, exact, hull
 from gradwire.sim import LightPlan, Simulator
 
 StepTime = Callable[[Sequence[int]], float]
-"""Microseconds of a step where each tensor is encoded in the way of this index."""
+"""Microseconds of a step as a function of the index of each tensor's way."""
 _ROUNDS = 8
-"""Parts of the budget. After each the time of a byte is worked out again, since the buckets that a step waits for change with the
-bits. The parts grow with the error: one bit less has four times the error."""
+"""Parts of the budget. After each part prices are computed again, since the buckets that a step waits for change with the bits.
+The parts grow with the error: one bit less has four times the error."""
 _HIDDEN = 0.1
-"""A byte counts at least so much of the byte that costs most time: times are never exact, and others may use the link."""
+"""The least price of a byte, as a share of the highest price: times are never exact, and others may use the link."""
 _ALIKE = 1.001
-"""Predictions within this factor are alike; then fewer bytes are better."""
+"""Predictions within this factor count as equal; then fewer bytes are better."""
 
 
 def shortest(tensors: Sequence[Sensitivity], budget: float, buckets: Sequence[int], step_us: StepTime) -> Assignment:
-    """The ways with which a step is the shortest, of those that are looked at, with a squared error of at most `budget`.
+    """The assignment with the shortest predicted step among those tried, with a squared error of at most `budget`.
 
-    buckets: of each tensor its bucket. The search begins where least is lost, and spends the budget where a step becomes shorter
-    by most for its error. The fewest bytes are looked at, too, so no step is predicted to be longer than with them. The result is
-    the same for the same arguments. Raises PlanError as `gradwire.planner.bits.exact` does.
+    buckets: the index of each tensor's bucket. The search begins with the ways of least error. It spends the budget on the
+    changes that shorten the step most for their error. The assignment of fewest bytes is tried too, so the predicted step is
+    never longer than with fewest bytes. Equal arguments give equal results. Raises PlanError as `gradwire.planner.bits.exact`
+    does.
     """
     found = [exact(tensors, budget)]
     chosen, prices = _spent(tensors, budget, buckets, step_us)
@@ -47,7 +48,7 @@ def shortest(tensors: Sequence[Sensitivity], budget: float, buckets: Sequence[in
 
 
 def step_times(plan: Plan, simulator: Simulator, names: Sequence[str], ways: Sequence[Spec]) -> StepTime:
-    """Predicted steps of the plan where each of these tensors has one of the ways; its other tensors keep their specs."""
+    """The predicted step of the plan as a function of the ways of the tensors `names`. Other tensors keep their specs."""
     inside = [[place for place, name in enumerate(names) if name in {*bucket.tensors}] for bucket in plan.buckets]
     known: dict[tuple[int, tuple[int, ...]], Bucket] = {}
 
@@ -66,7 +67,7 @@ def step_times(plan: Plan, simulator: Simulator, names: Sequence[str], ways: Seq
 
 
 def with_specs(bucket: Bucket, specs: Mapping[str, Spec]) -> Bucket:
-    """The bucket with these specs; its other tensors keep theirs."""
+    """The bucket with these specs by tensor. Other tensors keep their specs."""
     given = {name: specs.get(name) or bucket.spec_of(name) for name in bucket.tensors}
     alike = len(set(given.values())) == 1
     return msgspec.structs.replace(bucket, spec=given[bucket.tensors[0]] if alike else given)
@@ -75,7 +76,7 @@ def with_specs(bucket: Bucket, specs: Mapping[str, Spec]) -> Bucket:
 def _spent(
     tensors: Sequence[Sensitivity], budget: float, buckets: Sequence[int], step_us: StepTime
 ) -> tuple[list[int], dict[int, float]]:
-    """The ways after the whole budget is spent, and what a byte of each bucket costs in the end."""
+    """The ways after the whole budget is spent, and the final price of a byte of each bucket."""
     hulls = [hull(tensor) for tensor in tensors]
     places = [len(ways) - 1 for ways in hulls]
 
@@ -86,7 +87,7 @@ def _spent(
         return _prices(tensors, hulls, places, buckets, step_us)
 
     def lower(limit: float, error: float, of_byte: Mapping[int, float], all_of_it: bool) -> float:
-        """Lower bits, those first that make a step shorter by most for their error, until the next would exceed the limit."""
+        """Lower bits until the next change would exceed the limit; changes that shorten the step most for their error first."""
         gains = {i: _gain(tensors[i], hulls[i], place) for i, place in enumerate(places) if place}
         heap = [(-gain * of_byte[buckets[i]], i) for i, gain in gains.items()]
         heapq.heapify(heap)
@@ -118,8 +119,12 @@ def _prices(
     buckets: Sequence[int],
     step_us: StepTime,
 ) -> dict[int, float]:
-    """What a byte of each bucket costs, 1 for the dearest: how much shorter a step is with the next fewer bits in the bucket, or,
-    where it has the fewest, how much longer with the next more."""
+    """The price of a byte of each bucket, relative to the highest price.
+
+    The price is the time by which the step becomes shorter, for each byte saved, if the bucket gets the next smaller number of
+    bits. For a bucket with the fewest bits, it is the time by which the step becomes longer, for each byte added, with the next
+    larger number of bits.
+    """
 
     def moved(bucket: int, by: int) -> list[int]:
         changed = [
@@ -143,7 +148,7 @@ def _prices(
 
 
 def _gain(tensor: Sensitivity, ways: Sequence[int], place: int) -> float:
-    """Bytes saved for each unit of error by the next fewer bits."""
+    """Bytes that the next smaller number of bits saves for each unit of error."""
     before, after = ways[place], ways[place - 1]
     more = tensor.errors[after] - tensor.errors[before]
     return (tensor.sizes[before] - tensor.sizes[after]) / more if more > 0 else math.inf

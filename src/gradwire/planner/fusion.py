@@ -35,7 +35,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
 
 _ROUNDING = 1 - 1e-12
-"""Plans that would be shorter by less than this are rounding errors of one and the same step."""
+"""Plans whose steps differ by less than this factor have the same step but for rounding errors."""
 
 
 def optimal(
@@ -46,12 +46,12 @@ def optimal(
     decode: tuple[float, float] = (0.0, 0.0),
     decoding: Decoding = "exposed",
 ) -> Fusion:
-    """The partition with the shortest step; of several that tie, any.
+    """The partition with the shortest step; if several tie, any of them.
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first. `encode`, `exchange` and `decode` are
     (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. The step is what
-    `evaluate` gives, and no partition's is shorter but for rounding (one part in 10^11). Raises as `evaluate` does,
-    and PlanError if a cost is not affine.
+    `evaluate` gives, and no partition has a shorter one but for rounding (one part in 10^11). Raises as `evaluate` does, and
+    PlanError if a cost is not affine.
 
     >>> optimal([10, 10, 10, 10], [400, 400, 400, 400], encode=(1, 0), exchange=(3, 0.01))
     Fusion(boundaries=(1, 3, 4), step_us=50.0)
@@ -65,10 +65,10 @@ def optimal(
 
 
 class _Chain(NamedTuple):
-    """The problem in the reading with second_us <= first_us: each bucket needs two resources, one after the other."""
+    """The problem in the direction in which second_us <= first_us: each bucket needs two resources, one after the other."""
 
     ready: Sequence[float]
-    """When the first i tensors could be done on the first resource, without the constants; n + 1 values."""
+    """Earliest time at which the first i tensors are done on the first resource, without the constants; n + 1 values."""
     sent: Sequence[float]
     """Time of the first i tensors on the second resource, without the constants; n + 1 values."""
     first_us: float
@@ -76,10 +76,10 @@ class _Chain(NamedTuple):
     second_us: float
     """Constant of a bucket on the second resource."""
     mirrored: bool
-    """Read backwards: the first resource is the link."""
+    """Whether the problem is read backwards, so that the first resource is the link."""
 
     def boundaries(self, ends: Sequence[int]) -> list[int]:
-        """The plan in gradient-ready order."""
+        """The plan's boundaries in gradient-ready order."""
         tensors = len(self.ready) - 1
         return [tensors - start for start in reversed((0, *ends[:-1]))] if self.mirrored else list(ends)
 
@@ -118,11 +118,11 @@ class _FusionWalk(NamedTuple):
     lag: float
     """The greatest of the lags."""
     turn: float
-    """The next bound at which the walk would be another."""
+    """The next bound at which the walk would change."""
 
 
 def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _FusionWalk:
-    """Each bucket reaches as far as the bound allows; at most so many buckets, the last from `last_start` or later."""
+    """Walk with buckets that reach as far as the bound allows: at most `most` buckets, the last from `last_start` or later."""
     ready, sent, first_us, second_us, mirrored = chain
     tensors = len(ready) - 1
     ends: list[int] = []
@@ -147,10 +147,10 @@ def _walk(chain: _Chain, last_start: int, bound: float, most: float) -> _FusionW
 
 
 def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) -> tuple[list[int] | None, float]:
-    """Boundaries of the shortest step, without an exposed decode, and its microseconds.
+    """Boundaries of the plan with the shortest step, without an exposed decode, and the microseconds of the step.
 
-    Of plans whose last bucket begins at `last_start` or later. None is known to be shorter than `least_us`; None is returned
-    if none is shorter than `below_us`.
+    The last bucket begins at `last_start` or later. The caller knows that no plan is shorter than `least_us`. The boundaries are
+    None if no plan is shorter than `below_us`.
     """
     tensors = len(chain.ready) - 1
     constant = chain.second_us
@@ -182,10 +182,11 @@ def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) 
 
 
 def _with_decode(chain: _Chain, decode_us: Sequence[float]) -> list[int]:
-    """Boundaries of the shortest step with an exposed decode; decode_us: of the last bucket, by its first tensor."""
+    """Boundaries of the plan with the shortest step with an exposed decode. decode_us: decode of the last bucket, by its first
+    tensor."""
     best: list[int] = []
     best_us = math.inf
-    # first and last start of the last bucket, and what the step without decode is at least
+    # first and last start of the last bucket, and a lower bound of the step without decode
     ranges = [(0, len(decode_us) - 1, 0.0)]
     while ranges:
         first, last, least_us = ranges.pop()

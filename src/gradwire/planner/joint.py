@@ -1,15 +1,15 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, and what every
-other method answers.
+The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, and the plans
+of all other methods.
 
 From each of the best plans the search takes every local move that makes the step shorter: launch later exchanges behind
 more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
 bucket, cut a bucket in two, merge two neighbours of a class, let compressed buckets carry exempt tensors. The search ends when
-no move helps, or after so many simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
+no move helps, or at a limit of simulated steps. A count, not a time, ends the search, so the same input gives the same plan.
 
-The result is no worse than any start, so no worse than any other method. `Prediction.lower_bound_us` bounds its distance from the
-best plan; `benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
+The result is no worse than any start, so no worse than the plan of any other method. `Prediction.lower_bound_us` bounds the
+distance from the best plan; `benchmarks.papers.oracle.best_step_us` finds the best plan for a handful of tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,14 +41,14 @@ from gradwire.planner.starts import (
 from gradwire.sim import NEVER
 
 EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
-"""Steps that the moves may take. A step with lanes is simulated event by event, which takes a hundred times as long."""
+"""Most steps that the moves may simulate. A step with lanes is simulated event by event, which takes a hundred times as long."""
 _STARTS = 3
-"""The search tries moves from so many of the best starts."""
+"""Number of the best starts from which the search tries moves."""
 FEW = 32
-"""With at most so many tensors ByteComp's selection is among the starts of a search with limited steps: it takes a simulation or
-more for each tensor."""
+"""Most tensors with which ByteComp's selection is among the starts of a search with limited steps. The selection takes at least
+one simulation for each tensor."""
 MOST_CANDIDATES = 40_000
-"""Up to so many tensors times options ByteComp is among the starts of a whole search. BERT-base has 34,626 with one spec."""
+"""Most tensors times options with which ByteComp is among the starts of a whole search. BERT-base has 34,626 with one spec."""
 
 Planner: TypeAlias = Callable[[PlanningJob], Draft | Moved]
 
@@ -70,10 +70,11 @@ ALONE: dict[str, Planner] = {
 
 
 def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = None) -> Draft:
-    """The best draft found.
+    """Search for the draft with the shortest step.
 
-    evaluations: most steps to simulate, those of the starts included, which are then the quick ones; None: every start, and then
-    so many moves, None: as above. Raises PlanError if no start fits into the memory.
+    evaluations: most steps to simulate, the steps of starts included; the starts are then the quick ones. None: all starts, and
+    after them `moves` steps. moves: None is EVALUATIONS or EVALUATIONS_WITH_LANES. Raises PlanError if no start fits into the
+    memory.
     """
     starts: dict[Draft, int] = {}
     begun, until = job.evaluations, None
@@ -128,9 +129,9 @@ def quick_starts(job: PlanningJob) -> Iterator[Draft]:
 
 
 def every_start(job: PlanningJob, found: Mapping[Draft, int]) -> Iterator[Draft]:
-    """Those that take no search, and what every other method answers; found: the starts so far with their steps.
+    """Fixed starts, then the plans of all other methods. found: the starts so far with their steps.
 
-    Methods that leave every tensor alone are not asked where all their plans certainly have longer steps than the best start.
+    Methods that leave every tensor alone are skipped if all their plans certainly have longer steps than the best start.
     """
     yield from fixed_starts(job)
     for method in FUSING.values():
@@ -150,7 +151,7 @@ def _draft_of(method: Planner, job: PlanningJob) -> Draft:
 
 
 def improve(job: PlanningJob, draft: Draft, step: int, until: int) -> tuple[int, Draft]:
-    """Take local moves until none helps, or until `job.evaluations` is `until`; the step in femtoseconds, and the draft."""
+    """Take local moves until none helps, or until `job.evaluations` is `until`. Returns (femtoseconds of the step, draft)."""
     choices = job.choices()
     improved = True
     while improved and job.evaluations < until:
@@ -193,7 +194,7 @@ def _reorder(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Itera
 
 
 def _by_time(job: PlanningJob, draft: Draft) -> list[int]:
-    """Buckets, those with most work first: changing these changes the step most."""
+    """Indices of the buckets by descending work: changing the buckets with most work changes the step most."""
     return sorted(range(len(draft.parts)), key=lambda index: (-sum(job.program(draft.parts[index]).busy), index))
 
 

@@ -1,4 +1,4 @@
-"""Options, collectives, compressors and schedules, those of other packages too, as rows for the command line and the docs."""
+"""Rows of options, collectives, compressors and schedules for the command line and the docs, with those of other packages."""
 
 import json
 from collections.abc import Sequence
@@ -81,14 +81,14 @@ def _when(schedule: Schedule) -> str:
     if schedule.period > 1 and not schedule.corrects:
         return "after every H-th step"
     if schedule.hides_exchange:
-        return "beside the next step"
+        return "during the next step"
     if schedule.sends_at_end:
         return "after backward"
     return "in backward and in the next forward" if schedule.gathers_in_forward else "in backward"
 
 
 def rows_as_text(rows: Sequence[Row]) -> str:
-    """A line for each row under a header. Only JSON has the longest columns."""
+    """A line for each row under a header. The longest columns are left out; JSON has them."""
     columns = [column for column in rows[0] if column not in ("about", "uncompressed")]
     values = ((row[column] for column in columns) for row in rows)
     cells = [[" ".join(v) or "-" if isinstance(v, tuple) else str(v) for v in of_row] for of_row in values]
@@ -172,7 +172,7 @@ def options_json(options: Sequence[Option]) -> str:
 
 
 def shape_note(nodes: int | None, ranks_per_node: int | None) -> str:
-    """How many options apply to a shape, and why the others do not. None: any number.
+    """A sentence on how many options apply to a shape, and why the others do not. None: any number.
 
     >>> shape_note(4, 1)
     '63 of 4341 options apply to 4 nodes with 1 rank each: there is one link, so only flat options apply.'

@@ -1,4 +1,4 @@
-"""Plans by name of a method, and what they decided, in words."""
+"""Planning methods by name, and explanations of their plans in words."""
 
 import time
 from typing import NamedTuple
@@ -20,7 +20,7 @@ add methods of its own."""
 
 
 class MadePlan(NamedTuple):
-    """A plan and how it came about."""
+    """A plan, and the facts about its search."""
 
     plan: Plan
     draft: Draft
@@ -28,7 +28,7 @@ class MadePlan(NamedTuple):
     planning_ms: float
     """Wall-clock time of the search and the prediction, without reading files."""
     note: str = ""
-    """What more there is to say of the search."""
+    """A note on the search; '' if there is none."""
 
 
 def method_named(name: str) -> Planner:

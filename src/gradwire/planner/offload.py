@@ -1,4 +1,4 @@
-"""ByteComp's Algorithm 2 (section 4.4.3): which compressed tensors encode and decode on CPUs instead.
+"""ByteComp's Algorithm 2 (section 4.4.3): the choice of compressed tensors that encode and decode on CPUs.
 
 Tensors of equal size and option form a group. To offload q tensors of a group, the first q in gradient-ready order are the best
 choice (Lemma 1), so a strategy is one count for each group. Offloading moves every Comp and Decomp of an option. The search
@@ -16,16 +16,16 @@ from gradwire.sim import Replayed, Replayer, ReplayProgram, TooLongError
 
 
 class Offload(NamedTuple):
-    """What was moved."""
+    """The result of an offload."""
 
     tensors: tuple[int, ...]
     """Tensors that encode and decode on CPUs, ascending."""
     replayed: Replayed
-    """The step."""
+    """The step with these tensors on CPUs."""
     exhaustive: bool
     """Whether all products of counts were tried; else coordinate descent."""
     simulated: int
-    """Steps simulated."""
+    """Number of simulated steps."""
 
 
 def on_cpu(option: Sequence[str]) -> tuple[str, ...]:
@@ -45,10 +45,11 @@ def offload(
     skew: int = 1,
     most: int = 100_000,
 ) -> Offload:
-    """Algorithm 2 over tensors in gradient-ready order.
+    """Run Algorithm 2 over tensors in gradient-ready order.
 
-    programs: with codecs on GPUs. moved: with them on CPUs, of those tensors that may be offloaded. groups: by tensor, equal
-    where size and option are. most: products of counts that are tried, 1 or more.
+    programs: the tensors' programs with codecs on GPUs. moved: by tensor, the programs with codecs on CPUs, for all tensors that
+    may be offloaded. groups: the group of each tensor; tensors of equal size and option have equal ones. most: most products of
+    counts to try, 1 or more.
     """
     by_group: dict[Hashable, list[int]] = {}
     for tensor in sorted(moved):
@@ -57,14 +58,14 @@ def offload(
     exhaustive = math.prod(len(tensors) + 1 for tensors in members) <= most
     if line.native is not None:
         elsewhere = [moved.get(tensor) for tensor in range(len(programs))]
-        with suppress(TooLongError):  # Python's whole numbers have no end
+        with suppress(TooLongError):  # Python's integers are unbounded
             counts, step, begins, ends, simulated = line.native.offload(programs, elsewhere, members, skew, exhaustive)
             return Offload(_first(members, counts), Replayed(step, begins, ends), exhaustive, simulated)
     return _search(line, programs, moved, members, skew, exhaustive)
 
 
 def _first(members: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[int, ...]:
-    """The first tensors of each group, so many as `counts` says, ascending."""
+    """The first `counts[g]` tensors of each group g, ascending."""
     return tuple(sorted(t for tensors, count in zip(members, counts, strict=True) for t in tensors[:count]))
 
 

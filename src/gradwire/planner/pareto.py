@@ -1,13 +1,15 @@
 """The best partition of tensors into buckets for costs of any shape, such as measured curves: Cupcake's problem (section 4).
 
-Of plans for the first i tensors only those are kept that no other beats in both: codec time so far, and when the link is free. A
-step is never shorter for being later in one of them, so the best plan is among their continuations.
+The search builds plans from the first tensor on. A plan for the first i tensors has two numbers: the codec time so far, and the
+time at which the link is free. The search drops a plan if another one is no later in both. More time in either number never makes
+the step shorter, so the best plan is a continuation of a kept one.
 
-**Pruned.** A plan in hand is the one to beat. What is left of a step takes at least the remaining bytes at the best rate that any
-bucket has, on compute and on the link, and a bucket is not encoded before its last gradient is ready. Where that is no shorter
-than the plan in hand, neither this bucket nor a larger one in its place can be in a better plan.
+**Pruned.** The rest of a step takes at least the time of the remaining bytes at the best rate of any bucket, on compute and on
+the link, and no bucket is encoded before its last gradient is ready. If this bound is no shorter than the best plan so far,
+neither this bucket nor a larger one in its place can be in a better plan.
 
-**Cut short.** After `most` buckets tried the plan in hand is the answer. The count makes the answer the same for the same input.
+**Cut short.** After `most` tried buckets the best plan so far is the answer. The count makes the answer the same for the same
+input.
 """
 
 import math
@@ -38,7 +40,7 @@ def improved(
 ) -> tuple[Fusion, bool]:
     """The best partition, or the best one found with `most` buckets tried, and whether it is certainly the best.
 
-    known: a partition of these tensors and its step, as of `evaluate`; arguments as there.
+    known: a partition of these tensors and its step, as `evaluate` gives it. Other arguments as of `evaluate`.
     """
     check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
@@ -56,7 +58,7 @@ def improved(
             if max(link_us + link_left_us, ready_us[-1] + codec_us + codec_left_us) >= best.step_us:
                 continue
             for end in range(start + 1, tensors + 1):
-                # the rest of the bytes is sent after the bucket was encoded
+                # the remaining bytes are sent after the encode of the bucket
                 if ready_us[end] + codec_us + link_left_us >= best.step_us:
                     break
                 if (tried := tried + 1) > most:
@@ -83,7 +85,7 @@ def _undominated(labels: list[_FusionPrefix]) -> list[_FusionPrefix]:
 
 
 def _least_rate(cost: Cost) -> float:
-    """Microseconds for each byte of a bucket, at least; 0 for a function of which nothing is known."""
+    """Lower bound of the microseconds for each byte of a bucket; 0 for an arbitrary function."""
     if not isinstance(cost, CurveCost):
         return getattr(cost, "us_per_byte", 0.0)
     points = cost.points

@@ -2,7 +2,7 @@
 
 One compute resource runs backward and encodes in series: it encodes a bucket as soon as the bucket's last gradient is ready,
 before the backward of the next tensor. One link carries the exchanges in bucket order. The step begins with backward. It ends
-with the last exchange, or with the decode of the last bucket where decodes are exposed.
+with the last exchange, or, if decodes are exposed, with the decode of the last bucket.
 """
 
 import math
@@ -17,7 +17,7 @@ from gradwire.costs import AffineCost
 from gradwire.errors import PlanError
 
 Cost: TypeAlias = Callable[[float], float]
-"""From bytes of uncompressed gradient in one bucket to microseconds. A bucket of zero bytes still costs its start."""
+"""Function from a bucket's bytes of uncompressed gradient to microseconds. A bucket of zero bytes still costs its start."""
 
 CostField: TypeAlias = Any
 """A Cost, or a pair (alpha_us, us_per_byte), which becomes an AffineCost."""
@@ -35,14 +35,14 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     encode: CostField
-    """On the compute resource."""
+    """Cost of the encode, on the compute resource."""
     exchange: CostField
-    """On the link."""
+    """Cost of the exchange, on the link."""
     decode: CostField = AffineCost(0.0, 0.0)
-    """Of all payloads of the world together."""
+    """Cost of the decode of all ranks' payloads together."""
     decoding: Decoding = "exposed"
-    """exposed: decodes run beside everything else, and the step waits for the last bucket's decode only. lumped: decodes run on
-    the compute resource together with the encode."""
+    """exposed: decodes delay nothing else, and the step waits for the last bucket's decode only. lumped: decodes run on the
+    compute resource together with the encode."""
 
     def __post_init__(self) -> None:
         word("decoding", self.decoding, ("exposed", "lumped"), error=PlanError)
@@ -50,12 +50,12 @@ class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, field, _as_cost(field, getattr(self, field)))
 
     def of_compute(self, nbytes: float) -> float:
-        """Microseconds of the compute resource for one bucket: encode, and decode where it is lumped in."""
+        """Microseconds of the compute resource for one bucket: the encode, and the decode if decodes are lumped."""
         encode_us: float = self.encode(nbytes)
         return encode_us + self.decode(nbytes) if self.decoding == "lumped" else encode_us
 
     def after(self, nbytes: float) -> float:
-        """Microseconds from the last exchange to the end of the step, for a last bucket of so many bytes."""
+        """Microseconds from the last exchange to the end of the step, for a last bucket of `nbytes` bytes."""
         decode_us: float = self.decode(nbytes)
         return decode_us if self.decoding == "exposed" else 0.0
 
@@ -66,13 +66,13 @@ class Fusion(NamedTuple):
     boundaries: tuple[int, ...]
     """End of each bucket: bucket j holds the tensors boundaries[j-1] to boundaries[j] - 1, the first begins at 0."""
     step_us: float
-    """From the start of backward to the last exchange, and to the end of the decode that is exposed."""
+    """Microseconds from the start of backward to the end of the last exchange, or of the exposed decode."""
 
 
 _CERTAINLY_FINITE = 1e300
 
 Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], tuple[int, ...]]
-"""(backward_us, nbytes, costs) to boundaries."""
+"""Function from (backward_us, nbytes, costs) to boundaries."""
 
 
 def evaluate(
@@ -81,7 +81,7 @@ def evaluate(
     """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the gradient's
-    bytes. Raises PlanError if the boundaries are no partition of the tensors, or if a time or a size is no number from 0 on.
+    bytes. Raises PlanError if the boundaries are no partition of the tensors, or if a time or a size is not a number from 0 on.
 
     >>> costs = FusionCosts(encode=(1, 0), exchange=(2, 0.5))
     >>> evaluate([1, 3], backward_us=[10, 10, 10], nbytes=[4, 4, 4], costs=costs)
@@ -99,7 +99,7 @@ def step_of(
     costs: FusionCosts,
     limit_us: float = math.inf,
 ) -> float:
-    """As `evaluate`, unchecked, from the prefix sums of times and sizes: for searches that ask often. Infinite above a limit."""
+    """`evaluate` without checks, from prefix sums of times and sizes, for searches with many calls. Infinite above the limit."""
     encode, exchange, decode = costs.encode, costs.exchange, costs.decode
     lumped = costs.decoding == "lumped"
     codec_us = link_us = size = 0.0
@@ -116,7 +116,7 @@ def step_of(
 
 
 def prefix_sums(values: Sequence[float]) -> list[float]:
-    """[0, the first, the first two, ...]: one more than there are values."""
+    """The sums of the first 0, 1, 2, ... values: one more than there are values."""
     return list(accumulate(values, initial=0.0))
 
 

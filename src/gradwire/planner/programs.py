@@ -1,4 +1,4 @@
-"""Times of options for a bucket's size, as programs that `gradwire.sim.replay` simulates, and a bound that no plan can beat."""
+"""Programs of options for a bucket's size, which `gradwire.sim.replay` simulates, and lower bounds that no plan can beat."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
@@ -11,17 +11,17 @@ from gradwire.costs import Bytes, bytes_of, time_at
 from gradwire.sim import FS_PER_US, INTER, INTRA, ReplayProgram, Simulator
 
 _SHARED_BYTES = 64
-"""Bytes of a payload that several tensors in one bucket may share: headers, rounding."""
+"""Most bytes of a payload that several tensors in one bucket may share: headers, rounding."""
 _MEANS = ((1.0, 0.0), (0.75, 0.25), (0.5, 0.5), (0.25, 0.75), (0.0, 1.0))
-"""Weights of the links inside and between nodes in a mean of their work."""
+"""Weights of the link inside nodes and the link between nodes in a mean of their work."""
 _ROUNDED_US = 1e-8
-"""Each of the tasks of a bucket, fewer than 20, is rounded by half a femtosecond at most."""
+"""Most microseconds of rounding in a bucket: fewer than 20 tasks, each rounded by at most half a femtosecond."""
 _LATEST = 4
-"""The number of tensors whose own tasks count in the bound."""
+"""Number of tensors whose own tasks count in the bound."""
 
 
 def _rising(points: Points) -> Points:
-    """The least time of a codec for each size and all larger ones: later smaller times lower the earlier ones."""
+    """The least time of a codec over each size and all larger sizes: a smaller time at a larger size lowers earlier points."""
     rising = list(points)
     for index in reversed(range(len(points) - 1)):
         rising[index] = (points[index][0], min(points[index][1], rising[index + 1][1]))
@@ -29,7 +29,7 @@ def _rising(points: Points) -> Points:
 
 
 class LinkLoad(NamedTuple):
-    """What an option puts on one link: microseconds, and microseconds for each byte of a bucket's `Bytes`."""
+    """Load of an option on one link: microseconds, and microseconds for each byte of a bucket's `Bytes`."""
 
     latency: float
     raw: float
@@ -51,7 +51,7 @@ class Pricer:
 
     @cached_property
     def _floor(self) -> dict[tuple[Spec, str, str], Points]:
-        """By spec, task and device: the least time of a size and all larger ones."""
+        """The least codec times over a size and all larger sizes, by spec, task and device."""
         return {
             (codec.spec, task, codec.device): _rising(points)
             for codec in self.prices.codecs.values()
@@ -59,11 +59,11 @@ class Pricer:
         }
 
     def link_loads(self, options: Sequence[tuple[str, ...]], rounds: int, link: int) -> set[LinkLoad]:
-        """The least load of options on one link."""
+        """The different loads of options on one link."""
         return {self._load(option, rounds, link) for option in options}
 
     def loads(self, options: Sequence[tuple[str, ...]], rounds: int) -> list[tuple[LinkLoad, LinkLoad]]:
-        """The least loads of options inside nodes and between nodes, without those that another one beats in all parts."""
+        """The loads of options on the links inside nodes and between nodes, without loads that another one beats in all parts."""
         kept: list[tuple[LinkLoad, LinkLoad]] = []
         for loads in sorted({(self._load(o, rounds, INTRA), self._load(o, rounds, INTER)) for o in options}):
             parts = [number for load in loads for number in load]
@@ -123,15 +123,15 @@ def least_step_us(
     """Microseconds that no plan can beat, with any buckets, options, specs and launch order, if no bucket is cut into chunks.
 
     All bytes that tensor k and later tensors put on a link travel after k's gradient is ready, at the earliest by backward alone;
-    a bucket with earlier tensors is ready later still. Each tensor counts with the least link time of all choices. Of all
-    latencies only one counts, since fusion can make the others as small as it likes.
+    a bucket with earlier tensors is ready no sooner. Each tensor counts with the least link time of all choices. Only one latency
+    counts, since fusion can remove the others.
 
     The tasks of a bucket follow each other. So after a tensor's gradient is ready the step takes at least the time of the
     quickest choice for this tensor alone, since no task of a larger bucket is shorter.
 
-    after: femtoseconds until each gradient can be ready, the forward first. tensors: in gradient-ready order, each with whether
-    it must stay uncompressed. plain, coded: the options of uncompressed buckets, and of compressed ones by spec. moved: these
-    with codecs on CPUs, where they may be offloaded.
+    after: femtoseconds until each gradient can be ready, the forward first. tensors: (tensor, whether it must stay uncompressed)
+    in gradient-ready order. plain, coded: the options of uncompressed buckets, and of compressed buckets by spec. moved: the
+    options in `coded` that may be offloaded, with codecs on CPUs.
     """
     ready_us = [time / FS_PER_US for time in after]
     bound = ready_us[-1]
@@ -174,8 +174,8 @@ def least_alone_us(
 ) -> float:
     """Microseconds that no plan with every tensor alone can beat; arguments as of `least_step_us`.
 
-    Once the first gradient is ready a step is at least as long as each link has work, so at least as long as any weighted mean of
-    both links' work. The least mean has for each tensor the option that has the least, latencies included.
+    After the first gradient is ready, the step lasts at least as long as the work of each link, so at least as long as any
+    weighted mean of both links' work. The least mean takes the option of least mean for each tensor, latencies included.
     """
     ways: list[tuple[Spec, tuple[LinkLoad, LinkLoad]]] = [(Identity(), loads) for loads in pricer.loads(plain, 0)]
     ways += [(spec, loads) for spec, options in coded.items() for loads in pricer.loads(options, spec.rounds)]
@@ -193,7 +193,7 @@ def least_alone_us(
 
 
 def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[int]:
-    """Tensors than which none that is ready later is larger, the last four of them; exempt ones apart."""
+    """The last four tensors that are larger than all tensors that are ready later; exempt and other tensors counted apart."""
     found: dict[bool, list[int]] = {True: [], False: []}
     largest = {True: -1, False: -1}
     for place in reversed(range(len(tensors))):
@@ -205,7 +205,7 @@ def _latest_and_largest(tensors: Sequence[tuple[TensorProfile, bool]]) -> list[i
 
 
 def _least_bytes(tensor: TensorProfile, spec: Spec, exempt: bool = False) -> Bytes:
-    """What the tensor adds to a bucket's Bytes, at least."""
+    """Lower bound of the tensor's part of a bucket's `Bytes`."""
     size = bytes_of([], spec, [tensor]) if exempt and spec.encodes else bytes_of([tensor], spec)
     first, later = (max(0.0, nbytes - _SHARED_BYTES) for nbytes in (size.first, size.later))
     return size._replace(first=first, later=later)

@@ -1,4 +1,4 @@
-"""Lists of numbers as they are written on a command line: what a sweep goes over."""
+"""Lists of numbers on a command line, such as the rates of a sweep."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,11 +7,11 @@ from gradwire.core import show
 from gradwire.errors import FormatError
 
 MOST = 64
-"""Values of one list. More make no better picture, and each takes planning time."""
+"""Most values of one list. More values make no better picture, and each takes planning time."""
 
 
 def read_rates(text: str) -> tuple[float, ...]:
-    """Gb/s between nodes, from a list such as 1,10,25 or 1,2,...,64. Raises FormatError that names what is wrong.
+    """Gb/s between nodes, from a list such as 1,10,25 or 1,2,...,64. Raises FormatError that names the mistake.
 
     >>> read_rates("1,10,25")
     (1.0, 10.0, 25.0)
@@ -20,7 +20,7 @@ def read_rates(text: str) -> tuple[float, ...]:
 
 
 def read_nodes(text: str) -> tuple[int, ...]:
-    """Numbers of nodes, from a list such as 1,2,4 or 1,2,4,...,512. Raises FormatError that names what is wrong.
+    """Numbers of nodes, from a list such as 1,2,4 or 1,2,4,...,512. Raises FormatError that names the mistake.
 
     >>> read_nodes("1,2,4,...,64")
     (1, 2, 4, 8, 16, 32, 64)
@@ -29,7 +29,7 @@ def read_nodes(text: str) -> tuple[int, ...]:
 
 
 def read_slower(text: str) -> tuple[float, ...]:
-    """How many times slower a node's link is, from a list such as 1,2,5. Raises FormatError that names what is wrong.
+    """Factors by which a node's link is slower, from a list such as 1,2,5. Raises FormatError that names the mistake.
 
     >>> read_slower("1,2,...,8")
     (1.0, 2.0, 4.0, 8.0)
@@ -75,7 +75,7 @@ def _read(option: str, text: str, what: str, convert: Callable[[str], float], li
 
 
 def _doubled(option: str, before: Sequence[float], last: float, cure: str) -> list[float]:
-    """What '...' stands for: from the last value before it to the one after it, both left out."""
+    """The values that '...' stands for: those between the value before it and the value after it."""
     if len(before) > 1 and before[-1] != 2 * before[-2]:
         raise FormatError(
             f"{option} has {before[-2]:g},{before[-1]:g},...: '...' continues a doubling, and this is none. {cure}"

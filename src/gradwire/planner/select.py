@@ -1,4 +1,4 @@
-"""ByteComp's Algorithm 1 (section 4.4.2): the option of each tensor, chosen by what the whole step gains.
+"""ByteComp's Algorithm 1 (section 4.4.2): the option of each tensor, chosen by the gain of the whole step.
 
 The search visits tensors from the largest to the smallest; of equal ones the latest in gradient-ready order comes first. Each
 tensor gets the option with the shortest step while all others keep theirs. Before the first decision and after every one, the
@@ -8,10 +8,10 @@ tasks wins (docs/papers/bytecomp.md).
 
 **Exact.** `gradwire.sim.replay` simulates every candidate that is chosen or could be.
 
-**Pruned.** The search skips candidates with a step that is certainly no shorter than the best one, so nothing is lost. Gradients
-are ready no earlier than backward allows, together with the encodes that begin an option on compute. From then on each link has
-to carry all that later tensors put on it. The greatest such sum over all tensors and both links is a lower bound of the step, and
-so is all work of compute. Candidates are simulated by ascending bound, each until it exceeds the best step.
+**Pruned.** The search skips candidates with a step that is certainly no shorter than the best one, so nothing is lost. A gradient
+is ready no earlier than backward and the encodes at the start of options on compute allow. After that each link has to carry the
+load of all later tensors. The greatest sum of both times over all tensors and both links is a lower bound of the step, and so is
+all work of compute. Candidates are simulated by ascending bound, each until it exceeds the best step.
 
 **Cut short.** `looks` limits how many candidates of a tensor are simulated: those with the least bounds, and the winner of the
 last tensor of that size. The search may then miss a better candidate. Without `looks` hundreds of tensors take many seconds.
@@ -27,20 +27,20 @@ from gradwire.errors import PlanError
 from gradwire.sim import COMPUTE, INTER, INTRA, NEVER, Replayed, Replayer, ReplayProgram, TooLongError, launch_key
 
 _OVERTAKEN = 4
-"""Exchanges of so many last tensors may be launched behind those of the last one."""
+"""Number of last tensors whose exchanges may be launched behind those of the last tensor."""
 
 
 class Selection(NamedTuple):
-    """What was chosen."""
+    """The result of the selection."""
 
     chosen: tuple[int, ...]
     """The option of each tensor, as an index into its table."""
     replayed: Replayed
-    """The step."""
+    """The step with the chosen options."""
     simulated: int
-    """Steps simulated, to the end or until they could not win."""
+    """Number of simulated steps, also those simulated only until they could not win."""
     ruled_out: int
-    """Tensors that stayed as they were because a bubble follows them."""
+    """Number of tensors that stayed uncompressed because a bubble follows them."""
 
 
 def select_options(
@@ -51,7 +51,7 @@ def select_options(
     prune: bool = True,
     looks: int | None = None,
 ) -> Selection:
-    """Algorithm 1 over tables[tensor][option], in gradient-ready order; tensors of equal size may share one table.
+    """Run Algorithm 1 over tables[tensor][option], in gradient-ready order; tensors of equal size may share one table.
 
     All tables have the same options in the same order. The table of a tensor that must not be compressed ends before the first
     option that compresses. Options without codec tasks are the uncompressed ones; without any, all tensors begin with the best of
@@ -116,7 +116,7 @@ class _Search:
         return Selection(tuple(self.chosen), self.best, self.simulated, ruled_out)
 
     def _rule_out(self, left: set[int]) -> int:
-        """Remove(): uncompressed tensors whose exchange was over when the last bubble began."""
+        """Remove(): rule out uncompressed tensors whose exchange was over when the last bubble began."""
         bubble = self.best.last_bubble()
         found = {tensor for tensor in left if self.best.ends[tensor] <= bubble and not self.programs[tensor].codecs}
         left -= found
@@ -125,11 +125,11 @@ class _Search:
     def _decide(self, tensor: int) -> bool:
         """GetBestOption(): give a tensor its best option; True if the option changed."""
         below = self.best.step
-        codecs = 0  # of the best so far; on a tie with the current option that one stays
+        codecs = 0  # the best so far; on a tie with the current option the current one stays
         found = None
         promising = sorted(self._promising(tensor))
         looked_at = promising[: self.looks]
-        # the option that was best for the last tensor of this size is looked at in any case
+        # the option that was best for the last tensor of this size is simulated in any case
         looked_at += [each for each in promising[len(looked_at) :] if each[2] == self.winners.get(self.sizes[tensor])]
         for bound, own_codecs, option in looked_at:
             # equal steps count only with fewer codec tasks
@@ -182,7 +182,7 @@ class _Search:
         return found
 
     def _tail(self, program: ReplayProgram, link: int) -> int:
-        """Femtoseconds that a link idles, at least, after the last tensor's first exchange by this program."""
+        """Least femtoseconds that a link idles after the last tensor's first exchange, if the tensor has this program."""
         first = next((at for at, task in enumerate(program.tasks) if task[0] == link), None)
         if first is None:
             return 0
@@ -193,8 +193,8 @@ class _Search:
             for resource, length, _, phase in self.programs[tensor].tasks:
                 if resource == link and launch_key(tensor, phase, self.skew) > key:
                     behind += length
-        beside = sum(length for resource, length, _, _ in program.tasks[first:] if resource != link)
-        return max(0, beside - behind)
+        elsewhere = sum(length for resource, length, _, _ in program.tasks[first:] if resource != link)
+        return max(0, elsewhere - behind)
 
 
 def _first_encode(program: ReplayProgram) -> int:
@@ -203,7 +203,7 @@ def _first_encode(program: ReplayProgram) -> int:
 
 
 def _bounds(encoded: Sequence[int], on_link: Sequence[int], tensor: int) -> tuple[int, int, int]:
-    """Lower bounds of the step by one link: counted from earlier tensors, from this one, and from later ones."""
+    """Lower bounds of the step by one link, counted from earlier tensors, from this tensor, and from later tensors."""
     still = list(accumulate(reversed(on_link)))[::-1]
     ends = list(map(add, encoded, still))
     return max(ends[:tensor], default=0), ends[tensor], max(ends[tensor + 1 :], default=0)

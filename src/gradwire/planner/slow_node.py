@@ -1,6 +1,6 @@
-"""Plans where one node's link is slower than the cluster file says: the worst case and the mean. Pure: no torch.
+"""Plans with one node whose link is slower than the cluster file says: the worst case and the mean. Pure: no torch.
 
-Every exchange waits for the slowest node. So of nodes that are alike any may be the slow one; where nodes are not, all are tried.
+Every exchange waits for the slowest node. So nodes that are alike give one case; nodes that differ give one case each.
 """
 
 import json
@@ -23,32 +23,32 @@ class SlowCase(NamedTuple):
 
     cluster: Cluster
     chance: Fraction
-    """The chance that it is this one, if each node is the slow one as often as any other."""
+    """Probability of this case, if each node is equally likely to be the slow one."""
 
 
 class SlowRow(NamedTuple):
-    """One plan, with each factor by which one node's link may be slower."""
+    """The steps of one plan, for each factor by which one node's link may be slower."""
 
     name: str
     steps_us: tuple[float, ...]
-    """By factor, the mean over which node it is."""
+    """Microseconds of the step by factor, in the mean over the slow node."""
     mean_us: float
-    """Of all factors, each counted alike."""
+    """Mean over all factors, with equal weights."""
     worst_us: float
-    """Of all factors and nodes."""
+    """Longest step over all factors and nodes."""
 
 
 class SlowAnswer(NamedTuple):
-    """What plans take where one node is slow."""
+    """Steps of plans with one slow node."""
 
     model: str
     slower: tuple[float, ...]
-    """How many times slower one node's link is."""
+    """Factors by which one node's link is slower."""
     rows: tuple[SlowRow, ...]
 
     @property
     def best(self) -> SlowRow:
-        """The row with the least mean; of equal ones that with the least worst case, then the first."""
+        """The row with the least mean. Among equal means the row with the least worst case, then the first."""
         return min(self.rows, key=lambda row: (row.mean_us, row.worst_us))
 
     def as_table(self) -> str:
@@ -68,17 +68,17 @@ class SlowAnswer(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def as_json(self) -> str:
-        """The same numbers on one line; the same input gives the same bytes."""
+        """JSON of all numbers on one line; equal inputs give equal bytes."""
         rows = [row._asdict() for row in self.rows]
         return json.dumps({"model": self.model, "slower": self.slower, "rows": rows, "best": self.best.name}) + "\n"
 
 
 Seen = Callable[[int], None]
-"""Called after each simulated cluster with their number so far."""
+"""Callback after each simulated cluster, with the number of clusters so far."""
 
 
 def slow_cases(cluster: Cluster, slower: float) -> list[SlowCase]:
-    """The clusters that can come about where one node's link is so many times slower. Raises PlanError for a single node.
+    """The possible clusters if one node's link is `slower` times slower. Raises PlanError for a single node.
 
     The measured rate of all-reduce falls as that of the slowest node does.
 
@@ -125,7 +125,7 @@ def steps_with_slow_node(
     rules: Rules | None = None,
     seen: Seen = lambda count: None,
 ) -> SlowAnswer:
-    """What each plan takes where one node's link is slower by each of these factors. Raises PlanError as simulating does."""
+    """Simulate each plan with one node's link slower by each of these factors. Raises PlanError as simulating does."""
     steps: dict[str, list[float]] = {name: [] for name in plans}
     worst = dict.fromkeys(plans, 0.0)
     for done, factor in enumerate(slower, 1):
@@ -150,9 +150,9 @@ def plans_for_slow_node(
     method: str = "joint",
     seen: Seen = lambda count: None,
 ) -> dict[str, Plan]:
-    """By name, plain DDP and a plan for each factor, made for the node that makes the cluster slowest; equal ones once.
+    """Plain DDP and a plan for each factor, by name; equal plans once. Each plan is made for the worst choice of the slow node.
 
-    Their predictions are of the cluster as it is. Raises PlanError as planning does.
+    The plans' predictions are for the cluster without a slow node. Raises PlanError as planning does.
     """
     given = PlanningJob(profile, cluster, costs, specs, limits, rules)
     baseline = ddp_draft(given)

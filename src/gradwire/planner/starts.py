@@ -17,14 +17,14 @@ from gradwire.sim import NEVER
 
 _MIB = 2**20
 _BETWEEN = ((_MIB, 64 * _MIB), (_MIB // 16, 4 * _MIB))
-"""Bytes between which curves are taken for lines. Different ones suit small buckets and large ones."""
+"""Sizes in bytes between which lines approximate the cost curves: one pair for large buckets, one for small buckets."""
 _RETRIED = 4
-"""Of so many choices fusion tries all readings of its costs."""
+"""Number of choices for which fusion tries all approximations of the costs."""
 _TRIED_BYTES = tuple(size * _MIB for size in (2, 4, 8, 16, 32, 64))
 
 
 def sorted_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """In the order in which buckets become ready."""
+    """Sort parts into the order in which their buckets become ready."""
     return tuple(sorted(parts, key=lambda part: part.tensors[-1]))
 
 
@@ -34,14 +34,15 @@ def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
 
 
 def _cut(
-    job: PlanningJob, strategy: Strategy, choice: Choice, beside: Strategy, busiest: bool = False, exposed: bool = False
+    job: PlanningJob, strategy: Strategy, choice: Choice, others: Strategy, busiest: bool = False, exposed: bool = False
 ) -> Draft:
-    """As `fused`. beside: cuts all classes but the largest. busiest, exposed: as in `PlanningJob.fusion_costs`."""
+    """Cut as `fused` does. others: the strategy for all classes but the largest. busiest, exposed: as in
+    `PlanningJob.fusion_costs`."""
     parts, classes = [], job.classes(choice.encodes)
     largest = max(classes, key=lambda each: sum(each.nbytes))
     for each in classes:
         own = choice if job.may(each.places, choice) else job.plain[0]
-        start, cut = 0, strategy if each is largest else beside
+        start, cut = 0, strategy if each is largest else others
         for end in cut(each.gaps_us, each.nbytes, job.fusion_costs(own, busiest, exposed)):
             parts.append(Part(tuple(each.places[start:end]), own))
             start = end
@@ -49,7 +50,7 @@ def _cut(
 
 
 def fused_by(job: PlanningJob, strategy: Strategy) -> Draft:
-    """As `fused`, with the one choice that is best for all buckets."""
+    """Cut as `fused` does, with the one choice that is best for all buckets."""
     drafts = [fused(job, strategy, choice) for choice in _for_all(job)]
     # if all exceed the memory limit, return the smallest: the caller reports how much it needs
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
@@ -62,11 +63,12 @@ def _for_all(job: PlanningJob) -> list[Choice]:
 
 
 def fusion(job: PlanningJob) -> Draft:
-    """Cupcake's problem with the choice that is best for all buckets: first along lines, then along the measured curves.
+    """Solve Cupcake's problem with the choice that is best for all buckets, first with linear costs, then with measured curves.
 
-    Cupcake has one link, and decodes beside everything else. Here exchanges on two links are taken for one after the other, and
-    for as long as the busiest link takes; decodes for part of the encodes, and for exposed. The simulator says which plan is
-    best. Tensors of other classes share the links with the largest class, so as few buckets as possible hold them.
+    Cupcake assumes one link, and decodes that delay nothing else. So the search tries several approximations: the exchanges on
+    two links run one after the other, or take as long as the busiest link; decodes are part of the encodes, or are exposed. The
+    simulator selects the best plan. Tensors of other classes share the links with the largest class, so as few buckets as
+    possible hold them.
     """
     choices = _for_all(job)
     drafts = {_fuse(job, by_lines, choice): (choice, False, False) for choice in choices}
@@ -85,7 +87,7 @@ def _fuse(job: PlanningJob, strategy: Strategy, choice: Choice, busiest: bool = 
 
 
 def by_lines(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
-    """The exact fusion for each of some lines through the costs; of their partitions the shortest by the costs themselves."""
+    """The best of several partitions. Each is exact for a linear approximation of the costs; the costs themselves select one."""
     found = {}
     for low, high in _BETWEEN:
         along = along_lines(costs, low, high)
@@ -105,7 +107,7 @@ def along_lines(costs: FusionCosts, low: float = _MIB, high: float = 64 * _MIB) 
 
 
 def by_curves(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> tuple[int, ...]:
-    """The best fusion for costs of any shape, as far as `gradwire.planner.pareto` gets; at least as good as `by_lines`."""
+    """The best fusion for costs of any shape that `gradwire.planner.pareto` finds; at least as good as `by_lines`."""
     ends = by_lines(backward_us, nbytes, costs)
     known = Fusion(ends, evaluate(ends, backward_us, nbytes, costs))
     return improved(backward_us, nbytes, costs, known)[0].boundaries
@@ -137,7 +139,7 @@ def close_before(
 ) -> tuple[int, ...]:
     """A bucket closes before the tensor that would exceed the limit; a tensor larger than the limit is alone.
 
-    5 MB is DeAR-FB; DDP's is 25, Horovod's 64.
+    DeAR-FB has 5 MB, DDP 25 MB, Horovod 64 MB.
     """
     check_tensors(backward_us, nbytes)
     ends, filled = [], 0.0
@@ -203,7 +205,7 @@ def by_own_tasks(job: PlanningJob, choices: Sequence[Choice]) -> Draft:
 
 
 def hipress(job: PlanningJob) -> Draft:
-    """HiPress: its rule, with compression between nodes alone where nodes have several ranks."""
+    """HiPress's rule. If nodes have several ranks, only exchanges between nodes are compressed."""
     published = [o.tasks for name in ("inter-allgather", "inter-alltoall") for o in job.options if RESTRICTED[name](o)]
     flat = [] if 1 < job.cluster.nodes < job.cluster.world_size else _flat(job, "allgather", "alltoall")
     choices = [Choice(spec, tasks) for spec in job.specs for tasks in job.coded[spec] if tasks in (*published, *flat)]
@@ -213,7 +215,7 @@ def hipress(job: PlanningJob) -> Draft:
 def grace(job: PlanningJob) -> Draft:
     """GRACE: every tensor alone and compressed, all ranks as one group: all-gather, or all-reduce of payloads that can be added.
 
-    Of several specs the best. Where none can travel so, nothing is compressed.
+    Among several specs the best is taken. If no spec can travel by these collectives, nothing is compressed.
     """
     return _alone(job, _flat(job, "allgather", "allreduce"))
 
@@ -223,7 +225,7 @@ def hitopkcomm(job: PlanningJob) -> Draft:
 
     Ranks of a node first add their gradients, uncompressed. The payloads of these sums travel by all-gather between nodes. All
     tensors are compressed, on the device of the gradients, as ByteComp describes it (sections 5.2 and 6). The system's own Top-k
-    for GPUs is left out; of several specs the best is taken.
+    for GPUs is left out; among several specs the best is taken.
     """
     return _alone(job, _by_system(job, "HiTopKComm", "allgather", job.rules.device))
 
@@ -232,29 +234,29 @@ def byteps_compress(job: PlanningJob) -> Draft:
     """BytePS-Compress (Zhong et al. 2021): every tensor alone and compressed on CPUs, by push and pull between nodes.
 
     Ranks of a node first add their gradients, uncompressed. A server decodes and adds the payloads of its shard and encodes the
-    sum again. ByteComp describes it so (sections 5.1 and 6). Here each rank is the server of its shard; the system may have
-    servers on other machines, and it can leave small tensors uncompressed. Of several specs the best is taken. Where codecs were
+    sum again, as ByteComp describes it (sections 5.1 and 6). Here each rank is the server of its shard; the system may have
+    servers on other machines, and it can leave small tensors uncompressed. Among several specs the best is taken. If codecs were
     not timed on CPUs, nothing is compressed.
     """
     return _alone(job, _by_system(job, "BytePS-Compress", "alltoall", "cpu"))
 
 
 def _alone(job: PlanningJob, ways: Sequence[tuple[str, ...]]) -> Draft:
-    """Every tensor alone, all by the one spec and option of these that is best; uncompressed where no spec can travel so."""
+    """Every tensor alone, all with the best spec and option among `ways`; uncompressed if no spec can travel by these options."""
     choices = [Choice(spec, tasks) for spec in job.specs for tasks in _with_moved(job, spec) if tasks in ways]
     drafts = [fused(job, layer_wise, choice) for choice in choices or job.plain[:1]]
     return best_of(job, iter(drafts)) or min(drafts, key=job.extra_bytes)
 
 
 def _with_moved(job: PlanningJob, spec: Spec) -> list[tuple[str, ...]]:
-    """The options of a spec, and the same with codecs on CPUs where these may be."""
+    """The options of a spec, and these options with codecs on CPUs if CPUs may have codecs."""
     own = job.coded[spec]
     moved = [on_cpu(tasks) for tasks in own] if job.offloads else []
     return list(dict.fromkeys([*own, *(tasks for tasks in moved if carries(tasks, spec, job.rules.device))]))
 
 
 def _by_system(job: PlanningJob, system: str, flat: str, device: str) -> list[tuple[str, ...]]:
-    """A system's options with codecs on this device. Where one node has all ranks or each has one, those of a flat collective."""
+    """A system's options with codecs on this device. With one node, or one rank a node, the options of a flat collective."""
     scheme = system if 1 < job.cluster.nodes < job.cluster.world_size else flat
     return [tasks_of(scheme, device, spec) for spec in job.specs]
 

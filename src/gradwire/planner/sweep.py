@@ -34,10 +34,10 @@ LABELS = {
     "even": "even split",
     "plan": "the plan",
 }
-"""Names of methods in pictures. bound: no plan has a higher scaling factor. plan: the same plan everywhere."""
+"""Names of methods in pictures. bound: the scaling factor that no plan exceeds. plan: one plan on all clusters."""
 
 SWEPT = ("ddp", "layerwise", "hipress", "fusion", "bytecomp", "joint", "bound")
-"""The default methods of a sweep, without Cupcake's own search, which stops by a clock: fusion solves its problem exactly."""
+"""The default methods of a sweep. Cupcake's own search is left out, since a clock ends it; fusion solves the problem exactly."""
 
 
 class SweepRow(NamedTuple):
@@ -49,19 +49,19 @@ class SweepRow(NamedTuple):
     method: str
     step_us: float
     scaling: float
-    """Of all ranks, 0 to 1."""
+    """Scaling factor of all ranks, 0 to 1."""
 
 
 Seen = Callable[[int], None]
-"""Called after every planned step with the number of steps so far."""
+"""Callback after every planned step, with the number of steps so far."""
 
 
 def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[int] | None) -> list[Cluster]:
     """The cluster at each rate between nodes with each number of nodes; None: the cluster's own.
 
-    The rates of uplinks, of slow nodes and of the measured all-reduce scale with the rate between nodes. That of all-reduce is
-    left out if it was measured on the other link: inside one node for several nodes, or the other way round. With fewer nodes
-    the first slow ones stay.
+    The rates of uplinks, of slow nodes and of the measured all-reduce scale with the rate between nodes. The rate of all-reduce
+    is left out if it was measured on the other link: inside one node for several nodes, or the other way round. With fewer nodes
+    the first slow nodes stay.
     """
     rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
     return [_at(cluster, gbps, count) for gbps, count in product(rates, counts)]
@@ -84,7 +84,7 @@ def alone_us(profile: Profile) -> float:
 
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
-    """Raises PlanError where there are specs, and no tensor that they may compress."""
+    """Raise PlanError if there are specs, but no tensor that they may compress."""
     if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
         raise PlanError(
             f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in imported profiles, and "
@@ -102,7 +102,7 @@ def sweep_methods(
     methods: Sequence[str] = SWEPT,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """Each method's plan on each cluster. Raises PlanError for an unknown method, and as planning does."""
+    """The step of each method's plan on each cluster. Raises PlanError for an unknown method, and as planning does."""
     for method in methods:
         word("method", method, (*METHODS, "bound"), error=PlanError)
     _check_compute(profile)
@@ -129,7 +129,7 @@ def sweep_plan(
     rules: Rules | None = None,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """One unchanged plan on each cluster, beside plain DDP. Raises PlanError where the plan cannot be simulated."""
+    """The steps of one unchanged plan and of plain DDP on each cluster. Raises PlanError if the plan cannot be simulated."""
     _check_compute(profile)
     rows = []
     for point in points:
@@ -176,7 +176,7 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
 
 
 def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
-    """The same numbers on one line; the same input gives the same bytes."""
+    """JSON of all numbers on one line; equal inputs give equal bytes."""
     content = {
         "model": profile.model,
         "alone_us": alone_us(profile),

@@ -1,4 +1,4 @@
-"""What a plan's step will look like: who works when. Pure: no torch."""
+"""Prediction of a plan's step: when each resource works. Pure: no torch."""
 
 from gradwire.sim.events import COMPUTE, INTER, INTRA, RESOURCES
 from gradwire.sim.intervals import Interval, minus, total, union

@@ -3,7 +3,7 @@
 Whole numbers make sums independent of their order and ties true ties, so a step has one timeline, to the last bit.
 
 One rule decides everything. When a task ends, the loop first ends all tasks of the same moment; then every free resource takes
-the first task of its queue. Queues are ordered:
+the first task of its queue. The order of the queues:
 - on compute: codec tasks that a link waits for, in launch order; then last decodes; then backward and forward; then late decodes;
 - on a link: strictly by launch order, or, with lanes, by the time at which tasks became ready;
 - in the CPU pool: by the time at which tasks became ready.
@@ -19,7 +19,7 @@ COMPUTE, POOL, INTRA, INTER = range(4)
 RESOURCES = ("compute", "cpu pool", "intra link", "inter link")
 
 NOTHING, WHOLE_STEP = -2, -1
-"""Values of `SimWork.waits` beside a bucket's index: wait for nothing, or for an earlier step's whole exchange."""
+"""Values of `SimWork.waits` that are not a bucket's index: wait for nothing, or for an earlier step's whole exchange."""
 AWAITED, LAST, LATE = 0, 1, 2
 """Urgency of a task on compute: a link waits for it; only the end of the step waits; it runs after backward and forward."""
 
@@ -42,15 +42,16 @@ class SimWork(NamedTuple):
     """The work of one step."""
 
     lengths: Sequence[int]
-    """Of the computation's parts in their order: forward, tensor by tensor, then backward."""
+    """Femtoseconds of the computation's parts in their order: forward, tensor by tensor, then backward."""
     waits: Sequence[int]
-    """What each part waits for: NOTHING, WHOLE_STEP, or the bucket whose exchange of the step before must be over."""
+    """The condition that each part waits for: NOTHING, WHOLE_STEP, or the index of a bucket. The bucket's exchange of the step
+    before must then be over."""
     releases: Sequence[Sequence[int]]
     """Buckets that are ready when a part ends."""
     rows: Sequence[Sequence[SimTask]]
     """Tasks of one piece, or of one lane, that follow each other."""
     pieces: Sequence[int]
-    """How many pieces each bucket has."""
+    """Number of pieces of each bucket."""
 
 
 class Span(NamedTuple):
@@ -60,7 +61,7 @@ class Span(NamedTuple):
     end: int
     step: int
     row: int
-    """Of `SimWork.rows`; -1 for computation."""
+    """Index into `SimWork.rows`; -1 for computation."""
     first: int
     """The task in its row, or the first part of the computation."""
     until: int
@@ -71,19 +72,19 @@ class EventRun(NamedTuple):
     """The result of the event loop."""
 
     computed: list[int]
-    """When the backward of each step ended."""
+    """Time at which the backward of each step ended."""
     exchanged: list[int]
-    """When the exchange of each step ended."""
+    """Time at which the exchange of each step ended."""
     spans: list[Span]
-    """In the order of their starts; empty if not asked for."""
+    """Spans by ascending start; empty unless `record` is set."""
 
 
 class EventLoop:
-    """Simulates so many steps; step s does works[s % len(works)].
+    """Simulates a number of steps; step s does works[s % len(works)].
 
-    lag: a part that waits for WHOLE_STEP waits for the exchange of so many steps before. lanes: rows are lanes, which go on in
-    the next step where they ended; without lanes each row begins when its gradients are ready. workers: tasks that the CPU pool
-    does at once. record: whether to keep spans.
+    lag: a part that waits for WHOLE_STEP waits for the exchange of the step that is this many steps earlier. lanes: rows are
+    lanes, and each begins its row of the next step when its row of this step has ended; without lanes each row begins when its
+    gradients are ready. workers: number of tasks that the CPU pool does at once. record: whether to keep spans.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class EventLoop:
         self.free = [1, workers, 1, 1]
         self.queues: list[list[tuple[int, int, int]]] = [[], [], [], []]
         self.ending: list[tuple[int, int, int]] = []
-        """(time, resource, row of all rows, or minus the computation's part after the last one)."""
+        """(end, resource, row) of each running task, with rows counted over all steps. For computation the row is minus the index
+        of the part after the last running one."""
         self.due = [self._launch_order(link) for link in range(len(RESOURCES))]
         self.launched = [0, 0, 0, 0]
         self.step = self.part = 0
@@ -173,7 +175,7 @@ class EventLoop:
         queue = self.queues[resource]
         while self.free[resource] and queue:
             if self.due[resource] and queue[0][0] != self.due[resource][self.launched[resource]]:
-                return  # it is the turn of another task, which is not ready
+                return  # the next task in launch order is another one, which is not ready
             self.launched[resource] += 1
             self._take(resource, heappop(queue)[2], now)
 

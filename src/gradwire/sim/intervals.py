@@ -47,7 +47,7 @@ def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Int
 
 
 def gaps(intervals: Iterable[Interval]) -> list[Interval]:
-    """What lies between the intervals of a set as `union` gives it.
+    """The gaps between the intervals of a set as `union` gives it.
 
     >>> gaps([(0, 2), (5, 6)])
     [(2, 5)]

@@ -15,14 +15,15 @@ from gradwire.core import native
 
 _ABOVE_LIMIT, _TOO_LONG = -1, -2
 _LONGEST = 2**62
-"""Femtoseconds, over an hour. Longer steps are left to Python: its whole numbers have no end."""
+"""Most femtoseconds of a step, over an hour. Longer steps are left to Python, whose integers are unbounded."""
 
 
 class ReplayProgram(NamedTuple):
     """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
 
     tasks: tuple[tuple[int, int, int, int], ...]
-    """(resource, length, urgency, index of the link task that gives the task its place in the launch order)."""
+    """The tasks in order: (resource, length, urgency, link task). A task's place in the launch order is that of the link task
+    with this index."""
     links: tuple[int, ...]
     """The link of each link task."""
     busy: tuple[int, int, int, int]
@@ -90,7 +91,7 @@ class Native:
     ) -> tuple[list[int], int, list[int], list[int], list[int]]:
         """Algorithm 1: chosen options, step, begins, ends, and the counts of candidates, simulated and ruled out.
 
-        sizes: numbers from 0 on, equal for equal sizes. order: of the visits. Raises TooLongError.
+        sizes: numbers from 0 on, equal for equal sizes. order: the order of the visits. Raises TooLongError.
         """
         count, width = len(tables), max(map(len, tables))
         rows: dict[int, list[int]] = {}
@@ -116,9 +117,9 @@ class Native:
         skew: int,
         exhaustive: bool,
     ) -> tuple[list[int], int, list[int], list[int], int]:
-        """Algorithm 2: counts by group, step, begins, ends, and how many steps were simulated.
+        """Algorithm 2: counts by group, step, begins, ends, and the number of simulated steps.
 
-        moved: None where a tensor stays. members: tensors of each group, ascending. Raises TooLongError.
+        moved: None for a tensor that stays. members: tensors of each group, ascending. Raises TooLongError.
         """
         count, groups = len(programs), len(members)
         numbers = self._all(programs)

@@ -31,12 +31,12 @@ class Replayed(NamedTuple):
     step: int
     """Femtoseconds."""
     begins: list[int]
-    """When each bucket's first exchange began."""
+    """Time at which each bucket's first exchange began."""
     ends: list[int]
-    """When each bucket's last exchange ended."""
+    """Time at which each bucket's last exchange ended."""
 
     def last_bubble(self) -> int:
-        """When the last bubble began: no bucket's exchange is open then, and one begins later. -1 without a bubble."""
+        """Time at which the last bubble began; -1 without a bubble. In a bubble no exchange is open, and one begins later."""
         bubble, until = -1, NEVER
         for begin, end in sorted(zip(self.begins, self.ends, strict=True)):
             if begin > until:
@@ -53,14 +53,14 @@ def launch_key(bucket: int, phase: int, skew: int) -> int:
 class Replayer:
     """Simulates one model's steps.
 
-    forward, gaps: femtoseconds of the forward, and between gradients in gradient-ready order. workers: of the CPU pool.
-    native: whether to use the C++ library where it was built; the results are the same.
+    forward, gaps: femtoseconds of the forward, and between gradients in gradient-ready order. workers: number of workers of the
+    CPU pool. native: whether to use the C++ library if it was built; the results are the same.
     """
 
     def __init__(self, forward: int, gaps: Sequence[int], workers: int = 1, native: bool = True) -> None:
         self.workers = workers
         self.after = list(accumulate(gaps, initial=forward))
-        """When each gradient would be ready if there were nothing but computation."""
+        """Time at which each gradient would be ready if computation ran without interruption."""
         self.native = native_line(self.after, workers) if native else None
 
     def step(
@@ -71,16 +71,16 @@ class Replayer:
             try:
                 return self.native.step(programs, releases, skew, limit)
             except TooLongError:
-                pass  # Python's whole numbers have no end
+                pass  # Python's integers are unbounded
         replayed = self.run(programs, releases, skew, limit)
         return None if replayed is None else replayed.step
 
     def run(
         self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER
     ) -> Replayed | None:
-        """One step, or None if it takes longer than `limit`.
+        """Simulate one step. Returns None if the step takes longer than `limit`.
 
-        releases: how many gradients make each bucket ready, ascending, from 1 on.
+        releases: for each bucket the number of ready gradients that makes the bucket ready, ascending, from 1 on.
         """
         return _ReplayStep(self, programs, releases, skew, limit).run()
 
@@ -96,7 +96,7 @@ class _ReplayStep:
         self.left[COMPUTE] += self.after[-1] - self.after[0]
         self.now, self.part, self.finish = self.after[0], 0, 0
         self.over = 0
-        """What the step takes at least."""
+        """Lower bound of the step."""
         self.ready: list[tuple[int, int]] = []
         """Urgency and key of tasks that compute can do."""
         self.coming: list[tuple[int, int, int]] = []
@@ -105,11 +105,11 @@ class _ReplayStep:
         """Time and key of tasks that the pool can do from that time on."""
         self.free_workers = [0] * line.workers
         self.free = {INTRA: 0, INTER: 0}
-        """When each link is free."""
+        """Time at which each link is free."""
         self.due = {link: self._due(link, -1) for link in self.free}
         """The key of each link's next task."""
         self.waiting: dict[int, int] = {}
-        """By key, when the exchanges that wait for their turn were ready."""
+        """Time at which each exchange that waits for its turn was ready, by key."""
         self.at: dict[int, int] = {}
         """The task of each bucket under way."""
         self.begins, self.ends = [0] * len(programs), [0] * len(programs)
@@ -132,7 +132,7 @@ class _ReplayStep:
                 self._compute(self.programs[bucket].tasks[self.at[bucket]][1])
                 self._next(bucket, self.now)
             elif part < last:
-                # as many parts as nothing can come between
+                # as many parts as run without interruption
                 until = releases[following] if following < count else last
                 if coming or pool:
                     due = min(queue[0][0] for queue in (coming, pool) if queue)

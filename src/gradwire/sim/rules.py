@@ -1,4 +1,4 @@
-"""What a plan leaves open: how a rank works."""
+"""The rules by which a rank works, which a plan leaves open."""
 
 from typing import Any
 
@@ -10,32 +10,34 @@ from gradwire.errors import PlanError
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank works, where the papers differ or are silent (decision 11). Raises PlanError for a value that is none.
+    """The rules by which a rank works, where the papers differ or are silent (decision 11).
 
-    The defaults are gradwire's engine on GPUs; `rules_of` gives those of either device.
+    The defaults are the rules of gradwire's engine on GPUs; `rules_of` gives the rules for either device. Raises PlanError for an
+    unknown value.
     """
 
     device: str = "gpu"
     """Where gradients are computed: gpu or cpu. Codec tasks on the other device run in the CPU pool."""
     codec_on: str = "compute"
-    """Where codec tasks on the gradients' device run. compute: they and the computation exclude each other, and a ready
+    """Resource of codec tasks on the gradients' device. compute: codec tasks and the computation exclude each other, and a ready
     codec task runs before the next tensor's backward. own thread: in the CPU pool, without load on compute."""
     decode: str = "at once"
-    """When the last decode of a bucket runs. at once: like an encode; after backward: when compute has nothing else to do;
-    with encode: its time is added to the first encode; none: decodes cost nothing (the papers' drawings). A decode
-    that a later exchange waits for is never put off."""
+    """Time of a bucket's last decode. at once: like an encode; after backward: when compute has nothing else to do; with encode:
+    its time is added to the first encode; none: decodes cost nothing (the papers' drawings). A decode that a later exchange waits
+    for is never put off."""
     lanes: int = 0
-    """0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator. n: pieces are dealt to
-    n lanes, each doing encode, exchange and decode of one task after the other, as gradwire's lanes on CPUs do."""
+    """Number of lanes. 0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator.
+    Above 0: pieces are dealt to the lanes. A lane encodes, exchanges and decodes one task after the other, as gradwire's lanes on
+    CPUs do."""
     offload_lanes: int = 0
-    """Further lanes, which take the buckets that a GPU leaves to CPUs: codecs there block no other bucket. Only with lanes."""
+    """Number of further lanes for the offloaded buckets of a GPU, so that codecs on CPUs block no other bucket. Needs lanes."""
     cpu_workers: int = 1
     """Codec tasks that the CPU pool does at the same time."""
     decode_calls: str = "each"
-    """How a decode of several payloads is called: each or one; see gradwire.costs.prices.DECODE_CALLS."""
+    """Calls of a decode of several payloads: each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "direct"
-    """How sums and gathers go: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine sends all but all-reduce
-    from each rank to each other one, on GPUs in one grouped call."""
+    """Routes of sums and gathers: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine's exchanges are direct,
+    except for all-reduce."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
@@ -47,8 +49,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         whole("offload_lanes", self.offload_lanes, "lanes for buckets with codecs on CPUs", error=PlanError)
         if self.offload_lanes and not (self.lanes and self.device == "gpu"):
             raise PlanError(
-                f"offload_lanes is {self.offload_lanes} with lanes {self.lanes} and device {self.device!r}: such lanes stand "
-                "beside the lanes of gradients on a GPU. Use lanes=1 or more and device='gpu', or offload_lanes=0."
+                f"offload_lanes is {self.offload_lanes} with lanes {self.lanes} and device {self.device!r}: they are "
+                "further lanes of a GPU's gradients. Use lanes=1 or more and device='gpu', or offload_lanes=0."
             )
         whole("cpu_workers", self.cpu_workers, "codec tasks that run at once", low=1, error=PlanError)
         if self.lanes and self.decode == "after backward":
@@ -59,7 +61,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of(device: str) -> Rules:
-    """What gradwire's engine does with gradients on this device: gpu or cpu.
+    """The rules of gradwire's engine for gradients on this device: gpu or cpu.
 
     >>> rules_of("cpu").lanes, rules_of("gpu").lanes
     (2, 0)
@@ -73,9 +75,9 @@ def device_of(profile: Profile) -> str:
 
 
 def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any) -> Rules:
-    """The engine's rules on a device (None: the profile's), with other values where `changes` gives one.
+    """The engine's rules on a device (None: the profile's), with the values in `changes`.
 
-    Raises PlanError for a value that is none.
+    Raises PlanError for an unknown value.
     """
     return msgspec.structs.replace(
         rules_of(device or device_of(profile)), **{name: value for name, value in changes.items() if value is not None}

@@ -1,4 +1,4 @@
-"""From plans to step times. Planners call this thousands of times.
+"""The simulator, which turns plans into step times. Planners call it thousands of times.
 
 Make one simulator for a model and a cluster. For each plan the simulator prices the buckets, lays out the tasks of every
 resource, and runs the event loop until steps repeat.
@@ -44,15 +44,15 @@ from gradwire.sim.events import (
 from gradwire.sim.rules import Rules
 
 LONGEST_US = 1e13
-"""No task of a step takes so long, in microseconds."""
+"""Limit of a task's length, in microseconds."""
 FS_PER_US = 10**9
-"""Times are whole femtoseconds inside the event loop."""
+"""Femtoseconds of a microsecond. Times are whole femtoseconds inside the event loop."""
 _FEWEST_CYCLES, _MOST_CYCLES = 5, 80
-"""Cycles of steps that are simulated where steps overlap: doubled until they repeat."""
+"""Number of simulated cycles of steps if steps overlap: doubled from the first to the second until steps repeat."""
 
 
 class LightPlan(NamedTuple):
-    """The part of a Plan that is simulated: what planners make of their candidates."""
+    """The part of a Plan that is simulated. Planners make one of each candidate."""
 
     buckets: Sequence[Bucket]
     launch: Sequence[tuple[int, str]]
@@ -65,7 +65,7 @@ class Label(NamedTuple):
     bucket: int
     chunk: int
     place: int
-    """Of the task in the bucket's option."""
+    """Index of the task in the bucket's option."""
     price: Price
 
 
@@ -74,9 +74,9 @@ class Layout(NamedTuple):
 
     work: SimWork
     labels: list[list[Label]]
-    """Of each task of each row."""
+    """The label of each task of each row."""
     priced: list[PricedBucket]
-    """Of the buckets that the step exchanges."""
+    """Prices of the buckets that the step exchanges."""
 
 
 class SimulatedSteps(NamedTuple):
@@ -86,11 +86,11 @@ class SimulatedSteps(NamedTuple):
     """One for each kind of step, in the order of the steps, repeated."""
     run: EventRun
     steps: int
-    """Steps simulated."""
+    """Number of simulated steps."""
     window: tuple[int, int]
     """Start and end of the last cycle of steps, in femtoseconds."""
     cycle: int
-    """Steps in it."""
+    """Number of steps in a cycle."""
     steady: bool
     """Whether the last cycles took exactly the same time."""
 
@@ -111,17 +111,18 @@ class Simulator:
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._nbytes = {tensor.name: tensor.nbytes for tensor in tensors}
         self._position = {tensor.name: index for index, tensor in enumerate(tensors)}
-        # forward uses first what backward reaches last
+        # forward uses the tensors in the reverse order of backward
         forward = [fs_of(tensor.forward_us or 0.0) for tensor in reversed(tensors)]
         self.optimizer = fs_of(profile.optimizer_us or 0.0)
-        """Femtoseconds of the optimizer, which begins when an exchange is over: a step here begins with it."""
+        """Femtoseconds of the optimizer. A simulated step begins with the optimizer, which waits for the exchange."""
         forward[0] += self.optimizer
         self._lengths = [*forward, *(fs_of(tensor.backward_us) for tensor in tensors)]
 
     def step_us(self, plan: Plan | LightPlan) -> float:
-        """Microseconds of one step in the long run: of schedules with a period, the mean over one.
+        """Microseconds of one step in the long run; for schedules with a period, the mean over one period.
 
-        The plan must be of the simulator's model; only `simulate` checks that. Raises PlanError for what cannot be priced.
+        The plan must be for the simulator's model; only `simulate` checks the model. Raises PlanError for an option or a codec
+        that cannot be priced.
         """
         outcome = self.outcome(plan, record=False)
         return (outcome.window[1] - outcome.window[0]) / outcome.cycle / FS_PER_US
@@ -144,7 +145,7 @@ class Simulator:
                 )
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
             # exchanges must repeat too: they may fall behind for many steps before the computation has to wait. The last
-            # exchange differs from the others, as no further step runs beside it
+            # exchange differs from the others, as no further step runs during it
             rhythms = {after - before for times in (ends[-4:], exchanged[-5:-1]) for before, after in pairwise(times)}
             # nor is a rhythm steady in which a link or a core would have more to do than time: it still has gaps, which shrink
             steady = len(rhythms) == 1 and min(rhythms) >= least
@@ -189,7 +190,7 @@ class Simulator:
     def _layout(
         self, plan: Plan | LightPlan, priced: list[PricedBucket], chosen: Collection[int] | None = None
     ) -> Layout:
-        """One step that exchanges these buckets; None: all."""
+        """The layout of one step that exchanges these buckets; None: all."""
         sent = range(len(priced)) if chosen is None else chosen
         count = len(self._position)
         waits = [NOTHING] * (2 * count)
@@ -241,7 +242,7 @@ class Simulator:
         return rows, labels
 
     def task(self, tasks: Sequence[Price], index: int, place: int, following: int | None) -> SimTask:
-        """One task of a piece; place, following: of its link task, and of the piece's next one, in launch order."""
+        """One task of a piece; place, following: launch positions of its link task and of the piece's next link task."""
         word, us, decode = tasks[index].task, tasks[index].us, self.rules.decode
         order, urgency = place, AWAITED
         if word.startswith("decomp"):
@@ -264,7 +265,7 @@ class Simulator:
 
 
 def _least(works: Sequence[SimWork], workers: int) -> int:
-    """What a cycle of these steps takes at least: the time of the busiest resource. The CPU pool does `workers` tasks at once."""
+    """Lower bound of a cycle of these steps: the time of the busiest resource. The CPU pool does `workers` tasks at once."""
     busy = [sum(sum(work.lengths) for work in works), 0, 0, 0]
     for work in works:
         for row in work.rows:
@@ -285,7 +286,7 @@ def fs_of(us: float) -> int:
 
 
 def _segments(tasks: Sequence[Price]) -> list[list[int]]:
-    """Indices of a bucket's tasks, cut after each link task and the decode that follows: a lane does one segment at once."""
+    """Indices of a bucket's tasks, cut after each link task and the decode that follows. A lane does one segment at a time."""
     segments: list[list[int]] = [[]]
     sent = False
     for index, price in enumerate(tasks):

@@ -46,7 +46,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one resource spent the timeline."""
+    """Use of one resource over the timeline."""
 
     name: str
     busy_us: float
@@ -55,16 +55,16 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All links idle between the exchanges of two buckets. Compressing buckets sent before gains nothing."""
+    """An interval between the exchanges of two buckets in which all links idle. Compressing buckets sent before gains nothing."""
 
     start_us: float
     end_us: float
     before: tuple[int, ...]
-    """Buckets whose exchange was over."""
+    """Buckets whose exchange was over when the bubble began."""
 
 
 class Timeline(Document, frozen=True, kw_only=True):
-    """One step in the long run: a period of `steps` of them where steps differ, as in the `delayed` and the `local` schedule.
+    """One step in the long run. If steps differ, as in the `delayed` and the `local` schedule, one period of `steps` steps.
 
     step = optimizer + forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions
     (section 3).
@@ -80,25 +80,25 @@ class Timeline(Document, frozen=True, kw_only=True):
     steps: int
     """Steps in the timeline and in its sums: 1, or the steps of a period."""
     simulated_steps: int
-    """How many steps were simulated until they repeated."""
+    """Number of steps that were simulated until they repeated."""
     steady: bool
     """Whether steps repeated exactly. Else the timeline shows the later half of the steps, and step_us is their mean."""
     step_us: float
     optimizer_us: float = 0.0
-    """All optimizer steps of the timeline, where the profile has them."""
+    """Microseconds of all optimizer steps of the timeline; 0 if the profile has no optimizer."""
     forward_us: float
-    """All forwards of the timeline, and so on."""
+    """Microseconds of all forwards of the timeline. `backward_us` and the sums below are over the whole timeline too."""
     backward_us: float
     exposed_comm_us: float
     """ByteComp's communication overhead: some link is busy, and neither forward nor backward runs."""
     exposed_codec_us: float
     """ByteComp's compression overhead: codec tasks run, no link is busy, and neither forward nor backward runs."""
     idle_us: float
-    """Nothing runs."""
+    """Microseconds in which nothing runs."""
     cupcake_comm_us: float
     """Cupcake's communication overhead: some link is busy, and neither computation nor codec runs."""
     sent_bytes: float
-    """Bytes that one rank sends; the most of any rank, where a root sends more than others."""
+    """Bytes that the busiest rank sends. Roots of collectives may send more than other ranks."""
     intra_bytes: float
     """Bytes over a rank's intra link."""
     inter_bytes: float
@@ -110,7 +110,7 @@ class Timeline(Document, frozen=True, kw_only=True):
 
     @property
     def length_us(self) -> float:
-        """Of the whole timeline."""
+        """Microseconds of the whole timeline."""
         return self.step_us * self.steps
 
     def to_json(self, indent: int | None = None) -> str:
@@ -134,7 +134,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules
 
 
 class _Reader:
-    """Reads a timeline from what the event loop recorded."""
+    """Reads a timeline from the spans of the event loop."""
 
     def __init__(self, simulator: Simulator, plan: Plan, outcome: SimulatedSteps) -> None:
         self.simulator, self.plan, self.outcome = simulator, plan, outcome

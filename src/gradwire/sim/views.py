@@ -8,7 +8,7 @@ from gradwire.sim.timeline import Timeline
 
 
 def as_table(timeline: Timeline) -> str:
-    """What each resource did, then what the step is made of, as lines of text. docs/simulator.md says how to read them."""
+    """Lines of text: the work of each resource, then the parts of the step. docs/simulator.md says how to read them."""
     length = timeline.length_us
     lines = [f"{'resource':<12} {'busy ms':>10} {'of step':>8} {'exposed ms':>11}"]
     for resource in timeline.resources:
@@ -73,12 +73,12 @@ def as_trace(timeline: Timeline) -> str:
     names = {row: name + f" {place + 1}" * (place > 0) for (name, place), row in rows.items()}
     if timeline.bubbles:
         names[bubble_row] = "bubbles"
-    told = [
+    row_names = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
         for row, name in sorted(names.items())
     ]
     step = {"step_us": timeline.step_us, "schedule": timeline.schedule}
-    document = {"displayTimeUnit": "ms", "otherData": step, "traceEvents": told + events}
+    document = {"displayTimeUnit": "ms", "otherData": step, "traceEvents": row_names + events}
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 

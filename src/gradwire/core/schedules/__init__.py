@@ -87,12 +87,12 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
-    """Each rank trains alone; every H-th step they average the weights' changes (DiLoCo; Douillard et al. 2023).
+    """Each rank trains alone; after every H-th step ranks average their changes of weights (DiLoCo; Douillard et al. 2023).
 
     The optimizer of the script steps a rank's own weights L with the rank's own gradients. W are the global weights, the same on
     all ranks. After every H-th step:
 
-        W <- outer step by the mean over ranks of (W - L), as it was sent
+        W <- outer step by the mean over ranks of the (W - L) that were sent
         L <- L + mixing * (W - L)
 
     With `delay` the mean is sent while that many more steps compute, and with `fragments` each part of the model has an exchange
@@ -116,9 +116,10 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     fragments: int = 1
     """Parts of the model that are exchanged apart, one after another in each period. More: a lower peak of bytes."""
     delay: int = 0
-    """Local steps that run beside an exchange before its mean is used. More: slower links are hidden, staler means."""
+    """Local steps that run during an exchange before its mean is used. More: slower links are hidden, staler means."""
     mixing: float = 1.0
-    """The share of the global weights in what a rank goes on with. 1: the global weights; less keeps a part of the rank's own."""
+    """The share of the global weights in the weights of the next local step. 1: the global weights alone. Less: a part of the
+    rank's own weights stays."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
@@ -175,12 +176,12 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
 
     def begins_after(self, exchange: int) -> int:
-        """The local steps after which the exchange of this number begins, counted from 0; 0 for the one before the first."""
+        """Number of local steps after which exchange `exchange`, counted from 0, begins; 0 for the one before the first."""
         period, place = divmod(exchange, self.fragments)
         return period * self.every + (place + 1) * self.every // self.fragments
 
     def fragments_of(self, numels: Sequence[int]) -> list[range]:
-        """The buckets of each fragment: consecutive ones, of nearly as many elements as every other fragment.
+        """The consecutive buckets of each fragment. All fragments have nearly the same number of elements.
 
         >>> LocalSteps(fragments=2).fragments_of([30, 10, 10, 30])
         [range(0, 2), range(2, 4)]

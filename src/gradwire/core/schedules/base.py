@@ -1,4 +1,4 @@
-"""What every schedule has: the base class of `gradwire.core.schedules`."""
+"""The base class of all schedules."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -14,7 +14,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """The properties of a schedule that planner and simulator read. The defaults are those of wait-free backpropagation."""
 
     gathers_in_forward: ClassVar[bool] = False
-    """Whether gather phases run beside the next forward, the layers that come first in forward first."""
+    """Whether gather phases run during the next forward, in the order in which forward uses the layers."""
     needs_optimizer: ClassVar[bool] = False
     """Whether the schedule decides when the optimizer updates parameters."""
     costs_accuracy: ClassVar[bool] = False
@@ -22,7 +22,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     sends_weights: ClassVar[bool] = False
     """Whether ranks train alone, and exchange the changes of their weights in place of gradients."""
     lends_gradients: ClassVar[bool] = False
-    """Whether compressed gradients may be exchanged where autograd left them: then they have no place in a bucket."""
+    """Whether compressed gradients may be exchanged in the memory where autograd left them, without a copy in a bucket."""
 
     @property
     def engine(self) -> str:
@@ -36,7 +36,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def hides_exchange(self) -> bool:
-        """Whether whole exchanges run beside the next step."""
+        """Whether whole exchanges run during the next step."""
         return False
 
     @property
@@ -56,7 +56,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def overlapped_steps(self) -> int:
-        """How many later steps run beside an exchange."""
+        """Number of later steps that run during an exchange."""
         return 1 if self.hides_exchange else 0
 
     def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
@@ -65,7 +65,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def fewest_buckets(self) -> int:
-        """Fewer buckets cannot be scheduled so. Policies make small enough ones."""
+        """The least number of buckets that the schedule needs. Policies make buckets small enough for it."""
         return 1
 
     @property
@@ -84,7 +84,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return None
 
     def with_k(self, k: int) -> "Schedule":
-        """The schedule that corrects each bucket in every k-th step. Of schedules that correct."""
+        """The schedule that corrects each bucket in every k-th step; for schedules with corrections only."""
         raise NotImplementedError(f"{type(self).__name__} corrects nothing, so it has no k.")
 
     @property
@@ -94,7 +94,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def undecided(self) -> str:
-        """What must be decided before a plan can have this schedule, and by whom; '' if nothing."""
+        """The open decision that keeps a plan from having this schedule, and who decides it; '' if nothing is open."""
         return ""
 
     @property
@@ -104,6 +104,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 def check_flag(schedule: Schedule, field: str) -> None:
-    """Raises FormatError unless this field of the schedule is true or false."""
+    """Raise FormatError unless this field of the schedule is true or false."""
     if not isinstance(getattr(schedule, field), bool):
         raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")

@@ -18,7 +18,7 @@ else:
 
 
 FIRST_K = 5
-"""The default, which the paper advises; and what runs with k="auto" until residuals are measured."""
+"""The default k, which the paper advises. With k="auto" it holds until residuals are measured."""
 LOCAL_STEPS = ("optimizer", "sgd")
 """optimizer: the step that the optimizer would make next if the rank's own gradient were the mean. sgd: the rate times the
 gradient, as in the paper, whatever the optimizer is."""
@@ -30,7 +30,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     W(i) are the global weights after step i-1. L(i) are a rank's own weights, on which step i computes its gradient g(i):
 
         L(i+1) = W(i) - local_lr * g(i)
-        W(i+1) = W(i) - update(mean over ranks of g(i) as it was sent)
+        W(i+1) = W(i) - update(mean over ranks of the sent g(i))
 
     The exchange of step i runs while step i+1 computes. Steps are counted from 0 after the warm-up. In every k-th step a bucket
     is corrected: its gradient is sent uncompressed, or with the `correction` spec. `stagger` says whether these are other
@@ -78,7 +78,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     local_step: str = "optimizer"
     """One of LOCAL_STEPS."""
     warmup_lands: bool = True
-    """Whether the last warm-up step is synchronous too. False: its exchange already runs beside the next step, which computes on
+    """Whether the last warm-up step is synchronous too. False: its exchange already runs during the next step, which computes on
     a local update, as in the paper's Algorithm 1."""
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
         return self.k is not None
 
     def corrected(self, nbytes: Sequence[int]) -> list[tuple[int, ...]]:
-        """See `Schedule`. Staggered: the largest bucket first, each to the step that has the fewest bytes.
+        """See `Schedule`. Staggered: assigns the largest bucket first, each to the step that has the fewest bytes.
 
         >>> Delayed(k=3).corrected([40, 30, 20, 10, 0]), Delayed(k=3, stagger=False).corrected([40, 30])
         ([(0,), (1,), (2, 3)], [(0, 1), (), ()])

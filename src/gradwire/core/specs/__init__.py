@@ -1,7 +1,7 @@
 """Specs: frozen data that names a compressor.
 
-A spec is configuration, registry key, repr, equality and JSON at once. This package holds the data and what can be
-declared of it only; what a spec does is in `gradwire.compressors`, which looks it up by class.
+A spec is configuration, registry key, repr, equality and JSON at once. This package holds the data, and what the data alone
+declares. `gradwire.compressors` has the compressor of each spec, by the spec's class.
 
 >>> spec = ErrorFeedback(QSGD(bits=4))
 >>> spec

@@ -21,7 +21,7 @@ class ElementRun(NamedTuple):
 
     numel: int
     bits: int = 0
-    """Bits an element, if they differ by tensor; RAW for uncompressed tensors beside compressed ones; else 0."""
+    """Bits an element, if they differ by tensor; RAW for uncompressed tensors in a payload of compressed ones; else 0."""
     shape: tuple[int, ...] = ()
     """The tensor's shape, if the compressor needs whole tensors; else empty."""
 
@@ -99,7 +99,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
 
     def bytes_beside(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        """`payload_bytes`, where runs with `bits` RAW travel uncompressed behind the payload of the others."""
+        """`payload_bytes` of runs of which those with `bits` RAW travel uncompressed behind the payload of the others."""
         raw = sum(run.numel for run in runs if run.bits == RAW)
         coded = [run for run in runs if run.bits != RAW]
         size = self.payload_bytes(coded, itemsize) if coded or not raw else 0
@@ -130,7 +130,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def family(self) -> str:
-        """Tensors whose specs have the same family may share one encode call and one exchange.
+        """The name of the spec's family. Tensors with specs of one family may share one encode call and one exchange.
 
         >>> from gradwire.core.specs import QSGD
         >>> QSGD(bits=2).family == QSGD(bits=8).family, QSGD(block=64).family == QSGD(block=128).family
@@ -250,9 +250,9 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
 
 
 def spec_from_text(text: str) -> Spec:
-    """The spec whose repr this is, or an abbreviation of it with fields left out. Nothing is evaluated but literals.
+    """Read a spec from its repr, in which fields may be left out. Nothing is evaluated but literals.
 
-    Raises SpecError naming what is wrong.
+    Raises SpecError that names the mistake.
 
     >>> spec_from_text("ErrorFeedback(QSGD(bits=2))")
     ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest'))
@@ -285,8 +285,10 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     values = dict(zip(known, (_value_of(argument, text) for argument in call.args), strict=False))
     for keyword in call.keywords:
         if keyword.arg not in known or keyword.arg in values:
-            told = "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
-            raise SpecError(f"{keyword.arg} {told}.")
+            problem = (
+                "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
+            )
+            raise SpecError(f"{keyword.arg} {problem}.")
         values[keyword.arg] = _value_of(keyword.value, text)
     if missing := [field.name for field in fields if field.required and field.name not in values]:
         raise SpecError(f"{missing[0]} is missing in {name}(...): it has no default. Write {name}({missing[0]}=...).")
@@ -321,7 +323,7 @@ else:
 
 
 def check_block(block: object, what: str = "the elements of a block", low: int = 32, high: int = 8192) -> None:
-    """A power of two from `low` to `high`."""
+    """Refuse everything but a power of two from `low` to `high`."""
     whole("block", block, what, low=low, high=high, error=SpecError)
     assert isinstance(block, int)
     if block & (block - 1):
@@ -330,12 +332,12 @@ def check_block(block: object, what: str = "the elements of a block", low: int =
 
 
 def check_seed(seed: object) -> None:
-    """A seed of a random stream."""
+    """Refuse everything but a seed of a random stream."""
     whole("seed", seed, "a seed", low=0, high=2**63 - 1, error=SpecError)
 
 
 def check_ratio(field: str, ratio: object) -> None:
-    """A part of all elements."""
+    """Refuse everything but a part of all elements."""
     number(field, ratio, "the part of the elements that is sent", positive=True, error=SpecError)
     assert isinstance(ratio, (int, float))
     if ratio > 1:
@@ -345,7 +347,7 @@ def check_ratio(field: str, ratio: object) -> None:
 
 
 def check_momentum(momentum: object) -> None:
-    """From 0 up to, not including, 1."""
+    """Refuse everything but a number of at least 0 and below 1."""
     number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
     assert isinstance(momentum, (int, float))
     if momentum >= 1:

@@ -91,7 +91,7 @@ class Truncate(Spec, frozen=True):
     law: ClassVar[Law] = Law("contractive")
 
     ratio: float
-    """How many times smaller: 1 or more."""
+    """Bytes of the gradient over bytes of the payload: 1 or more."""
     unsafe: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Truncate(Spec, frozen=True):
             raise SpecError(f"ratio is {self.ratio}: it must be at least 1, 4 for a quarter of the bytes.")
 
     def kept(self, numel: int) -> int:
-        """Elements sent of so many."""
+        """Number of elements sent of a run of `numel` elements."""
         return int(-(-numel // self.ratio))
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:

@@ -17,7 +17,7 @@ class ErrorFeedback(Spec, frozen=True):
     """Adds the error of `inner` to the next step's gradient, with one residual per encode.
 
     Over many steps nothing is lost. The price: memory for the residual, and delayed updates. `inner` gets its best settings for
-    feedback (`under_feedback`): QSGD rounds to nearest unless told otherwise.
+    feedback (`under_feedback`): QSGD rounds to nearest unless its `rounding` says otherwise.
     Raises SpecError if `inner` is lossless, has state of its own, or sends no magnitudes.
     """
 
@@ -27,8 +27,8 @@ class ErrorFeedback(Spec, frozen=True):
 
     inner: SpecField
     decay: float = 1.0
-    """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: errors of long ago fade, as with
-    `LocalSteps`, where SparseLoCo has 0.95."""
+    """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: old errors fade. SparseLoCo has 0.95,
+    with `LocalSteps`."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())

@@ -71,7 +71,7 @@ class PowerSGD(Spec, frozen=True):
         return (rows, columns) if fits else None
 
     def round_numels(self, runs: Sequence[ElementRun]) -> tuple[int, int]:
-        """float32 numbers summed in each round."""
+        """Number of float32 values that are summed in each round."""
         first = second = 0
         for run in runs:
             matrix = self.factors(run.shape)

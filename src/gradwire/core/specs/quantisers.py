@@ -43,7 +43,7 @@ class QSGD(BlockSpec, frozen=True):
     most elements of a block are much smaller than the largest."""
     blocks: str = "tensor"
     """tensor: every tensor of a bucket begins a new block; bucket: a block may hold the end of one tensor and the begin of the
-    next (QNCCL). bucket: fewer bytes for many tiny tensors, more error in those beside a tensor of larger values."""
+    next (QNCCL). bucket: fewer bytes for many tiny tensors, more error in those that share a block with larger values."""
 
     def __post_init__(self) -> None:
         whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
@@ -86,7 +86,8 @@ class QSGD(BlockSpec, frozen=True):
 
 @register_spec
 class TernGrad(BlockSpec, frozen=True):
-    """Minus the scale, zero or the scale, at random so that the mean is right (Wen et al. 2017). 1.6 bits an element."""
+    """Three values, minus the scale, zero and the scale, chosen at random so that the mean is right (Wen et al. 2017).
+    1.6 bits an element."""
 
     id: ClassVar[str] = "terngrad"
     code_bits: ClassVar[int] = 2
@@ -99,7 +100,7 @@ class TernGrad(BlockSpec, frozen=True):
     """The largest magnitude, in standard deviations of the block (its root mean square); the paper uses 2.5. Smaller: less
     noise, but biased. 0: no clipping."""
     seed: int = 0
-    """Of the rounding."""
+    """Seed of the rounding."""
 
     def __post_init__(self) -> None:
         check_block(self.block)

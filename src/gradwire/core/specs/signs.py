@@ -34,7 +34,7 @@ class Signum(SignSGD, frozen=True):
 
 
 class _MeanSigns(BlockSpec, frozen=True):
-    """Signs with the means of blocks. Block 0 is as much of a tensor as is encoded at once."""
+    """Signs with the means of blocks. Block 0: all elements of a tensor that are encoded at once are one block."""
 
     code_bits: ClassVar[int] = 1
     state: ClassVar[tuple[str, ...]] = ("residual",)
@@ -53,7 +53,7 @@ class EFSignSGD(_MeanSigns, frozen=True):
     id: ClassVar[str] = "ef_signsgd"
 
     block: int = 1024
-    """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
+    """Elements that share one magnitude: a power of two from 32 to 8192, or 0 for all elements of a tensor that are encoded at
     once. Larger: fewer bytes, more error."""
 
 
@@ -66,5 +66,5 @@ class OneBit(_MeanSigns, frozen=True):
     scales: ClassVar[int] = 2
 
     block: int = 1024
-    """Elements that share the two means: a power of two from 32 to 8192, or 0 for as much of a tensor as is encoded at
-    once. Smaller: less error, more bytes. Up to 8192 gradient and residual are read once, a whole tensor twice."""
+    """Elements that share the two means: a power of two from 32 to 8192, or 0 for all elements of a tensor that are encoded at
+    once. Smaller: less error, more bytes. Blocks of up to 8192 read gradient and residual once, a whole tensor twice."""

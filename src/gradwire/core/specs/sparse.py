@@ -33,7 +33,7 @@ class _Selected(Spec, frozen=True):
     touches_segments_only: ClassVar[bool] = True
 
     part: ClassVar[str] = "ratio"
-    """The field that has the part of the elements that is sent."""
+    """The name of the field that holds the sent part of the elements."""
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         groups = [ElementRun(run.numel, run.bits) for run in runs]
@@ -126,7 +126,7 @@ class BlockTopK(Spec, frozen=True):
         return self.block
 
     def kept(self, numel: int) -> int:
-        """Elements sent of a run of so many."""
+        """Number of elements sent of a run of `numel` elements."""
         full, tail = divmod(numel, self.block)
         return full * kept_of(self.block, self.ratio) + kept_of(tail, self.ratio)
 
@@ -169,7 +169,8 @@ class RandomK(Spec, frozen=True):
     ratio: float
     """The part of the elements that is sent, rounded up, at least one element."""
     indices: str = "common"
-    """common: the same on all ranks, so that values are summed on the wire; own: each rank its own, gathered."""
+    """common: all ranks draw the same indices, so that values are summed on the wire; own: each rank draws its own indices, and
+    payloads are gathered."""
     seed: int = 0
     """Seed of the choice."""
 
@@ -187,7 +188,7 @@ class RandomK(Spec, frozen=True):
         return 1 if self.indices == "common" else 0
 
     def kept(self, runs: Sequence[ElementRun]) -> int:
-        """Elements sent."""
+        """Number of elements sent of these runs."""
         return sum(kept_of(run.numel, self.ratio) for run in runs)
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
@@ -214,7 +215,7 @@ class DGC(_Selected, frozen=True):
     warm_up_steps: int = 0
     """Steps in which the ratio falls from 0.25 to `ratio`, a quarter at a time. 0: no warm-up."""
     selection: str = "exact"
-    """As in TopK."""
+    """exact or sampled, as in TopK."""
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)

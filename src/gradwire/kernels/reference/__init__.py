@@ -1,4 +1,4 @@
-"""The kernels in plain torch, which define the bytes that csrc/ and the Triton kernels must give.
+"""The kernels in plain torch. They define the bytes that csrc/ and the Triton kernels must give.
 
 They run on any device, hundreds of times slower than the C++ kernels.
 """

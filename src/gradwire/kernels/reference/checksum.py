@@ -1,4 +1,4 @@
-"""CRC32C in plain torch: what csrc/api_checksum.cpp computes in hardware."""
+"""CRC32C in plain torch, the reference of csrc/api_checksum.cpp, which uses the processor's instruction."""
 
 import torch
 
@@ -9,7 +9,7 @@ _POLYNOMIAL, _ONE, _ALL = 0x82F63B78, 0x80000000, 0xFFFFFFFF
 def crc32c(values: torch.Tensor) -> int:
     """The CRC32C (RFC 3720, appendix B.4) of the bytes of a contiguous CPU tensor.
 
-    Rows of equal length go side by side. Zeros before the first byte change nothing, so the first row may have some.
+    Rows of equal length are computed in parallel. Zeros before the first byte change nothing, so the first row may have some.
     """
     if not values.numel():
         return 0
@@ -18,7 +18,7 @@ def crc32c(values: torch.Tensor) -> int:
     rows = 1 << (-(-(given.numel() + 4) // length) - 1).bit_length()
     padded = torch.zeros(rows * length, dtype=torch.int64)
     padded[-given.numel() :] = given
-    # the checksum begins with 32 ones: four bytes before the first one that leave just these
+    # the checksum's state begins with 32 ones: put four bytes before the first one that give this state
     begin = padded.numel() - given.numel() - 4
     padded[begin : begin + 4] = torch.tensor([_before(_ALL) >> shift & 255 for shift in (0, 8, 16, 24)])
     byte = torch.arange(256)
@@ -37,7 +37,7 @@ def crc32c(values: torch.Tensor) -> int:
 
 
 def _before(crc: int) -> int:
-    """The four bytes that make this checksum of zero."""
+    """The four bytes that turn a state of zero into this checksum."""
     for _ in range(32):
         crc = (crc << 1 & _ALL) ^ ((_POLYNOMIAL << 1 & _ALL) | 1 if crc & _ONE else 0)
     return crc

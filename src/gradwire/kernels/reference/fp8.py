@@ -49,10 +49,10 @@ _FORMATS = {
 
 
 def fp8_encode(src: Tensor, residual: State, segments: Segments, block: int, format: str, payload: Tensor) -> None:
-    """As `scaled_encode`; format is e4m3 or e5m2."""
+    """Encode as `scaled_encode` does; format is e4m3 or e5m2."""
     scaled_encode(_FORMATS[format], src, residual, segments, None, block, payload)
 
 
 def fp8_decode(payload: Tensor, segments: Segments, block: int, format: str, add: bool, dst: Tensor) -> None:
-    """As `scaled_decode`."""
+    """Decode as `scaled_decode` does; format is e4m3 or e5m2."""
     scaled_decode(_FORMATS[format], payload, segments, block, add, dst)

@@ -13,7 +13,7 @@ DAMAGED = "the payload's indices are damaged"
 
 
 def write_indices(index: Tensor, n: int) -> Tensor:
-    """The bytes, uint8, of ascending indices (int64)."""
+    """Write ascending indices (int64) below n as bytes (uint8)."""
     k = index.numel()
     low = index_low_bits(k, n)
     if low < 0:
@@ -24,7 +24,7 @@ def write_indices(index: Tensor, n: int) -> Tensor:
 
 
 def read_indices(data: Tensor, k: int, n: int) -> Tensor:
-    """The k indices (int64) that the bytes hold.
+    """Read the k indices (int64) below n from their bytes.
 
     Raises RuntimeError if there are not exactly k, if they do not ascend or if one is not below n.
     """

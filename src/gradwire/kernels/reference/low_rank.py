@@ -34,13 +34,13 @@ def _whole(src: Tensor, residual: State, m: _Matrix) -> Tensor:
 
 
 def project(src: Tensor, residual: State, matrices: Tensor, rank: int, q: Tensor, p: Tensor) -> None:
-    """P = M Q', of every matrix."""
+    """Compute P = M Q' for every matrix."""
     for m in _each(matrices, rank):
         p[m.p] = (_whole(src, residual, m) @ q[m.q].view(rank, m.columns).T).reshape(-1)
 
 
 def back_project(src: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q: Tensor) -> None:
-    """Q = P' M, of every matrix."""
+    """Compute Q = P' M for every matrix."""
     for m in _each(matrices, rank):
         q[m.q] = (p[m.p].view(m.rows, rank).T @ _whole(src, residual, m)).reshape(-1)
 
@@ -58,7 +58,8 @@ def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
 def reconstruct(
     dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
 ) -> None:
-    """dst = P times the sum of Q; residual = M - P times the own Q. If the sum is not finite, the residual does not change."""
+    """Compute dst = P times the sum of Q, and residual = M - P times the own Q. The residual keeps its values if the sum is not
+    finite."""
     for m in _each(matrices, rank):
         left = p[m.p].view(m.rows, rank)
         if residual is not None and bool(q_sum[m.q].isfinite().all()):

@@ -12,7 +12,7 @@ M32 = 0xFFFFFFFF
 
 
 def narrow(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """To nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
+    """Round to nearest even, with one bit pattern for NaN (torch's differs between its SIMD paths)."""
     out = v.to(dtype)
     return out if dtype == torch.float32 else torch.where(out.isnan(), torch.full_like(out, float("nan")), out)
 
@@ -24,7 +24,7 @@ def equal_blocks(numel: int, block: int) -> list[tuple[int, int, int]]:
 
 
 def given(src: Tensor, residual: State, where: slice | Tensor) -> Tensor:
-    """src + residual of these elements, in float32."""
+    """The sum src + residual of these elements, in float32."""
     v = src[where].to(torch.float32)
     return v if residual is None else v + residual[where]
 
@@ -47,7 +47,7 @@ def float_of(bits: Tensor) -> Tensor:
 
 
 def bf16_value(raw: Tensor) -> Tensor:
-    """Bits of a bfloat16 to float32."""
+    """The float32 value of the bits of a bfloat16."""
     return (raw.to(torch.int32) << 16).view(torch.float32)
 
 
@@ -99,7 +99,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
 
 
 def pack_base_3(codes: Tensor) -> Tensor:
-    """Codes of three values, of shape (blocks, m), m a multiple of 64: see `gradwire.kernels.reference.scaled`."""
+    """Pack codes of three values, of shape (blocks, m), m a multiple of 64; see `gradwire.kernels.reference.scaled`."""
     pieces = codes.reshape(codes.shape[0], 8, -1)
     digits = torch.tensor([1, 3, 9, 27, 81], device=codes.device).reshape(1, -1, 1)
     first, rest = (pieces[:, :5] * digits).sum(dim=1), (pieces[:, 5:] * digits[:, :3]).sum(dim=1)

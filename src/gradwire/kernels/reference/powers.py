@@ -41,7 +41,7 @@ class _Natural(Coder):
 
 
 class _Exponential(UniformLevels):
-    """Levels that halve from the scale on; scales as those of equal steps."""
+    """Levels that halve from the scale on. Scales are those of uniform levels."""
 
     def __init__(self, scale: str) -> None:
         super().__init__(scale)
@@ -62,7 +62,7 @@ class _Exponential(UniformLevels):
 
 
 def _signed(magnitude: Tensor, v: Tensor, raw: Tensor, bits: int) -> Tensor:
-    """Codes, 0 in blocks with scale 0."""
+    """Codes with the sign of v; 0 in blocks with scale 0."""
     return (magnitude | (torch.signbit(v).to(torch.int64) << (bits - 1))) * (raw != 0)
 
 
@@ -76,11 +76,11 @@ def _value(codes: Tensor, offset: Tensor | int, unit: Tensor, bits: int) -> Tens
 def natural_encode(
     src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, payload: Tensor
 ) -> None:
-    """As `scaled_encode`."""
+    """Encode as `scaled_encode` does, in natural compression."""
     scaled_encode(_Natural(), src, residual, segments, stream, block, payload)
 
 
 natural_decode = partial(scaled_decode, _Natural())
 exponential_encode = partial(levels_encode, _Exponential)
-"""As `qsgd_encode`, with levels that halve from the scale ('max' or 'l2') on."""
+"""Encodes as `qsgd_encode` does, with levels that halve from the scale ('max' or 'l2') on."""
 exponential_decode = partial(scaled_decode, _Exponential("max"))

@@ -20,7 +20,7 @@ SHORT = 1.0 - 2.0**-22  # keeps the largest value from rounding past the largest
 
 
 class UniformLevels(Coder):
-    """Equal steps."""
+    """Levels in equal steps."""
 
     width = 0
 
@@ -83,7 +83,7 @@ def levels_encode(
     rounding: str,
     payload: Tensor,
 ) -> None:
-    """As `scaled_encode`; scale is 'max', 'minmax' or 'l2', rounding 'stochastic' or 'nearest'."""
+    """Encode as `scaled_encode` does; scale is 'max', 'minmax' or 'l2', rounding 'stochastic' or 'nearest'."""
     drawn = stream if rounding == "stochastic" else None
     scaled_encode(levels(scale), src, residual, segments, drawn, block, payload)
 
@@ -92,5 +92,5 @@ qsgd_encode = partial(levels_encode, UniformLevels)
 
 
 def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
-    """As `scaled_decode`."""
+    """Decode as `scaled_decode` does; scale is 'max', 'minmax' or 'l2'."""
     scaled_decode(UniformLevels(scale), payload, segments, block, add, dst)

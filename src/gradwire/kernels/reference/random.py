@@ -21,12 +21,12 @@ def mix64(x: int) -> int:
 
 
 def stream_key(words: Iterable[int], key: int = 0) -> int:
-    """The key of the random numbers of (seed, step, encode, rank, tensor), or of what follows after a key."""
+    """The key of the random numbers of (seed, step, encode, rank, tensor). key: the key of the words before `words`."""
     return reduce(lambda key, word: mix64(key ^ (word & _M64)), words, key)
 
 
 def random_words(counter: Tensor, key: int) -> Tensor:
-    """32-bit words; counters 64k + l, + 16, + 32 and + 48 share a hash, from which each but the first takes a step."""
+    """Random 32-bit words. Counters 64k + l, + 16, + 32 and + 48 share one hash; a further step derives each but the first."""
     group = counter // 16 % 4
     hashed = random_hash(counter - 16 * group, key)
     x = (hashed * torch.tensor(_MULTIPLY, device=hashed.device)[group]) & M32

@@ -20,9 +20,10 @@ STREAM_BYTES = 8
 def randomk_encode(
     src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
 ) -> None:
-    """The key of the stream of (seed, step, encode, rank), 8 bytes, then the values drawn, in the dtype of src.
+    """Encode src (float32, bfloat16 or float16, flat) into payload (uint8): 8 bytes with the key of the stream of (seed, step,
+    encode, rank), then the drawn values in the dtype of src.
 
-    With a residual src + residual is drawn from, and the residual becomes what was not sent.
+    With a residual (float32, as long as src) values are drawn from src + residual, and the residual keeps the unsent part.
     """
     base = stream_key(stream.tolist())
     payload[:STREAM_BYTES] = torch.tensor(list(base.to_bytes(STREAM_BYTES, "little")), dtype=torch.uint8)
@@ -33,7 +34,7 @@ def randomk_encode(
 def randomk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
 ) -> None:
-    """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values."""
+    """Write the values of payload to dst (flat), with zeros for unsent elements, or add the values. dtype: the values' dtype."""
     base = int.from_bytes(bytes(payload[:STREAM_BYTES].tolist()), "little")
     _scatter(payload[STREAM_BYTES:].clone().view(dtype).to(torch.float32), segments, base, ratio, add, dst)
 
@@ -41,12 +42,13 @@ def randomk_decode(
 def gather_random(
     src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor
 ) -> None:
-    """As `randomk_encode`, the values alone, as float32; all ranks and all encodes of a step draw the same elements."""
+    """Draw values as `randomk_encode` does, without a key and as float32. All ranks and all encodes of a step draw the same
+    elements."""
     values.copy_(_gather(src, residual, segments, _common(stream), ratio, torch.float32))
 
 
 def scatter_random(values: Tensor, segments: Segments, stream: Tensor, ratio: float, add: bool, dst: Tensor) -> None:
-    """Write values (float32) where `gather_random` drew them, zeros elsewhere, or add them."""
+    """Write values (float32) to the elements that `gather_random` drew, and zeros elsewhere, or add the values."""
     _scatter(values, segments, _common(stream), ratio, add, dst)
 
 
@@ -79,7 +81,7 @@ def _scatter(values: Tensor, segments: Segments, base: int, ratio: float, add: b
 
 
 def _draw(row: Segment, base: int, ratio: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the k stretches of a run begin and the last ends, k + 1 elements, and the element drawn from each."""
+    """The begins of the k stretches of a run and the end of the last one, k + 1 elements; and the element drawn from each."""
     k = kept_of(row.numel, ratio)
     i = torch.arange(k + 1, device=device)
     start = i * row.numel // k if k else i * 0

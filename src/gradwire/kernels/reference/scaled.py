@@ -9,7 +9,7 @@ take 13 bits. With S = m/8 byte j has codes j, j+S, .. j+4S as digits, the first
 code of 5 bits. These S codes follow in planes.
 
 A block that holds a NaN, an Inf or a value of 2^126 or more has a NaN scale. Such a block decodes to NaN throughout, and its
-residual stays as it was: nothing non-finite becomes finite.
+residual does not change, so that nothing non-finite becomes finite.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ BAD = 0x7FC0
 
 
 class Coder:
-    """How blocks are coded. The first dimension of all tensors is blocks."""
+    """The code of blocks. The first dimension of all tensors is blocks."""
 
     per_block = 1
     """Scales of a block."""
     missing = 0
     """The code of an element that is not finite."""
     width = 8
-    """Bits of a code; 0: those of its segment."""
+    """Bits of a code; 0: the segment's bits."""
     ternary = False
     """Whether codes of 2 bits stand for three values."""
 
@@ -51,7 +51,7 @@ class Coder:
         return self.width or segment.bits
 
     def finite(self, v: Tensor) -> Tensor:
-        """Which blocks of v are finite, of shape (blocks, 1), or which elements."""
+        """Mask of the finite blocks of v, of shape (blocks, 1), or of the finite elements."""
         return (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
 
     def scales(self, v: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ class Coder:
         raise NotImplementedError
 
     def codes(self, v: Tensor, raw: Tensor, bits: int, u: Tensor) -> Tensor:
-        """Codes of v, int64. u: for each element 16 random bits, or what rounds to nearest."""
+        """Codes of v, int64. u: for each element 16 random bits, or the constant that rounds to nearest."""
         raise NotImplementedError
 
     def values(self, codes: Tensor, raw: Tensor, bits: int) -> Tensor:
-        """The numbers that codes stand for, float32; NaN where the scale is."""
+        """The values of codes, float32; NaN in blocks with a NaN scale."""
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ def scaled_encode(
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8). stream is int64 (seed, step, encode, rank), or None
     for codes that are not random.
 
-    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes the error.
     """
     coded = [(s.numel, coder.bits(s)) for s in segments.rows]
     scale_bytes = coded_bytes(coded, block, coder.per_block).scales
@@ -113,8 +113,8 @@ def scaled_decode(coder: Coder, payload: Tensor, segments: Segments, block: int,
 def _runs(
     coder: Coder, segments: Segments, block: int, payload: Tensor, device: torch.device
 ) -> Iterator[tuple[Segment, Tensor, slice, Tensor, Tensor]]:
-    """Runs of equal blocks: the segment, the first element of each block in the segment, the place of all in the flat buffer,
-    and the bytes of the payload that are scales and codes of the run."""
+    """Runs of equal blocks: the segment, the first element of each block in the segment, the run's place in the flat buffer, and
+    the payload's bytes with the scales and codes of the run."""
     scale_at = 0
     code_at = coded_bytes([(s.numel, coder.bits(s)) for s in segments.rows], block, coder.per_block).scales
     for seg in segments.rows:
@@ -128,7 +128,7 @@ def _runs(
 
 
 def _random_halves(first: Tensor, n: int, key: int) -> Tensor:
-    """16 random bits for each of n elements of blocks, of which the first random word has the number `first` (blocks)."""
+    """Random numbers of 16 bits for n elements of each block. first: counters of the blocks' first random words, (blocks)."""
     half = (n + 7) // 8 * 4
     words = random_words(first.unsqueeze(1) + torch.arange(half, device=first.device), key)
     return torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n]

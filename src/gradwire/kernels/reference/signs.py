@@ -25,8 +25,8 @@ LANES = 64
 def sign_encode(src: Tensor, momentum: State, keep: float, segments: Segments, payload: Tensor) -> None:
     """Encode the signs of src (float32, bfloat16 or float16, flat).
 
-    With a momentum (float32, as long as src) it becomes keep * momentum + (1 - keep) * src, and its signs are encoded; an
-    element that would not be finite keeps what it was, and counts by the sign of src.
+    A momentum (float32, as long as src) becomes keep * momentum + (1 - keep) * src, and the signs of the momentum are encoded. An
+    element of the momentum that would not be finite does not change, and the sign of src is encoded.
     """
     at = 0
     for seg in segments.rows:
@@ -45,7 +45,7 @@ def sign_encode(src: Tensor, momentum: State, keep: float, segments: Segments, p
 def mean_sign_encode(src: Tensor, residual: State, segments: Segments, block: int, means: int, payload: Tensor) -> None:
     """Encode src (float32, bfloat16 or float16, flat) as signs with 1 or 2 means a block.
 
-    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes what was lost.
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes the error.
     """
     scale_at, code_at = 0, coded_bytes([(s.numel, 1) for s in segments.rows], block, means).scales
     payload[:code_at] = 0
@@ -68,7 +68,7 @@ def mean_sign_encode(src: Tensor, residual: State, segments: Segments, block: in
 
 
 def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add: bool, dst: Tensor) -> None:
-    """Write what payload holds to dst (flat), or add it to dst. No means: -1 and 1."""
+    """Write the values of payload to dst (flat), or add them to dst. Without means the values are -1 and 1."""
     scale_at, code_at = 0, coded_bytes([(s.numel, 1) for s in segments.rows], block, means).scales
     for seg in segments.rows:
         size = (seg.numel + 7) // 8
@@ -105,7 +105,7 @@ def _below_zero(v: Tensor) -> Tensor:
 
 
 def _means(v: Tensor, negative: Tensor, means: int) -> tuple[Tensor, Tensor]:
-    """The means of the rows of v as bfloat16 of shape (rows, means), and which rows are finite, (rows, 1)."""
+    """The means of the rows of v as bfloat16 of shape (rows, means), and the mask of finite rows, (rows, 1)."""
     if means == 1:
         above, under = block_sums(v.abs()), torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
         mean = (above / v.shape[1]).unsqueeze(1)
@@ -125,7 +125,7 @@ def _values(means: Tensor, negative: Tensor) -> Tensor:
 
 
 def _pack_units(below: Tensor) -> Tensor:
-    """The bits of one run."""
+    """Pack the sign bits of one run."""
     runs = equal_blocks(below.numel(), SIGN_UNIT)
     codes = [below[at : at + count * n].reshape(count, n).to(torch.int64) for at, count, n in runs]
     packed = [pack(part, 1).reshape(-1) for part in codes]

@@ -21,9 +21,9 @@ def topk_encode(
 ) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8).
 
-    together: a group is all segments, in their order; else each segment is one. Of each group `kept_of(numel, ratio)`
+    together: all segments, in their order, are one group; else each segment is a group. Of each group `kept_of(numel, ratio)`
     elements are sent, those below the threshold (0 for none) as zeros. With a residual (float32, as long as src)
-    src + residual is encoded, and the residual becomes what was not sent.
+    src + residual is encoded, and the residual keeps the unsent part.
     """
     values, indices = [], []
     least = torch.tensor(threshold, dtype=torch.float32)
@@ -48,10 +48,10 @@ def dgc_encode(
     bound: float,
     payload: Tensor,
 ) -> None:
-    """Of each segment: momentum = decay * momentum + gradient, residual = residual + momentum; the largest of the residual
-    are sent, both cleared there.
+    """Encode each segment as DGC does: momentum = decay * momentum + gradient, residual = residual + momentum. The largest
+    elements of the residual are sent, and cleared in momentum and residual.
 
-    The gradient of a segment with a norm above `bound` (0 for none) is cut back to it first.
+    The gradient of a segment with a norm above `bound` (0 for none) is first scaled to the norm `bound`.
     """
     values, indices = [], []
     factor = torch.tensor(decay, dtype=torch.float32, device=src.device)
@@ -75,9 +75,9 @@ def dgc_encode(
 def topk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, together: bool, add: bool, dst: Tensor
 ) -> None:
-    """Write what payload holds to dst (flat), zeros where nothing was sent, or add it; `dtype` is that of the values.
+    """Write the values of payload to dst (flat), with zeros for unsent elements, or add the values. dtype: the values' dtype.
 
-    Raises RuntimeError, and leaves dst as it is, if a group has not exactly its number of ascending indices.
+    Raises RuntimeError, and leaves dst unchanged, if a group has not exactly its number of ascending indices.
     """
     groups = _groups(segments, together)
     kept = [kept_of(where.numel(), ratio) for where in groups]
@@ -95,7 +95,7 @@ def topk_decode(
 def block_topk_encode(
     src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor
 ) -> None:
-    """The largest of each block, a byte for the place of each in its block; else as `topk_encode`."""
+    """Encode the largest elements of each block, with a byte for each element's place in its block; else as `topk_encode`."""
     values, places = [], []
     for where in _groups(segments, together=False):
         for at, count, n in equal_blocks(where.numel(), block):
@@ -114,7 +114,7 @@ def block_topk_encode(
 def block_topk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, block: int, add: bool, dst: Tensor
 ) -> None:
-    """As `topk_decode`."""
+    """Decode as `topk_decode` does."""
     numel = payload.numel() // (dtype.itemsize + 1)
     values = payload[: numel * dtype.itemsize].clone().view(dtype).to(torch.float32)
     places, start, writes = payload[numel * dtype.itemsize :].to(torch.int64), 0, []
@@ -132,13 +132,13 @@ def block_topk_decode(
 
 
 def largest(v: Tensor, k: int) -> Tensor:
-    """Of each row of v, shape (rows, n), the indices of the k largest magnitudes, ascending, shape (rows, k)."""
+    """The ascending indices, shape (rows, k), of the k largest magnitudes in each row of v, shape (rows, n)."""
     key = (bits_of(v) & 0x7FFFFFFF).clamp(max=NAN_KEY)
     return key.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 
 def write_sparse(dst: Tensor, where: Tensor, index: Tensor, value: Tensor, add: bool) -> None:
-    """dst[where] becomes zeros with the values at the indices, or has them added."""
+    """Write the values to dst[where] at the indices, with zeros elsewhere, or add them there."""
     at = where[index]
     if add:
         dst[at] = dst[at] + value
@@ -155,7 +155,8 @@ def _groups(segments: Segments, together: bool) -> list[Tensor]:
 
 
 def _unsent(v: Tensor, old: Tensor, index: Tensor, sent: Tensor) -> Tensor:
-    """What remains of v after the values `sent` at the indices; the old residual where v cannot be carried."""
+    """The new residual: v minus the values `sent` at the indices; the old residual for elements that the dtype of `sent` cannot
+    hold."""
     rest = v.clone()
     rest[index] = v[index] - torch.where(v[index].isfinite(), sent.to(torch.float32), 0.0)
     return torch.where(narrow(v, sent.dtype).isfinite(), rest, old)

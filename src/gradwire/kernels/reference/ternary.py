@@ -1,8 +1,8 @@
 """Codes of two bits that stand for three values: thresholds (MXNet's 2-bit quantisation), and TernGrad with clipping.
 
 Thresholds: the scale of a block is its threshold t. Code 0 is zero, 1 is t, 2 is -t, 3 a NaN. A block is finite if its sum of
-magnitudes is below 2^126. A fixed threshold does not travel: there are only codes, and an element that is not finite, or 2^126
-or more, has code 3, keeps its residual and leaves its block alone.
+magnitudes is below 2^126. A fixed threshold is not sent: the payload has only codes. An element that is not finite, or 2^126 or
+more, then has code 3 and keeps its residual, and the rest of its block is encoded as usual.
 
 TernGrad: the payload of QSGD with 2 bits and scale 'max', of values cut back to the scale.
 """
@@ -17,7 +17,7 @@ from gradwire.kernels.reference.signs import block_sums
 from gradwire.kernels.segments import Segments, State
 
 SQUARE_LOW, SQUARE_HIGH = 2.0**-40, 2.0**50
-"""A block whose largest magnitude lies between these has squares that float32 can add up; others are brought there."""
+"""Range of a block's largest magnitude in which float32 can add up the squares. Other blocks are scaled into this range."""
 LARGEST_BF16 = 2.0**128 - 2.0**120
 
 
@@ -76,18 +76,18 @@ class _Clipped(UniformLevels):
 def threshold_encode(
     src: Tensor, residual: State, segments: Segments, block: int, threshold: float, multiple: float, payload: Tensor
 ) -> None:
-    """As `scaled_encode`. t is `threshold`, or where that is 0 `multiple` times the block's mean magnitude."""
+    """Encode as `scaled_encode` does. t is `threshold`, or, if `threshold` is 0, `multiple` times the block's mean magnitude."""
     scaled_encode(_ThresholdCoder(threshold, multiple), src, residual, segments, None, block, payload)
 
 
 def threshold_decode(payload: Tensor, segments: Segments, block: int, threshold: float, add: bool, dst: Tensor) -> None:
-    """As `scaled_decode`."""
+    """Decode as `scaled_decode` does; threshold: the threshold of `threshold_encode`."""
     scaled_decode(_ThresholdCoder(threshold, 1.0), payload, segments, block, add, dst)
 
 
 def terngrad_encode(
     src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, clip: float, payload: Tensor
 ) -> None:
-    """As `qsgd_encode` with 2 bits, scale 'max' and stochastic rounding, but a scale is at most `clip` times the root mean
-    square of its block, and values beyond the scale count as the scale. Decoded by `qsgd_decode`."""
+    """Encode as `qsgd_encode` does with 2 bits, scale 'max' and stochastic rounding, but with a scale of at most `clip` times the
+    block's root mean square. Values beyond the scale count as the scale. `qsgd_decode` decodes the payload."""
     scaled_encode(_Clipped(clip), src, residual, segments, stream, block, payload)
