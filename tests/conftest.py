@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 import triton_processes
+from threads import Threads
 from worlds import Worlds
 
 # on a busy machine an example of microseconds takes a second now and then
@@ -99,6 +100,12 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture(scope="session")
+def threads() -> Threads:
+    """Ranks that are threads of this process; see support/threads.py."""
+    return Threads()
 
 
 @pytest.fixture(scope="module")

@@ -122,14 +122,14 @@ class InProcessGroup(Group):
         return list(met.result)
 
     def store(self, name: str) -> Any:
-        return _Store(self.shared, f"gradwire/{name}/")
+        return _MemoryStore(self.shared, f"gradwire/{name}/")
 
     def node_name(self) -> str:
         return self.node
 
-    def connect(self, name: str, device: torch.device, timeout: timedelta) -> "tuple[_Backend, _Hub]":
+    def connect(self, name: str, device: torch.device, timeout: timedelta) -> "tuple[_HubBackend, _Hub]":
         hub = self.shared.hub(name)
-        return _Backend(hub, self.rank), hub
+        return _HubBackend(hub, self.rank), hub
 
 
 class _Shared:
@@ -169,13 +169,13 @@ class _Shared:
             return list(self._hubs.values())
 
 
-class _Store:
+class _MemoryStore:
     """The part of torch's stores that a group uses, on a dictionary."""
 
     def __init__(self, shared: _Shared, prefix: str) -> None:
         self._values, self._prefix = shared.values, prefix
 
-    def clone(self) -> "_Store":
+    def clone(self) -> "_MemoryStore":
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -189,7 +189,7 @@ class _Store:
         return self._values[self._prefix + key]
 
 
-class _Transfer:
+class _HubTransfer:
     """A transfer under way, on one rank or on all."""
 
     result: Any = None
@@ -219,7 +219,7 @@ class _Transfer:
         return True
 
 
-class _Sent(_Transfer):
+class _Sent(_HubTransfer):
     """A message that was copied when it was sent."""
 
     def __init__(self, hub: "_Hub") -> None:
@@ -227,7 +227,7 @@ class _Sent(_Transfer):
         self.is_done = True
 
 
-class _Receive(_Transfer):
+class _Receive(_HubTransfer):
     """A tensor that waits for a message."""
 
     def __init__(self, hub: "_Hub", into: torch.Tensor, source: int) -> None:
@@ -247,7 +247,7 @@ class _Receive(_Transfer):
             self.error = ValueError(words)
 
 
-class _Meeting(_Transfer):
+class _HubCollective(_HubTransfer):
     """A collective, which the rank that comes last does for all."""
 
     def __init__(self, hub: "_Hub", what: str) -> None:
@@ -280,7 +280,7 @@ class _Hub:
         """By source, target and tag."""
         self._receives: defaultdict[tuple[int, int, int], deque[weakref.ref[_Receive]]] = defaultdict(deque)
         """Those that wait. One that was dropped takes no message."""
-        self._meetings: dict[int, _Meeting] = {}
+        self._meetings: dict[int, _HubCollective] = {}
         self._met = [0] * shared.world_size
         """How many collectives each rank has called."""
         self._closed: set[int] = set()
@@ -313,7 +313,7 @@ class _Hub:
         if gone := [rank for rank in ranks if rank in self._closed or rank in self.shared.ended]:
             raise ConnectionError(f"{_named(gone)} ended")
 
-    def send(self, source: int, to: int, tag: int, message: torch.Tensor) -> _Transfer:
+    def send(self, source: int, to: int, tag: int, message: torch.Tensor) -> _HubTransfer:
         key = source, to, tag
         with self.changed:
             self.check([to])
@@ -325,7 +325,7 @@ class _Hub:
             self._unread[key].append(message.clone())
             return _Sent(self)
 
-    def receive(self, source: int, to: int, tag: int, into: torch.Tensor) -> _Transfer:
+    def receive(self, source: int, to: int, tag: int, into: torch.Tensor) -> _HubTransfer:
         key, made = (source, to, tag), _Receive(self, into, source)
         with self.changed:
             if self._unread[key]:
@@ -334,12 +334,12 @@ class _Hub:
                 self._receives[key].append(weakref.ref(made))
         return made
 
-    def meet(self, rank: int, what: str, part: Any, do: Callable[[list[Any]], Any]) -> _Transfer:
+    def meet(self, rank: int, what: str, part: Any, do: Callable[[list[Any]], Any]) -> _HubTransfer:
         """All ranks call a collective: the same one, in the same order."""
         with self.changed:
             number = self._met[rank]
             self._met[rank] += 1
-            meeting = self._meetings.setdefault(number, _Meeting(self, what))
+            meeting = self._meetings.setdefault(number, _HubCollective(self, what))
             meeting.join(rank, what, part, do)
             if meeting.is_done:
                 del self._meetings[number]
@@ -347,7 +347,7 @@ class _Hub:
         return meeting
 
 
-class _Backend:
+class _HubBackend:
     """One rank's end of a link: what a link uses of gloo."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
@@ -357,22 +357,22 @@ class _Backend:
     def name(self) -> str:
         return "in process"
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Transfer:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _HubTransfer:
         return self._hub.send(self._rank, to, tag, tensors[0])
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Transfer:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _HubTransfer:
         return self._hub.receive(source, self._rank, tag, tensors[0])
 
-    def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> _Transfer:
+    def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> _HubTransfer:
         return self._hub.meet(self._rank, "all_gather", (received, sent), _gather)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> _Transfer:
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> _HubTransfer:
         op = next((word for word, each in _REDUCTIONS.items() if options.reduceOp == each[0]), None)
         if op is None:
             raise ValueError(f"{options.reduceOp} is none of {', '.join(_REDUCTIONS)}")
         return self._hub.meet(self._rank, f"all_reduce ({op})", tensors[0], partial(_reduce, _REDUCTIONS[op][1]))
 
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> _Transfer:
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> _HubTransfer:
         root = int(options.rootRank)
         return self._hub.meet(self._rank, f"broadcast from rank {root}", tensors[0], partial(_broadcast, root))
 
