@@ -337,6 +337,7 @@ class _Hub:
     def meet(self, rank: int, what: str, part: Any, do: Callable[[list[Any]], Any]) -> _HubTransfer:
         """All ranks call a collective: the same one, in the same order."""
         with self.changed:
+            self.check([])
             number = self._met[rank]
             self._met[rank] += 1
             meeting = self._meetings.setdefault(number, _HubCollective(self, what))
