@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.transport.grid import Grid
-from gradwire.transport.link import Group
+from gradwire.transport.link import Backend, Ends, Group
 
 __all__ = ["InProcessGroup", "run_ranks"]
 
@@ -113,7 +113,7 @@ class InProcessGroup(Group):
     """The name of this rank's node."""
 
     def agree_on_name(self) -> str:
-        return self.gather(secrets.token_hex(8))[0]
+        return str(self.gather(secrets.token_hex(8))[0])
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order, not copied. Collective."""
@@ -127,7 +127,7 @@ class InProcessGroup(Group):
     def node_name(self) -> str:
         return self.node
 
-    def connect(self, name: str, device: torch.device, timeout: timedelta) -> "tuple[_HubBackend, _Hub]":
+    def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Backend, Ends]:
         hub = self.shared.hub(name)
         return _HubBackend(hub, self.rank), hub
 

@@ -152,7 +152,7 @@ class Link:
         """What C++ runs phases on, where all ranks can."""
         self._unfinished: AllToAll | None = None
         self._broken = False
-        self.backend: Any  # a Backend, with what else NCCL has
+        self.backend: Any  # a Backend; NCCL's has more
         self.backend, self._ends = group.connect(name, device, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
