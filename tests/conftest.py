@@ -103,9 +103,11 @@ def worlds() -> Iterator[Worlds]:
 
 
 @pytest.fixture(scope="session")
-def threads() -> Threads:
+def threads() -> Iterator[Threads]:
     """Ranks that are threads of this process; see support/threads.py."""
-    return Threads()
+    made = Threads()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

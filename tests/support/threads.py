@@ -98,6 +98,9 @@ class Threads:
     def __init__(self) -> None:
         gc.freeze()  # what was loaded stays: without this each collection looks at it
 
+    def close(self) -> None:
+        gc.unfreeze()
+
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
         """Run `function(*arguments)` on every rank; what each returned, rank by rank."""
         before = threading.active_count()
