@@ -28,6 +28,8 @@ __all__ = ["InProcessGroup", "run_ranks"]
 
 T = TypeVar("T")
 
+_LOOK_S = 0.1
+"""How often those who wait look whether a rank has closed its end."""
 _AFTER_S = 5.0
 """How long threads may take to end after their waits were made to fail."""
 
@@ -213,7 +215,7 @@ class _HubTransfer:
                 self._hub.check(missing)
                 if (left := until - time.monotonic()) <= 0:
                     raise TimeoutError(f"nothing came from {_named(missing)} within {seconds} s")
-                self._hub.changed.wait(left)
+                self._hub.changed.wait(min(left, _LOOK_S))
         if self.error is not None:
             raise self.error
         return True
@@ -301,10 +303,9 @@ class _Hub:
             self.changed.notify_all()
 
     def close(self, rank: int) -> None:
-        """A rank closed its end."""
-        with self.changed:
-            self._closed.add(rank)
-            self.changed.notify_all()
+        """A rank closed its end. Takes no lock, since the garbage collector may call it anywhere: those who wait look by
+        themselves."""
+        self._closed.add(rank)
 
     def check(self, ranks: list[int]) -> None:
         """Raises ConnectionError where the link was broken off, or one of these ranks has left it."""
