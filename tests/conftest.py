@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 import triton_processes
+from threads import Threads
 from worlds import Worlds
 
 # on a busy machine an example of microseconds takes a second now and then
@@ -140,6 +141,14 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture(scope="session")
+def threads() -> Iterator[Threads]:
+    """Ranks that are threads of this process; see support/threads.py."""
+    made = Threads()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

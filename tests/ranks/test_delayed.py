@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delayed_steps import Reference, Sent, gradient, momentum, tanh_layers
+from threads import Threads, here
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -29,10 +29,12 @@ def engine(schedule: gw.Delayed, make_optimizer: Any, look: bool, plan: Any = No
     """Digests of W after each step, which are looked at in every step or only at the end, and of L after it."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule))
+    handle = gw.parallelize(
+        model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group
+    )
     after, own = [], []
     for step in range(STEPS):
-        gradient(model, step, dist.get_rank())
+        gradient(model, step, here.rank)
         optimizer.step()
         optimizer.zero_grad()
         own.append(digest(layer.weight for layer in (model[0], model[2])))
@@ -73,12 +75,12 @@ def test_options_of_the_local_update_change_what_ranks_compute_on() -> None:
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_steps_are_those_of_the_recurrences(worlds: Worlds, name: str, make_optimizer: Any) -> None:
+def test_steps_are_those_of_the_recurrences(threads: Threads, name: str, make_optimizer: Any) -> None:
     expected = reference(SCHEDULES[name], make_optimizer, ranks=2)
     after = [digest(weights) for weights in expected.history]
-    looked = worlds.run(2, engine, SCHEDULES[name], make_optimizer, True)
+    looked = threads.run(2, engine, SCHEDULES[name], make_optimizer, True)
     assert [each for each, _ in looked] == [after, after]
-    unseen = worlds.run(2, engine, SCHEDULES[name], make_optimizer, False)
+    unseen = threads.run(2, engine, SCHEDULES[name], make_optimizer, False)
     assert [each for each, _ in unseen] == [after[-1:], after[-1:]]
     assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
 
@@ -101,9 +103,9 @@ def by_buckets(make_optimizer: Any, behind: bool, hooked: bool) -> tuple[list[st
         if hooked:
             optimizer.register_step_post_hook(lambda *_: None)
         plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=3))
-        handle = gw.parallelize(model, optimizer, plan=plan)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
         for step in range(STEPS):
-            gradient(model, step, dist.get_rank())
+            gradient(model, step, here.rank)
             optimizer.step()
             optimizer.zero_grad()
         own = digest(layer.weight for layer in (model[0], model[2]))
@@ -135,7 +137,7 @@ class Stumbles(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.calls += 1
-        if self.calls == 8 and dist.get_rank() == 1:
+        if self.calls == 8 and here.rank == 1:
             raise RuntimeError("out of memory")
         return super().step(closure)
 
@@ -146,9 +148,9 @@ def stumble() -> tuple[list[int], int]:
     model, raised = make_model(), []
     optimizer = Stumbles(model.parameters(), lr=0.1)
     plan = gw.Uniform(gw.Identity(), bucket_bytes=64, schedule=gw.Delayed(k=None, local_lr=0))
-    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=0)
+    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=0, process_group=here.group)
     for step in range(STEPS):
-        gradient(model, step, dist.get_rank())
+        gradient(model, step, here.rank)
         try:
             optimizer.step()
         except RuntimeError:
@@ -207,10 +209,12 @@ def clamping(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("over", "plain"), [(OverAliases, plain_sgd), (watched_by_aliases, clamping)])
-def test_who_writes_over_the_parameters_memory_writes_the_global_weights(worlds: Worlds, over: Any, plain: Any) -> None:
+def test_who_writes_over_the_parameters_memory_writes_the_global_weights(
+    threads: Threads, over: Any, plain: Any
+) -> None:
     for schedule in (SCHEDULES["no local step"], gw.Delayed(k=3, local_lr=0, warmup_steps=2)):
-        expected = worlds.run(2, engine, schedule, plain, False)
-        assert worlds.run(2, engine, schedule, over, False) == expected
+        expected = threads.run(2, engine, schedule, plain, False)
+        assert threads.run(2, engine, schedule, over, False) == expected
 
 
 FOUR_BITS = gw.ErrorFeedback(gw.QSGD(bits=4, block=32))
@@ -220,7 +224,7 @@ def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     """W after each step, by the recurrences and by the engine, and how far the last is from W of uncompressed gradients."""
     model = make_model()
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(FOUR_BITS, schedule=schedule), process_group=here.group)
     plan = handle.plan
     handle.detach()
     sent = Sent(schedule, plan, make_model)
@@ -244,24 +248,24 @@ def compressed(schedule: gw.Delayed) -> tuple[list[str], list[str], float]:
     ],
     ids=repr,
 )
-def test_compressed_steps_are_those_of_the_recurrences(worlds: Worlds, schedule: gw.Delayed) -> None:
-    for expected, after, distance in worlds.run(2, compressed, schedule):
+def test_compressed_steps_are_those_of_the_recurrences(threads: Threads, schedule: gw.Delayed) -> None:
+    for expected, after, distance in threads.run(2, compressed, schedule):
         assert after == expected
         assert distance > 1e-4, "nothing was compressed"
 
 
-def test_corrections_of_every_step_are_exact(worlds: Worlds) -> None:
+def test_corrections_of_every_step_are_exact(threads: Threads) -> None:
     """OD-SGD with compressed buckets that are never used, and other corrections in their place."""
     schedule = gw.Delayed(k=1)
     expected = [digest(weights) for weights in reference(schedule, momentum, 2).history]
     assert [
-        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+        after for after, _ in threads.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
     ] == [
         expected,
         expected,
     ]
     cheap = gw.Uniform(gw.QSGD(bits=2), schedule=gw.Delayed(k=1, correction=gw.QSGD(bits=8)))
-    first, second = (after for after, _ in worlds.run(2, engine, schedule, momentum, True, cheap))
+    first, second = (after for after, _ in threads.run(2, engine, schedule, momentum, True, cheap))
     assert first == second and first[-1] != expected[-1]
 
 
@@ -273,11 +277,11 @@ def test_corrections_of_every_step_are_exact(worlds: Worlds) -> None:
     ],
     ids=repr,
 )
-def test_a_warm_up_is_not_compressed(worlds: Worlds, schedule: gw.Delayed) -> None:
+def test_a_warm_up_is_not_compressed(threads: Threads, schedule: gw.Delayed) -> None:
     """Whatever corrections send, and where there are none."""
     expected = [digest(weights) for weights in reference(gw.Delayed(k=1, warmup_steps=3), momentum, 2).history]
     first, second = (
-        after for after, _ in worlds.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
+        after for after, _ in threads.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
     )
     assert first == second
     assert first[:3] == expected[:3] and first[3] != expected[3]
@@ -285,16 +289,18 @@ def test_a_warm_up_is_not_compressed(worlds: Worlds, schedule: gw.Delayed) -> No
 
 def bytes_of(schedule: gw.Delayed) -> int:
     model = make_model()
-    handle = gw.parallelize(model, momentum(model.parameters()), plan=gw.Uniform(FOUR_BITS, schedule=schedule))
+    handle = gw.parallelize(
+        model, momentum(model.parameters()), plan=gw.Uniform(FOUR_BITS, schedule=schedule), process_group=here.group
+    )
     found = handle.stats()
     handle.detach()
     assert found.wire_bytes == found.intra_bytes + found.inter_bytes == sum(each.wire_bytes for each in found.buckets)
     return found.wire_bytes
 
 
-def test_bytes_are_the_mean_of_usual_steps_and_corrections(worlds: Worlds) -> None:
+def test_bytes_are_the_mean_of_usual_steps_and_corrections(threads: Threads) -> None:
     usual, corrections, every_second, cheap, warming = (
-        worlds.run(2, bytes_of, schedule)[0]
+        threads.run(2, bytes_of, schedule)[0]
         for schedule in (
             gw.Delayed(k=None),
             gw.Delayed(k=1),
@@ -315,10 +321,10 @@ NUMEL, THRESHOLD, TWO_BIT_STEPS = 1000, 0.4, 4
 
 def pulled() -> tuple[list[str], list[str], int]:
     """What the optimizer gets in each step, by the engine and in plain lines, and the bytes that this rank sends."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = here.rank, here.world_size
     weight = torch.nn.Linear(NUMEL, 1, bias=False)
     spec = gw.TwoBit(threshold=THRESHOLD, block=32)
-    handle = gw.parallelize(weight, plan=gw.Uniform(spec, scheme="CD-SGD"))
+    handle = gw.parallelize(weight, plan=gw.Uniform(spec, scheme="CD-SGD"), process_group=here.group)
     edges = cut([NUMEL], 32, 0, NUMEL, ranks)
     residuals = [torch.zeros(NUMEL) for _ in range(ranks)]
     found, expected = [], []
@@ -348,8 +354,8 @@ def pulled() -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_come_back_as_they_are(worlds: Worlds, ranks: int) -> None:
-    for found, expected, nbytes in worlds.run(ranks, pulled):
+def test_sums_come_back_as_they_are(threads: Threads, ranks: int) -> None:
+    for found, expected, nbytes in threads.run(ranks, pulled):
         assert found == expected
         share = NUMEL // ranks
         # a quarter of a byte an element to the owners, four bytes an element back from the own shard
@@ -370,7 +376,7 @@ class OfAnotherLibrary(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
-def test_plain_local_steps_need_not_know_the_optimizer(worlds: Worlds) -> None:
+def test_plain_local_steps_need_not_know_the_optimizer(threads: Threads) -> None:
     schedule = gw.Delayed.cd_sgd(k=3, warmup_steps=2)
-    expected = worlds.run(2, engine, schedule, plain_sgd, False)
-    assert worlds.run(2, engine, schedule, OfAnotherLibrary, False) == expected
+    expected = threads.run(2, engine, schedule, plain_sgd, False)
+    assert threads.run(2, engine, schedule, OfAnotherLibrary, False) == expected

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from threads import Threads, here
 from worlds import Given, Worlds, digest, gradwire_threads
 
 import gradwire as gw
@@ -13,10 +13,9 @@ SIZES = (1, 7, 123, 4097)
 
 def synchronise(dtype: torch.dtype, plan: gw.Policy, size: float = 1.0) -> tuple[list[torch.Tensor], str]:
     """Gradients after one step."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    model = Given(SIZES, dtype)
-    gw.parallelize(model, plan=plan)
+    rank = here.rank
+    model = Given(SIZES, dtype, seed=rank)
+    gw.parallelize(model, plan=plan, process_group=here.group)
     model([g * size for g in model.random_gradients(rank)]).backward()
     grads = [p.grad for p in model.parameters()]
     assert all(grad.dtype == dtype for grad in grads)
@@ -34,20 +33,20 @@ def added_in_float32(dtype: torch.dtype, world_size: int, size: float = 1.0) -> 
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_identity_adds_narrow_gradients_in_float32(
-    worlds: Worlds, dtype: torch.dtype, scheme: str, world_size: int
+    threads: Threads, dtype: torch.dtype, scheme: str, world_size: int
 ) -> None:
     plan = gw.Uniform(gw.Identity(), scheme=scheme, chunk_bytes=3000)
-    results = worlds.run(world_size, synchronise, dtype, plan)
+    results = threads.run(world_size, synchronise, dtype, plan)
     assert len({bits for _, bits in results}) == 1
     for got, want in zip(results[0][0], added_in_float32(dtype, world_size), strict=True):
         assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("scheme", [None, "alltoall", "allgather"])
-def test_division_comes_before_the_sum(worlds: Worlds, scheme: str | None) -> None:
+def test_division_comes_before_the_sum(threads: Threads, scheme: str | None) -> None:
     """Gradients near float16's largest number, whose sum of three is beyond it."""
     plan = gw.Uniform(gw.Identity(), scheme=scheme)
-    for grads, _ in worlds.run(3, synchronise, torch.float16, plan, 12000.0):
+    for grads, _ in threads.run(3, synchronise, torch.float16, plan, 12000.0):
         assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -58,9 +57,9 @@ def test_division_comes_before_the_sum(worlds: Worlds, scheme: str | None) -> No
     [(gw.QSGD(bits=8), 0.05), (gw.ErrorFeedback(gw.QSGD(bits=8)), 0.05), (gw.Cast("float16"), 0.01)],
 )
 def test_compressed_narrow_gradients(
-    worlds: Worlds, dtype: torch.dtype, scheme: str, spec: gw.Spec, largest: float
+    threads: Threads, dtype: torch.dtype, scheme: str, spec: gw.Spec, largest: float
 ) -> None:
-    results = worlds.run(3, synchronise, dtype, gw.Uniform(spec, scheme=scheme, chunk_bytes=3000))
+    results = threads.run(3, synchronise, dtype, gw.Uniform(spec, scheme=scheme, chunk_bytes=3000))
     assert len({bits for _, bits in results}) == 1
     got = torch.cat([grad.float() for grad in results[0][0]])
     want = torch.cat([grad.float() for grad in added_in_float32(dtype, 3)])

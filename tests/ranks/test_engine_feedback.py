@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from threads import Threads, here
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
@@ -66,10 +66,11 @@ def telescope(
 
     In the steps of `idle` no rank uses the third parameter.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = Shuffled(SIZES, dtype)
-    handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000))
+    rank, world_size = here.rank, here.world_size
+    model = Shuffled(SIZES, dtype, seed=rank)
+    handle = gw.parallelize(
+        model, plan=gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000), process_group=here.group
+    )
     first_plan = handle.plan
     true = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
     received = {name: torch.zeros_like(t) for name, t in true.items()}
@@ -92,7 +93,7 @@ def telescope(
         state, worst = handle.state_dict(), 0.0
         for name in true:
             held = residual_sum(state, name).expand(true[name].numel()).reshape(true[name].shape).contiguous()
-            dist.all_reduce(held)
+            here.add_up(held)
             worst = max(worst, ((received[name] + held - true[name]).norm() / true[name].norm()).item())
         off.append(worst)
     return off, handle.plan != first_plan
@@ -100,9 +101,9 @@ def telescope(
 
 @pytest.mark.parametrize(("spec", "scheme"), CARRIED, ids=repr)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_lost_over_the_steps(worlds: Worlds, spec: gw.Spec, scheme: str, world_size: int) -> None:
+def test_nothing_is_lost_over_the_steps(threads: Threads, spec: gw.Spec, scheme: str, world_size: int) -> None:
     """Of all encodes of the scheme, that of the sum too: what parameters got and what ranks hold back is what was given."""
-    for off, planned_again in worlds.run(world_size, telescope, spec, scheme, torch.float32, False):
+    for off, planned_again in threads.run(world_size, telescope, spec, scheme, torch.float32, False):
         assert planned_again, "the order of gradients is the guessed one: this measures less than it should"
         assert max(off) < 1e-5
 
@@ -114,23 +115,23 @@ def test_nothing_is_lost_over_the_steps(worlds: Worlds, spec: gw.Spec, scheme: s
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(
-    worlds: Worlds, spec: gw.Spec, scheme: str, world_size: int
+    threads: Threads, spec: gw.Spec, scheme: str, world_size: int
 ) -> None:
-    for off, _ in worlds.run(world_size, telescope, spec, scheme, torch.float32, False, (1, 2, 4)):
+    for off, _ in threads.run(world_size, telescope, spec, scheme, torch.float32, False, (1, 2, 4)):
         assert max(off) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1, start_step=0), "allreduce")], ids=repr
 )
-def test_measuring_the_codec_takes_nothing_away(worlds: Worlds, spec: gw.Spec, scheme: str) -> None:
-    for off, _ in worlds.run(3, telescope, spec, scheme, torch.float32, True):
+def test_measuring_the_codec_takes_nothing_away(threads: Threads, spec: gw.Spec, scheme: str) -> None:
+    for off, _ in threads.run(3, telescope, spec, scheme, torch.float32, True):
         assert max(off) < 1e-5
 
 
-def test_nothing_is_lost_with_narrow_gradients(worlds: Worlds) -> None:
+def test_nothing_is_lost_with_narrow_gradients(threads: Threads) -> None:
     """But for rounding to bfloat16 what is received and what is divided; a tensor has one element, and 8 bits of it."""
-    for off, _ in worlds.run(3, telescope, SPECS[0], "alltoall", torch.bfloat16, False):
+    for off, _ in threads.run(3, telescope, SPECS[0], "alltoall", torch.bfloat16, False):
         assert max(off) < 0.03
 
 
@@ -139,22 +140,22 @@ def test_nothing_is_lost_with_narrow_gradients(worlds: Worlds) -> None:
 
 def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool, residual_dtype: str = "float32") -> tuple[str, str]:
     """Six steps at once, and again in two halves with everything made anew in between."""
-    rank = dist.get_rank()
+    rank = here.rank
     policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000, residual_dtype=residual_dtype)
     digests = []
     for pause in (None, at):
-        torch.manual_seed(rank)
-        model, plan = Shuffled(SIZES), policy
-        handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+        model, plan = Shuffled(SIZES, seed=rank), policy
+        handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
         for step in range(6):
             if step == pause:
                 weights, state = model.state_dict(), handle.state_dict()
                 plan = handle.plan if keep_plan else policy
                 handle.detach()
-                torch.manual_seed(100 + rank)
-                model = Shuffled(SIZES)
+                model = Shuffled(SIZES, seed=100 + rank)
                 model.load_state_dict(weights)
-                handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+                handle = gw.parallelize(
+                    model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group
+                )
                 handle.load_state_dict(state)
             model.zero_grad()
             model(model.random_gradients(rank, step)).backward()
@@ -184,18 +185,18 @@ RESUMED = [
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("keep_plan", [True, False], ids=["same plan", "same policy"])
 def test_a_resumed_run_repeats_the_uninterrupted_one(
-    worlds: Worlds, spec: gw.Spec, scheme: str, at: int, keep_plan: bool
+    threads: Threads, spec: gw.Spec, scheme: str, at: int, keep_plan: bool
 ) -> None:
-    for at_once, in_two in worlds.run(3, resume, spec, scheme, at, keep_plan):
+    for at_once, in_two in threads.run(3, resume, spec, scheme, at, keep_plan):
         assert in_two == at_once
 
 
 def load_wrong_states() -> list[str]:
     model = Given([3, 5])
-    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD()))
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD()), process_group=here.group)
     model([torch.ones(3), torch.ones(5)]).backward()
     state = handle.state_dict()
-    prefix = f"rank{dist.get_rank()}"
+    prefix = f"rank{here.rank}"
     told = []
     without = {key: value for key, value in state.items() if not key.endswith("residual/0/p0")}
     longer = state | {f"{prefix}/residual/0/p0": torch.zeros(4)}
@@ -209,8 +210,8 @@ def load_wrong_states() -> list[str]:
     return told
 
 
-def test_states_that_do_not_fit_are_refused_by_name(worlds: Worlds) -> None:
-    for empty, without, longer, unknown in worlds.run(2, load_wrong_states):
+def test_states_that_do_not_fit_are_refused_by_name(threads: Threads) -> None:
+    for empty, without, longer, unknown in threads.run(2, load_wrong_states):
         assert "holds nothing" in empty
         assert "residual/0/p0" in without
         assert "4 elements" in longer and "3" in longer
@@ -251,14 +252,13 @@ NUMEL = 300
 
 def poison(scheme: str, value: float, dtype: torch.dtype, residual_dtype: str = "float32") -> dict[str, list[str]]:
     """One element of rank 0's gradient of every tensor is `value` in step 1 of 3."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
+    rank = here.rank
     specs = [*LOSSY, *(gw.ErrorFeedback(spec) for spec in LOSSY), *REMEMBERING, gw.Identity()]
     specs = SUMMED if scheme == "allreduce" else specs
-    model = torch.nn.ModuleList([Given([(10, NUMEL // 10)], dtype) for _ in specs])
+    model = torch.nn.ModuleList([Given([(10, NUMEL // 10)], dtype, seed=rank) for _ in specs])
     rules = [(f"{index}.*", spec) for index, spec in enumerate(specs)]
     policy = gw.Policy(default=rules[0][1], rules=rules, scheme=scheme, residual_dtype=residual_dtype)
-    handle = gw.parallelize(model, plan=policy)
+    handle = gw.parallelize(model, plan=policy, process_group=here.group)
     made_finite, spread, residuals = [], [], []
     for step in range(3):
         model.zero_grad()
@@ -291,16 +291,16 @@ def poison(scheme: str, value: float, dtype: torch.dtype, residual_dtype: str = 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_stays_so_on_all_ranks(
-    worlds: Worlds, scheme: str, value: float, dtype: torch.dtype
+    threads: Threads, scheme: str, value: float, dtype: torch.dtype
 ) -> None:
-    results = worlds.run(2, poison, scheme, value, dtype)
+    results = threads.run(2, poison, scheme, value, dtype)
     for found in results:
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
 
 
 def scale_losses(spec: gw.Spec, scheme: str) -> tuple[list[int], str, bool]:
     """Which steps a loss scaler skipped. Rank 1's gradients overflow at some scale, rank 0's never."""
-    rank = dist.get_rank()
+    rank = here.rank
     torch.manual_seed(rank)
     model = torch.nn.Linear(300, 4)
     gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme))

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from test_engine_feedback import CARRIED, SIZES, SPECS, Shuffled, poison, residual_sum, resume
+from threads import Threads, built, here
 from worlds import Given, Worlds, seeded
 
 import gradwire as gw
@@ -150,11 +150,10 @@ def may_be_lost(residual: torch.Tensor, dtype: str) -> float:
 
 def drift(spec: gw.Spec, scheme: str, dtype: torch.dtype, residual_dtype: str) -> tuple[float, bool]:
     """The largest quotient of what went astray over the steps and of what stores may lose."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = Shuffled(SIZES, dtype)
+    rank, world_size = here.rank, here.world_size
+    model = Shuffled(SIZES, dtype, seed=rank)
     policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=1000, chunk_bytes=3000, residual_dtype=residual_dtype)
-    handle = gw.parallelize(model, plan=policy)
+    handle = gw.parallelize(model, plan=policy, process_group=here.group)
     true = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
     received = {name: torch.zeros_like(t) for name, t in true.items()}
     lost = {name: torch.zeros(1, dtype=torch.float64) for name in true}
@@ -168,14 +167,14 @@ def drift(spec: gw.Spec, scheme: str, dtype: torch.dtype, residual_dtype: str) -
             true[name] += mean
             received[name] += parameter.grad.double()
             held = residual_sum(state, name).expand(true[name].numel()).reshape(true[name].shape).contiguous()
-            dist.all_reduce(held)
+            here.add_up(held)
             parts = [value for key, value in state.items() if key.endswith(f"/{name}") and "/residual/" in key]
-            here = torch.tensor([may_be_lost(part, residual_dtype) for part in parts], dtype=torch.float64)
+            losses = torch.tensor([may_be_lost(part, residual_dtype) for part in parts], dtype=torch.float64)
             # after the first step residuals move to other buckets, and are stored once more
-            stores = here.repeat(3 if step == 0 else 1)
+            stores = losses.repeat(3 if step == 0 else 1)
             # what is rounded at random adds up by its squares
             now = stores.sum() if residual_dtype == "bfloat16" else (stores**2).sum()
-            dist.all_reduce(now)
+            here.add_up(now)
             lost[name] += now
             root = lost[name] if residual_dtype == "bfloat16" else lost[name].sqrt()
             allowed = root.item() * (math.sqrt(true[name].numel()) + 6) + ROUNDING[dtype] * true[name].norm().item()
@@ -184,9 +183,9 @@ def drift(spec: gw.Spec, scheme: str, dtype: torch.dtype, residual_dtype: str) -
 
 
 @pytest.mark.parametrize(("spec", "scheme"), CARRIED, ids=repr)
-def test_what_goes_astray_is_what_stores_may_lose(worlds: Worlds, spec: gw.Spec, scheme: str) -> None:
+def test_what_goes_astray_is_what_stores_may_lose(threads: Threads, spec: gw.Spec, scheme: str) -> None:
     """Of both encodes of the scheme: what parameters got and what ranks hold back is what was given, but for that."""
-    for worst, narrow in worlds.run(3, drift, spec, scheme, torch.float32, "int8"):
+    for worst, narrow in threads.run(3, drift, spec, scheme, torch.float32, "int8"):
         assert narrow
         assert worst < 1
 
@@ -205,31 +204,31 @@ NARROW_SOME = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("residual_dtype", NARROW)
 def test_narrow_gradients_and_other_stores_go_as_little_astray(
-    worlds: Worlds, dtype: torch.dtype, residual_dtype: str
+    threads: Threads, dtype: torch.dtype, residual_dtype: str
 ) -> None:
     for spec, scheme in NARROW_SOME:
         if not spec.owns_momentum:
-            for worst, _ in worlds.run(2, drift, spec, scheme, dtype, residual_dtype):
+            for worst, _ in threads.run(2, drift, spec, scheme, dtype, residual_dtype):
                 assert worst < 1, spec
 
 
 @pytest.mark.parametrize(("spec", "scheme"), NARROW_SOME, ids=repr)
 @pytest.mark.parametrize(("residual_dtype", "keep_plan"), [("int8", True), ("int8", False), ("bfloat16", False)])
 def test_a_resumed_run_repeats_the_uninterrupted_one(
-    worlds: Worlds, spec: gw.Spec, scheme: str, residual_dtype: str, keep_plan: bool
+    threads: Threads, spec: gw.Spec, scheme: str, residual_dtype: str, keep_plan: bool
 ) -> None:
-    for at_once, in_two in worlds.run(3, resume, spec, scheme, 3, keep_plan, residual_dtype):
+    for at_once, in_two in threads.run(3, resume, spec, scheme, 3, keep_plan, residual_dtype):
         assert in_two == at_once
 
 
 def resume_otherwise(before: str, after: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The residuals of a state that was saved with one dtype, and of a handle of another that has loaded it."""
-    rank = dist.get_rank()
+    rank = here.rank
     handles = []
     for residual_dtype in (before, after):
         model = Given([(17, 241)])
         policy = gw.Uniform(SPECS[0], residual_dtype=residual_dtype)
-        handles.append((model, gw.parallelize(model, plan=policy)))
+        handles.append((model, gw.parallelize(model, plan=policy, process_group=here.group)))
     (model, saving), (_, loading) = handles
     for step in range(2):
         model.zero_grad()
@@ -241,8 +240,8 @@ def resume_otherwise(before: str, after: str) -> list[tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize(("before", "after"), [("int8", "float32"), ("float32", "int8"), ("float32", "bfloat16")])
-def test_a_run_may_go_on_with_another_residual_dtype(worlds: Worlds, before: str, after: str) -> None:
-    for pairs in worlds.run(2, resume_otherwise, before, after):
+def test_a_run_may_go_on_with_another_residual_dtype(threads: Threads, before: str, after: str) -> None:
+    for pairs in threads.run(2, resume_otherwise, before, after):
         assert len(pairs) == 2
         for saved, loaded in pairs:
             assert saved.any()
@@ -258,18 +257,19 @@ def test_a_run_may_go_on_with_another_residual_dtype(worlds: Worlds, before: str
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather", "allreduce"])
 @pytest.mark.parametrize("residual_dtype", NARROW)
 def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(
-    worlds: Worlds, scheme: str, residual_dtype: str
+    threads: Threads, scheme: str, residual_dtype: str
 ) -> None:
-    for found in worlds.run(2, poison, scheme, math.nan, torch.float32, residual_dtype):
+    for found in threads.run(2, poison, scheme, math.nan, torch.float32, residual_dtype):
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
 
 
 def bad_step(spec: gw.Spec, scheme: str, residual_dtype: str, value: float) -> list[str]:
     """The residuals that a step in which nothing is finite did change."""
-    rank = dist.get_rank()
+    rank = here.rank
     model = Given([(20, 300)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, scheme=scheme, residual_dtype=residual_dtype))
+    policy = gw.Uniform(spec, scheme=scheme, residual_dtype=residual_dtype)
+    handle = gw.parallelize(model, optimizer, plan=policy, process_group=here.group)
     states = []
     for bad in (False, True):
         model.zero_grad()
@@ -284,9 +284,9 @@ def bad_step(spec: gw.Spec, scheme: str, residual_dtype: str, value: float) -> l
 @pytest.mark.parametrize(("spec", "scheme"), NARROW_SOME, ids=repr)
 @pytest.mark.parametrize("residual_dtype", NARROW)
 def test_a_bad_step_leaves_residuals_as_they_were(
-    worlds: Worlds, spec: gw.Spec, scheme: str, residual_dtype: str
+    threads: Threads, spec: gw.Spec, scheme: str, residual_dtype: str
 ) -> None:
-    for changed in worlds.run(2, bad_step, spec, scheme, residual_dtype, math.nan):
+    for changed in threads.run(2, bad_step, spec, scheme, residual_dtype, math.nan):
         assert changed == []
 
 
@@ -331,14 +331,18 @@ def test_memory_is_a_quarter_and_one_scratch_a_lane(worlds: Worlds, scheme: str)
         assert held["int8"] < 0.26 * residuals + scratch
 
 
+def student_and_teacher() -> tuple[torch.nn.Module, torch.nn.Module]:
+    student = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+    return student, torch.nn.Linear(20, 5)
+
+
 def learn(residual_dtype: str) -> list[float]:
     """Losses of 60 steps of a small network that is sent by Top-k."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
-    teacher = torch.nn.Linear(20, 5)
+    rank = here.rank
+    model, teacher = built(0, student_and_teacher)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), residual_dtype=residual_dtype))
+    policy = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), residual_dtype=residual_dtype)
+    gw.parallelize(model, plan=policy, process_group=here.group)
     losses = []
     for step in range(60):
         inputs = torch.randn(64, 20, generator=seeded(rank, step))
@@ -350,9 +354,9 @@ def learn(residual_dtype: str) -> list[float]:
     return losses
 
 
-def test_a_model_learns_as_with_float32_residuals(worlds: Worlds) -> None:
-    last = {dtype: sum(worlds.run(2, learn, dtype)[0][-10:]) / 10 for dtype in ("float32", *NARROW)}
-    first = worlds.run(2, learn, "float32")[0][0]
+def test_a_model_learns_as_with_float32_residuals(threads: Threads) -> None:
+    last = {dtype: sum(threads.run(2, learn, dtype)[0][-10:]) / 10 for dtype in ("float32", *NARROW)}
+    first = threads.run(2, learn, "float32")[0][0]
     assert last["float32"] < first / 3
     assert abs(last["bfloat16"] / last["float32"] - 1) < 0.03
     assert abs(last["int8"] / last["float32"] - 1) < 0.03
@@ -366,13 +370,14 @@ def refuse() -> list[str]:
         plan = gw.Uniform(spec).plan([gw.TensorInfo("p0", (3, 5), "float32")])
         (bucket,) = plan.buckets
         with pytest.raises(gw.PlanError) as caught:
-            gw.parallelize(model, plan=replace(plan, buckets=(replace(bucket, residual_dtype=residual_dtype),)))
+            other = replace(plan, buckets=(replace(bucket, residual_dtype=residual_dtype),))
+            gw.parallelize(model, plan=other, process_group=here.group)
         told.append(str(caught.value))
     return told
 
 
-def test_a_plan_whose_residuals_cannot_be_so_is_refused_with_the_cure(worlds: Worlds) -> None:
-    for unknown, without in worlds.run(1, refuse):
+def test_a_plan_whose_residuals_cannot_be_so_is_refused_with_the_cure(threads: Threads) -> None:
+    for unknown, without in threads.run(1, refuse):
         assert "residual_dtype 'float16'" in unknown
         assert "Write float32 or bfloat16 or int8." in unknown
         assert "residual_dtype 'int8'" in without

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from threads import Threads, here
 from worlds import Given, Worlds
 
 import gradwire as gw
@@ -22,10 +22,10 @@ def policy(scheme: str) -> gw.Policy:
 def run(steps: int, scheme: str) -> State:
     """Some steps with error feedback; this rank's state."""
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=policy(scheme))
+    handle = gw.parallelize(model, plan=policy(scheme), process_group=here.group)
     for step in range(steps):
         model.zero_grad()
-        model(model.random_gradients(step, dist.get_rank())).backward()
+        model(model.random_gradients(step, here.rank)).backward()
     return handle.state_dict()
 
 
@@ -42,12 +42,12 @@ def residuals(state: State) -> dict[str, torch.Tensor]:
 def load(state: State, scheme: str) -> tuple[State, list[str], int]:
     """Begin anew with a state; the new one, the warnings, and the step after one more."""
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=policy(scheme))
+    handle = gw.parallelize(model, plan=policy(scheme), process_group=here.group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         handle.load_state_dict(state)
     state = handle.state_dict()
-    model(model.random_gradients(9, dist.get_rank())).backward()
+    model(model.random_gradients(9, here.rank)).backward()
     return state, [str(warning.message) for warning in caught], handle.stats().steps
 
 
@@ -72,26 +72,26 @@ def test_another_number_of_ranks_keeps_the_sum_of_residuals(
 def owing(steps: int) -> State:
     """From error feedback to a plan without; one parameter gets no gradient since, so what is left of it is owed still."""
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=policy("alltoall"))
+    handle = gw.parallelize(model, plan=policy("alltoall"), process_group=here.group)
     for step in range(steps):
         model.zero_grad()
-        model(model.random_gradients(step, dist.get_rank())).backward()
+        model(model.random_gradients(step, here.rank)).backward()
     handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity())))
-    model([None, *model.random_gradients(steps, dist.get_rank())[1:]]).backward()
+    model([None, *model.random_gradients(steps, here.rank)[1:]]).backward()
     return handle.state_dict()
 
 
 def load_plain(state: State) -> State:
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()), process_group=here.group)
     handle.load_state_dict(state)
     return handle.state_dict()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_what_is_owed_goes_to_another_number_of_ranks(worlds: Worlds, before: int, after: int) -> None:
-    saved = merged(worlds.run(before, owing, 3))
-    expected, found = residuals(saved), residuals(merged(worlds.run(after, load_plain, saved)))
+def test_what_is_owed_goes_to_another_number_of_ranks(threads: Threads, before: int, after: int) -> None:
+    saved = merged(threads.run(before, owing, 3))
+    expected, found = residuals(saved), residuals(merged(threads.run(after, load_plain, saved)))
     assert expected["p0"].norm() > 0.1
     assert torch.allclose(found["p0"], expected["p0"], atol=1e-6)
 
@@ -113,14 +113,14 @@ def test_a_missing_rank_begins_at_zero_with_a_warning(worlds: Worlds, after: int
 def refuse(wrong: State) -> tuple[str, bool]:
     """What is said of a state that does not fit, and whether the handle stayed as it was and goes on."""
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=policy("alltoall"))
-    model(model.random_gradients(dist.get_rank())).backward()
+    handle = gw.parallelize(model, plan=policy("alltoall"), process_group=here.group)
+    model(model.random_gradients(here.rank)).backward()
     before = handle.state_dict()
     with pytest.raises(ValueError) as caught:
         handle.load_state_dict(wrong)
     after = handle.state_dict()
     same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    model(model.random_gradients(dist.get_rank())).backward()
+    model(model.random_gradients(here.rank)).backward()
     return str(caught.value), same
 
 
@@ -159,10 +159,10 @@ OF_THREE = {f"rank{rank}/ranks": torch.arange(3) for rank in range(2)}
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_states_that_do_not_fit_change_nothing(worlds: Worlds, what: str) -> None:
+def test_states_that_do_not_fit_change_nothing(threads: Threads, what: str) -> None:
     change, words = WRONG[what]
-    saved = merged(worlds.run(2, run, 1, "alltoall"))
-    told, same = worlds.run(2, refuse, change(saved))[0]
+    saved = merged(threads.run(2, run, 1, "alltoall"))
+    told, same = threads.run(2, refuse, change(saved))[0]
     assert words in told
     assert same
 
@@ -183,14 +183,14 @@ def ask(handle: gw.Handle) -> list[str]:
 def ask_in_between() -> tuple[list[str], list[str], list[str], int]:
     """In a hook in mid-step, after a backward that was left, after a failure; and the step of the state in between."""
     model = Given(SIZES)
-    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=2)))
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=2)), process_group=here.group)
     model(model.random_gradients(0)).backward()
     told: list[list[str]] = []
     loss = model(model.random_gradients(1))
     hook = model.p0.register_hook(lambda gradient: told.append(ask(handle)))
     loss.backward()
     hook.remove()
-    saved = int(handle.state_dict()[f"rank{dist.get_rank()}/step"])
+    saved = int(handle.state_dict()[f"rank{here.rank}/step"])
     hook = model.p0.register_hook(lambda gradient: {}["left"])
     with pytest.raises(KeyError):
         model(model.random_gradients(1)).backward()
@@ -204,8 +204,8 @@ def ask_in_between() -> tuple[list[str], list[str], list[str], int]:
     return told[0], told[1], told[2], saved
 
 
-def test_states_of_steps_that_are_not_over_are_refused(worlds: Worlds) -> None:
-    for middle, left, failed, saved in worlds.run(2, ask_in_between):
+def test_states_of_steps_that_are_not_over_are_refused(threads: Threads) -> None:
+    for middle, left, failed, saved in threads.run(2, ask_in_between):
         assert all("step 1 is in hand" in words and "when backward() has returned" in words for words in middle)
         assert all("step 2 is in hand" in words and "handle.reset() on all ranks" in words for words in left)
         assert all("as ordered" in words and "Restart from the last checkpoint" in words for words in failed)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from threads import Threads, here
 from worlds import Given, World, Worlds, digest, seeded
 
 import gradwire as gw
@@ -26,6 +27,10 @@ SPECS = [
     gw.ErrorFeedback(gw.QSGD(bits=2, blocks="bucket")),
 ]
 STEPS = 3
+
+
+def exchange_of(tensors: Any, plan: Any) -> gw.Exchange:
+    return gw.Exchange(tensors, plan, here.group)
 
 
 def tensors(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -51,7 +56,7 @@ def plans_of(spec: gw.Spec) -> dict[str, gw.Plan]:
     named = {
         name: each for name, each in COLLECTIVES.items() if (each.plain if not spec.encodes else each.carries(spec))
     }
-    ranks = dist.get_world_size()
+    ranks = here.world_size
     return {
         name: gw.Uniform(spec, scheme=name, bucket_bytes=4000, chunk_bytes=2000).plan(infos, ranks) for name in named
     }
@@ -63,17 +68,17 @@ def both_ways(spec: gw.Spec) -> dict[str, tuple[list[str], list[str]]]:
     for name, plan in plans_of(spec).items():
         model = Many()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = gw.parallelize(model, optimizer, plan=plan)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
         by_handle = []
         for step in range(STEPS):
-            model(tensors(step, dist.get_rank())).backward()
+            model(tensors(step, here.rank)).backward()
             by_handle.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
             optimizer.zero_grad()
         handle.detach()
-        exchange = gw.Exchange(tensors(0, 0), plan=plan)
+        exchange = exchange_of(tensors(0, 0), plan=plan)
         alone = []
         for step in range(STEPS):
-            means = tensors(step, dist.get_rank())
+            means = tensors(step, here.rank)
             exchange.average_(means)
             alone.append(digest(means.values()))
         exchange.close()
@@ -83,8 +88,8 @@ def both_ways(spec: gw.Spec) -> dict[str, tuple[list[str], list[str]]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)
-def test_the_bits_are_those_of_parallelize(worlds: Worlds, spec: gw.Spec, ranks: int) -> None:
-    first, *others = worlds.run(ranks, both_ways, spec, deadline_s=240.0)
+def test_the_bits_are_those_of_parallelize(threads: Threads, spec: gw.Spec, ranks: int) -> None:
+    first, *others = threads.run(ranks, both_ways, spec, deadline_s=240.0)
     assert first, "no scheme carries this spec"
     for name, (by_handle, alone) in first.items():
         assert alone == by_handle, name
@@ -94,7 +99,7 @@ def test_the_bits_are_those_of_parallelize(worlds: Worlds, spec: gw.Spec, ranks:
 
 def vectors_in_payloads(spec: gw.Spec, scheme: str) -> tuple[bool, list[bool], str]:
     """Whether no bucket is uncompressed as a whole, whether vectors have the sum in rank order, and a digest of all means."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = here.rank, here.world_size
 
     def given(of_rank: int) -> dict[str, torch.Tensor]:
         generator = seeded(7, of_rank)
@@ -103,7 +108,7 @@ def vectors_in_payloads(spec: gw.Spec, scheme: str) -> tuple[bool, list[bool], s
     policy = gw.Policy(default=spec, scheme=scheme, bucket_bytes=4000, chunk_bytes=2000)
     infos = [info_of(name, tensor) for name, tensor in given(0).items()]
     means, plan = given(rank), policy.plan(infos, size)
-    exchange = gw.Exchange(means, plan=plan)
+    exchange = exchange_of(means, plan=plan)
     exchange.average_()
     exchange.close()
     exact = []
@@ -121,15 +126,15 @@ def vectors_in_payloads(spec: gw.Spec, scheme: str) -> tuple[bool, list[bool], s
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather", "ring", "tree", "CGX between nodes"])
 @pytest.mark.parametrize("spec", [gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(0.05)), gw.FP8()], ids=lambda spec: spec.id)
-def test_vectors_in_the_payloads_of_others_are_exact(worlds: Worlds, spec: gw.Spec, scheme: str, ranks: int) -> None:
-    told = worlds.run(ranks, vectors_in_payloads, spec, scheme)
+def test_vectors_in_the_payloads_of_others_are_exact(threads: Threads, spec: gw.Spec, scheme: str, ranks: int) -> None:
+    told = threads.run(ranks, vectors_in_payloads, spec, scheme)
     assert all(carried and len(exact) == 20 and all(exact) for carried, exact, _ in told)
     assert len({bits for _, _, bits in told}) == 1
 
 
 def blocks_of_a_bucket() -> dict[str, list[str]]:
     """By `blocks`, digests of the mean of many tensors in one bucket, and of one tensor with the same elements."""
-    generator, found = seeded(3, dist.get_rank()), {}
+    generator, found = seeded(3, here.rank), {}
     values = torch.randn(sum(SIZES), generator=generator)
     for blocks in ("bucket", "tensor"):
         found[blocks] = []
@@ -138,7 +143,7 @@ def blocks_of_a_bucket() -> dict[str, list[str]]:
             policy = gw.Policy(
                 default=gw.QSGD(bits=3, block=32, blocks=blocks), scheme="allgather", exempt_vectors=False
             )
-            exchange = gw.Exchange(parts, plan=policy)
+            exchange = exchange_of(parts, plan=policy)
             exchange.average_(parts)
             assert len(exchange.plan.buckets) == 1
             found[blocks].append(digest([torch.cat([parts[name] for name in sorted(parts)])]))
@@ -150,16 +155,16 @@ SIZES = [1, 7, 123, 300, 33]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_blocks_of_a_bucket_ignore_where_tensors_end_in_an_exchange(worlds: Worlds, ranks: int) -> None:
-    told = worlds.run(ranks, blocks_of_a_bucket)
+def test_blocks_of_a_bucket_ignore_where_tensors_end_in_an_exchange(threads: Threads, ranks: int) -> None:
+    told = threads.run(ranks, blocks_of_a_bucket)
     assert len(set(told[0]["bucket"])) == 1 and len(set(told[0]["tensor"])) == 2
     assert all(each == told[0] for each in told)
 
 
 def owed_residual() -> tuple[bool, bool]:
     """Whether a residual of another plan reaches the mean of an uncompressed vector, once."""
-    rank, own = dist.get_rank(), {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
-    exchange = gw.Exchange(own, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2))))
+    rank, own = here.rank, {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
+    exchange = exchange_of(own, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2))))
     assert len(exchange.plan.buckets) == 1
     exchange.memory.take_over({"residual/v": torch.full((40,), float(rank + 1))})
     saved = exchange.state_dict()
@@ -172,8 +177,8 @@ def owed_residual() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_a_vector_is_owed_the_residual_of_another_plan(worlds: Worlds, ranks: int) -> None:
-    assert worlds.run(ranks, owed_residual) == [(True, True)] * 2
+def test_a_vector_is_owed_the_residual_of_another_plan(threads: Threads, ranks: int) -> None:
+    assert threads.run(ranks, owed_residual) == [(True, True)] * 2
 
 
 # ---- the interface
@@ -181,14 +186,14 @@ def test_a_vector_is_owed_the_residual_of_another_plan(worlds: Worlds, ranks: in
 
 def piecemeal() -> dict[str, Any]:
     """Tensors in another order, waited for one by one, others in their place, and only described."""
-    rank, found = dist.get_rank(), {}
+    rank, found = here.rank, {}
     own = {name: tensor.float() for name, tensor in tensors(1, rank).items()}
     mean = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-    for each in range(dist.get_world_size()):
+    for each in range(here.world_size):
         for name, tensor in tensors(1, each).items():
-            mean[name] += tensor.float() / dist.get_world_size()
+            mean[name] += tensor.float() / here.world_size
     metas = {name: gw.TensorMeta(tuple(tensor.shape)) for name, tensor in own.items()}
-    exchange = gw.Exchange(metas, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=3000))
+    exchange = exchange_of(metas, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=3000))
     exchange.begin()
     for name in reversed(own):
         exchange.ready(name, own[name])
@@ -205,8 +210,8 @@ def piecemeal() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_tensors_may_come_in_any_order_and_be_waited_for_one_by_one(ranks: int, worlds: Worlds) -> None:
-    told = worlds.run(ranks, piecemeal)
+def test_tensors_may_come_in_any_order_and_be_waited_for_one_by_one(ranks: int, threads: Threads) -> None:
+    told = threads.run(ranks, piecemeal)
     assert all(each["equal"] and each["words"][:2] == [2, True] for each in told)
     assert len({each["bits"] for each in told}) == 1
 
@@ -214,10 +219,8 @@ def test_tensors_may_come_in_any_order_and_be_waited_for_one_by_one(ranks: int, 
 def by_phases(spec: gw.Spec, schedule: str) -> list[bool]:
     """Whether a reduce phase and a gather phase give what a whole step gives."""
     plan = gw.Uniform(spec, scheme="alltoall", schedule=schedule, bucket_bytes=3000, chunk_bytes=1000)
-    whole, parts = (
-        {f"t{at}": torch.randn(301, generator=seeded(at, dist.get_rank())) for at in range(9)} for _ in "ab"
-    )
-    one, other = gw.Exchange(whole, plan=plan), gw.Exchange(parts, plan=plan)
+    whole, parts = ({f"t{at}": torch.randn(301, generator=seeded(at, here.rank)) for at in range(9)} for _ in "ab")
+    one, other = exchange_of(whole, plan=plan), exchange_of(parts, plan=plan)
     equal = []
     for _ in range(2):
         one.average_()
@@ -236,9 +239,7 @@ def by_phases(spec: gw.Spec, schedule: str) -> list[bool]:
         if not spec.encodes:
             equal.append(all(torch.equal(parts[name], whole[name]) for name in whole))
     equal.append(sum(end - first for each in runs.values() for first, end in each) <= 9 * 301)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(parts.values()))
-    equal.append(len(set(digests)) == 1)
+    equal.append(len(set(here.gather(digest(parts.values())))) == 1)
     one.close()
     other.close()
     return equal
@@ -247,8 +248,8 @@ def by_phases(spec: gw.Spec, schedule: str) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("schedule", ["backward", "pipelined"])
 @pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=4)], ids=["identity", "qsgd"])
-def test_the_reduce_and_the_gather_phase_alone(worlds: Worlds, spec: gw.Spec, schedule: str, ranks: int) -> None:
-    for told in worlds.run(ranks, by_phases, spec, schedule):
+def test_the_reduce_and_the_gather_phase_alone(threads: Threads, spec: gw.Spec, schedule: str, ranks: int) -> None:
+    for told in threads.run(ranks, by_phases, spec, schedule):
         assert all(told)
 
 
@@ -258,19 +259,19 @@ def resumed() -> bool:
     def run(exchange: gw.Exchange, steps: range) -> list[str]:
         found = []
         for step in steps:
-            means = {"w": torch.randn(2000, generator=seeded(step, dist.get_rank()))}
+            means = {"w": torch.randn(2000, generator=seeded(step, here.rank))}
             exchange.average_(means)
             found.append(digest(means.values()))
         return found
 
-    first = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=plan)
+    first = exchange_of({"w": gw.TensorMeta((2000,))}, plan=plan)
     run(first, range(3))
     state = {key: value.clone() for key, value in first.state_dict().items()}
     expected = run(first, range(3, 6))
-    second = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=plan)
+    second = exchange_of({"w": gw.TensorMeta((2000,))}, plan=plan)
     second.load_state_dict(state)
     found = run(second, range(3, 6))
-    other = gw.Exchange({"w": gw.TensorMeta((2000,))}, plan=gw.Uniform(gw.QSGD(bits=4)))
+    other = exchange_of({"w": gw.TensorMeta((2000,))}, plan=gw.Uniform(gw.QSGD(bits=4)))
     with pytest.raises(ValueError, match="the state was saved under plan"):
         other.load_state_dict(state)
     for each in (first, second, other):
@@ -278,8 +279,8 @@ def resumed() -> bool:
     return found == expected
 
 
-def test_a_saved_exchange_goes_on_bit_for_bit(worlds: Worlds) -> None:
-    assert worlds.run(2, resumed) == [True, True]
+def test_a_saved_exchange_goes_on_bit_for_bit(threads: Threads) -> None:
+    assert threads.run(2, resumed) == [True, True]
 
 
 # ---- wrong use
@@ -296,12 +297,12 @@ def refused(act: Callable[[], Any]) -> str:
 def misused() -> list[str]:
     mine = {"a": torch.ones(9), "b": torch.ones(2, 3)}
     told = [
-        refused(lambda: gw.Exchange({}, plan=gw.QSGD())),
-        refused(lambda: gw.Exchange({"a": [1.0]}, plan=gw.QSGD())),  # type: ignore[dict-item]
-        refused(lambda: gw.Exchange(mine, plan="auto")),
-        refused(lambda: gw.Exchange({"a": torch.ones(3, dtype=torch.int64)}, plan=gw.Identity())),
+        refused(lambda: exchange_of({}, plan=gw.QSGD())),
+        refused(lambda: exchange_of({"a": [1.0]}, plan=gw.QSGD())),  # type: ignore[dict-item]
+        refused(lambda: exchange_of(mine, plan="auto")),
+        refused(lambda: exchange_of({"a": torch.ones(3, dtype=torch.int64)}, plan=gw.Identity())),
     ]
-    exchange = gw.Exchange(mine, plan=gw.Uniform(gw.QSGD(bits=4), scheme="allgather"))
+    exchange = exchange_of(mine, plan=gw.Uniform(gw.QSGD(bits=4), scheme="allgather"))
     told += [
         refused(lambda: exchange.ready("a")),
         refused(lambda: exchange.wait("a")),
@@ -339,22 +340,22 @@ SAID = [
 ]  # fmt: skip
 
 
-def test_wrong_use_is_refused_and_the_step_goes_on(worlds: Worlds) -> None:
-    for told in worlds.run(2, misused):
+def test_wrong_use_is_refused_and_the_step_goes_on(threads: Threads) -> None:
+    for told in threads.run(2, misused):
         assert [words[: len(said)] for words, said in zip(told, SAID, strict=True)] == SAID
 
 
 def disagreeing() -> list[str]:
-    rank = dist.get_rank()
+    rank = here.rank
     return [
-        refused(lambda: gw.Exchange({"a": torch.ones(9)}, plan=gw.QSGD(bits=4 + rank))),
-        refused(lambda: gw.Exchange({"a": torch.ones(9 + rank)}, plan=gw.QSGD(bits=4))),
-        refused(lambda: gw.Exchange({"a": torch.ones(9)}, plan=[gw.QSGD(bits=4), 3][rank])),  # type: ignore[arg-type]
+        refused(lambda: exchange_of({"a": torch.ones(9)}, plan=gw.QSGD(bits=4 + rank))),
+        refused(lambda: exchange_of({"a": torch.ones(9 + rank)}, plan=gw.QSGD(bits=4))),
+        refused(lambda: exchange_of({"a": torch.ones(9)}, plan=[gw.QSGD(bits=4), 3][rank])),  # type: ignore[arg-type]
     ]
 
 
-def test_ranks_that_disagree_are_told_so_on_all_ranks(worlds: Worlds) -> None:
-    first, second = worlds.run(2, disagreeing)
+def test_ranks_that_disagree_are_told_so_on_all_ranks(threads: Threads) -> None:
+    first, second = threads.run(2, disagreeing)
     for told in (first, second):
         assert told[0].startswith("DisagreementError: ranks disagree on the plan")
         assert told[1].startswith("DisagreementError: ranks disagree on the names, shapes")
@@ -363,9 +364,9 @@ def test_ranks_that_disagree_are_told_so_on_all_ranks(worlds: Worlds) -> None:
 
 
 def left_alone() -> str:
-    exchange = gw.Exchange({"a": torch.ones(90)}, plan=gw.QSGD(bits=4))
+    exchange = exchange_of({"a": torch.ones(90)}, plan=gw.QSGD(bits=4))
     exchange.average_()
-    if dist.get_rank() == 1:
+    if here.rank == 1:
         import os
 
         os._exit(3)
@@ -385,13 +386,13 @@ def test_a_rank_that_died_is_named() -> None:
 def beside_a_model() -> bool:
     """Two exchanges and a handle, one after another in each step."""
     model = Given([50])
-    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
-    two = [gw.Exchange({"w": torch.full((30,), float(dist.get_rank()))}, plan=gw.Identity()) for _ in range(2)]
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4), process_group=here.group)
+    two = [exchange_of({"w": torch.full((30,), float(here.rank))}, plan=gw.Identity()) for _ in range(2)]
     for step in range(3):
-        model(model.random_gradients(dist.get_rank(), step)).backward()
+        model(model.random_gradients(here.rank, step)).backward()
         for each in two:
             each.begin()
-            each.ready("w", torch.full((30,), float(dist.get_rank() + step)))
+            each.ready("w", torch.full((30,), float(here.rank + step)))
         for each in two:
             each.wait()
     handle.detach()
@@ -400,8 +401,8 @@ def beside_a_model() -> bool:
     return True
 
 
-def test_several_exchanges_work_beside_a_handle(worlds: Worlds) -> None:
-    assert worlds.run(2, beside_a_model) == [True, True]
+def test_several_exchanges_work_beside_a_handle(threads: Threads) -> None:
+    assert threads.run(2, beside_a_model) == [True, True]
 
 
 def test_what_a_planner_knows_of_a_tensor() -> None:
@@ -412,14 +413,14 @@ def test_what_a_planner_knows_of_a_tensor() -> None:
 
 
 def careless(case: str) -> str:
-    rank = dist.get_rank()
+    rank = here.rank
     if case == "memory order":
         values = torch.arange(12.0).reshape(3, 4)
-        return refused(lambda: gw.Exchange({"a": values if rank == 0 else values.t().contiguous().t()}, gw.Identity()))
+        return refused(lambda: exchange_of({"a": values if rank == 0 else values.t().contiguous().t()}, gw.Identity()))
     if case == "expanded":
-        return refused(lambda: gw.Exchange({"a": torch.ones(1).expand(5)}, gw.Identity()))
+        return refused(lambda: exchange_of({"a": torch.ones(1).expand(5)}, gw.Identity()))
     tensors = {f"t{at}": torch.ones(3000) for at in range(4)}
-    exchange = gw.Exchange(tensors, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=12_000))
+    exchange = exchange_of(tensors, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=12_000))
     if case == "last first":
         exchange.begin()
         exchange.ready("t3")
@@ -435,7 +436,7 @@ def careless(case: str) -> str:
         said = refused(lambda: exchange.average_({**tensors, "t1": None}))  # type: ignore[dict-item]
     if case == "only described":
         exchange.close()
-        exchange = gw.Exchange({"a": gw.TensorMeta((3,))}, gw.Identity())
+        exchange = exchange_of({"a": gw.TensorMeta((3,))}, gw.Identity())
         assert "'a' was not given" in refused(exchange.average_)
         exchange.begin()
         said = refused(lambda: exchange.ready("a", None))
@@ -458,17 +459,16 @@ def careless(case: str) -> str:
         ("only described", "StepStateError: tensor 'a' was not given in this step"),
     ],
 )
-def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(worlds: Worlds, case: str, words: str) -> None:
-    assert [said[: len(words)] for said in worlds.run(2, careless, case)] == [words] * 2
+def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(threads: Threads, case: str, words: str) -> None:
+    assert [said[: len(words)] for said in threads.run(2, careless, case)] == [words] * 2
 
 
 def owed_once() -> list[float]:
     """Means of zeros after a residual was loaded that the plan keeps nowhere."""
-    first = gw.Exchange({"w": torch.full((100,), 2.0)}, plan=gw.ErrorFeedback(gw.TopK(0.1)))
+    first = exchange_of({"w": torch.full((100,), 2.0)}, plan=gw.ErrorFeedback(gw.TopK(0.1)))
     first.average_()
-    own: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(own, first.state_dict())
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    own = here.gather(first.state_dict())
+    alone = dist.new_group([here.rank], use_local_synchronization=True)
     second = gw.Exchange({"w": torch.zeros(100)}, gw.Identity(), alone)
     second.load_state_dict({key: value for each in own for key, value in each.items()})
     sums = []
@@ -494,7 +494,7 @@ def dropped(busy: bool) -> int:
         return sum(thread.name.startswith("gradwire-") for thread in threading.enumerate())
 
     before = lanes()
-    exchange = gw.Exchange({"w": torch.ones(100)}, gw.QSGD(bits=4))
+    exchange = exchange_of({"w": torch.ones(100)}, gw.QSGD(bits=4))
     if busy:
         exchange.begin()
     del exchange

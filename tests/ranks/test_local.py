@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delayed_steps import gradient, momentum
 from local_steps import LocalReference
 from test_delayed import adam, make_model
+from threads import Threads, here
 from torch import nn
-from worlds import Given, World, Worlds, digest
+from worlds import Given, World, digest
 
 import gradwire as gw
 
@@ -25,12 +25,12 @@ def training(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any = momen
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     plan = gw.Uniform(spec, schedule=schedule, bucket_bytes=1)
-    handle = gw.parallelize(model, optimizer, plan=plan)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     return model, optimizer, handle
 
 
 def step_on(model: nn.Module, optimizer: Any, step: int) -> None:
-    gradient(model, step, dist.get_rank())
+    gradient(model, step, here.rank)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -72,39 +72,39 @@ FRAGMENTS = {1: None, 2: [[3, 2, 1], [0]], 4: [[3], [2], [1], [0]]}
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_steps_are_those_of_plain_diloco(worlds: Worlds, name: str, ranks: int, make_optimizer: Any) -> None:
+def test_steps_are_those_of_plain_diloco(threads: Threads, name: str, ranks: int, make_optimizer: Any) -> None:
     fragments = FRAGMENTS[SCHEDULES[name].fragments]
     expected = LocalReference(SCHEDULES[name], make_model, make_optimizer, gradient, ranks, fragments)
     expected.run(STEPS)
-    looked = worlds.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, True)
+    looked = threads.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, True)
     for seen, _ in looked:
         if ranks == 2:
             assert [digest(weights) for weights in seen] == [digest(weights) for weights in expected.history]
         for found, weights in zip(seen, expected.history, strict=True):
             assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-6) for a, b in zip(found, weights, strict=True))
-    unseen = worlds.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, False)
+    unseen = threads.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, False)
     assert {digest(seen[-1]) for seen, _ in unseen} == {digest(seen[-1]) for seen, _ in looked}
     assert [own for _, own in unseen] == [own for _, own in looked], "looking at weights changed what is computed on"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", [gw.QSGD(bits=4), TWO_BITS, gw.ErrorFeedback(gw.TopK(0.1), decay=0.95)], ids=repr)
-def test_global_weights_are_the_same_on_all_ranks(worlds: Worlds, spec: gw.Spec, ranks: int) -> None:
-    ends = worlds.run(ranks, engine, spec, gw.LocalSteps(every=3), adam, True)
+def test_global_weights_are_the_same_on_all_ranks(threads: Threads, spec: gw.Spec, ranks: int) -> None:
+    ends = threads.run(ranks, engine, spec, gw.LocalSteps(every=3), adam, True)
     assert len({tuple(digest(weights) for weights in seen) for seen, _ in ends}) == 1
     assert len({own[-1] for _, own in ends}) == ranks, "ranks did not train alone"
 
 
-def test_residuals_decay(worlds: Worlds) -> None:
+def test_residuals_decay(threads: Threads) -> None:
     kept, faded = (gw.ErrorFeedback(gw.QSGD(bits=2), decay=decay) for decay in (1.0, 0.5))
-    ends = [worlds.run(2, engine, spec, gw.LocalSteps(every=3), momentum, False)[0][0][0] for spec in (kept, faded)]
+    ends = [threads.run(2, engine, spec, gw.LocalSteps(every=3), momentum, False)[0][0][0] for spec in (kept, faded)]
     assert digest(ends[0]) != digest(ends[1])
 
 
 def as_backward(schedule: str | gw.LocalSteps) -> list[torch.Tensor]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule))
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
     for step in range(STEPS):
         step_on(model, optimizer, step)
     weights = [value.clone() for value in model.state_dict().values()]
@@ -113,9 +113,9 @@ def as_backward(schedule: str | gw.LocalSteps) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_averaging_in_each_step_is_the_backward_schedule(worlds: Worlds, ranks: int) -> None:
-    found = worlds.run(ranks, as_backward, gw.LocalSteps(every=1, outer=PLAIN))
-    for own, expected in zip(found, worlds.run(ranks, as_backward, "backward"), strict=True):
+def test_averaging_in_each_step_is_the_backward_schedule(threads: Threads, ranks: int) -> None:
+    found = threads.run(ranks, as_backward, gw.LocalSteps(every=1, outer=PLAIN))
+    for own, expected in zip(found, threads.run(ranks, as_backward, "backward"), strict=True):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, expected, strict=True))
 
 
@@ -138,7 +138,7 @@ def saved_at(schedule: gw.LocalSteps, at: int) -> tuple[dict[str, torch.Tensor],
 
 def resumed(schedule: gw.LocalSteps, at: int, saved: Any, handle_first: bool) -> str:
     """W and L at the end of a run that goes on from a state."""
-    own, weights, optimizers, _ = saved[dist.get_rank()]
+    own, weights, optimizers, _ = saved[here.rank]
     model, optimizer, handle = training(TWO_BITS, schedule)
     for act in sorted((False, True), reverse=handle_first):
         handle.load_state_dict(own) if act else model.load_state_dict(weights)
@@ -162,9 +162,9 @@ def resumed(schedule: gw.LocalSteps, at: int, saved: Any, handle_first: bool) ->
     ],
     ids=["in a period", "between two", "while an exchange runs", "as an exchange begins", "while a fragment is sent"],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(worlds: Worlds, schedule: Any, at: int, handle_first: bool) -> None:
-    saved = worlds.run(2, saved_at, schedule, at)
-    assert worlds.run(2, resumed, schedule, at, saved, handle_first) == [end for *_, end in saved]
+def test_a_resumed_run_goes_on_bit_for_bit(threads: Threads, schedule: Any, at: int, handle_first: bool) -> None:
+    saved = threads.run(2, saved_at, schedule, at)
+    assert threads.run(2, resumed, schedule, at, saved, handle_first) == [end for *_, end in saved]
 
 
 def on_other_ranks(schedule: gw.LocalSteps, states: dict[str, torch.Tensor], weights: Any) -> tuple[str, str, int]:
@@ -180,15 +180,15 @@ def on_other_ranks(schedule: gw.LocalSteps, states: dict[str, torch.Tensor], wei
     return end
 
 
-def test_another_number_of_ranks_goes_on_from_the_global_weights(worlds: Worlds) -> None:
+def test_another_number_of_ranks_goes_on_from_the_global_weights(threads: Threads) -> None:
     schedule = gw.LocalSteps(every=4)
-    saved = worlds.run(2, saved_at, schedule, 4)
+    saved = threads.run(2, saved_at, schedule, 4)
     states = {key: value for own, *_ in saved for key, value in own.items()}
-    ends = worlds.run(3, on_other_ranks, schedule, states, saved[0][1])
+    ends = threads.run(3, on_other_ranks, schedule, states, saved[0][1])
     assert len({(weights, momenta) for weights, momenta, _ in ends}) == 1
     assert {steps for *_, steps in ends} == {3}
     without = {key: value for key, value in states.items() if "/outer/" not in key}
-    assert worlds.run(3, on_other_ranks, schedule, without, saved[0][1])[0][0] != ends[0][0], "momentum was not taken"
+    assert threads.run(3, on_other_ranks, schedule, without, saved[0][1])[0][0] != ends[0][0], "momentum was not taken"
 
 
 def refused_state(change: str) -> str:
@@ -196,8 +196,8 @@ def refused_state(change: str) -> str:
     step_on(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
     state = handle.state_dict()
     other = Given([5])
-    before = gw.parallelize(other, torch.optim.SGD(other.parameters(), lr=0.1), plan=EXACT)
-    key = next(iter(key for key in state if f"/{change}/" in key), f"rank{dist.get_rank()}/local_steps")
+    before = gw.parallelize(other, torch.optim.SGD(other.parameters(), lr=0.1), plan=EXACT, process_group=here.group)
+    key = next(iter(key for key in state if f"/{change}/" in key), f"rank{here.rank}/local_steps")
     state[key] = torch.ones(3) if change != "local_steps" else state.pop(key)
     if change == "local_steps":
         del state[key]
@@ -212,8 +212,8 @@ def refused_state(change: str) -> str:
     ("change", "words"),
     [("local_steps", "no local_steps"), ("local", "has 3 elements of torch.float32 in local/0/")],
 )
-def test_a_state_that_does_not_fit_is_refused(worlds: Worlds, change: str, words: str) -> None:
-    for told in worlds.run(2, refused_state, change):
+def test_a_state_that_does_not_fit_is_refused(threads: Threads, change: str, words: str) -> None:
+    for told in threads.run(2, refused_state, change):
         assert words in told
 
 
@@ -224,13 +224,13 @@ def drifted(spoil: bool) -> str | None:
     model = Given([300, 7, 1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = gw.Uniform(gw.QSGD(bits=3), schedule=gw.LocalSteps(every=2))
-    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=1)
+    handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=1, process_group=here.group)
     try:
         for step in range(10):
-            model(model.random_gradients(dist.get_rank(), step)).backward()
+            model(model.random_gradients(here.rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if spoil and step == 5 and dist.get_rank() == 1:
+            if spoil and step == 5 and here.rank == 1:
                 model.state_dict()["p1"][3].neg_()
     except gw.DisagreementError as error:
         return str(error)
@@ -239,16 +239,16 @@ def drifted(spoil: bool) -> str | None:
     return None
 
 
-def test_global_weights_that_differ_are_found(worlds: Worlds) -> None:
-    assert worlds.run(2, drifted, False) == [None, None]
-    for told in worlds.run(2, drifted, True):
+def test_global_weights_that_differ_are_found(threads: Threads) -> None:
+    assert threads.run(2, drifted, False) == [None, None]
+    for told in threads.run(2, drifted, True):
         assert told is not None and "rank 0 and rank 1" in told and "'p1'" in told
 
 
 def until_told(schedule: gw.LocalSteps) -> str:
     model, optimizer, _ = training(gw.QSGD(bits=4), schedule)
     for step in range(20):
-        if step == 5 and dist.get_rank() == 1:
+        if step == 5 and here.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
         try:

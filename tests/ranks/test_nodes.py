@@ -1,34 +1,26 @@
 """Where ranks share nodes, what a policy leaves open is hierarchical: exact inside nodes, compressed between them."""
 
 import logging
-import os
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from options import on_grid
 from test_engine_feedback import SIZES, Shuffled
 from test_options_run import train
-from worlds import Given, Worlds, digest
+from threads import Threads, here
+from worlds import Given, digest
 
 import gradwire as gw
 from gradwire.transport import lanes
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    made = Worlds()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("schedule", ["backward", "pipelined", "delayed"])
 @pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=4), gw.ErrorFeedback(gw.TopK(0.1))], ids=repr)
-def test_default_sends_fewer_bytes_between_nodes(worlds: Worlds, spec: gw.Spec, schedule: str) -> None:
+def test_default_sends_fewer_bytes_between_nodes(threads: Threads, spec: gw.Spec, schedule: str) -> None:
     """Half, but for an all-reduce around a ring: two thirds."""
-    flat, usual = (worlds.run(4, train, scheme, spec, schedule) for scheme in ("flat", None))
+    flat, usual = (threads.run(4, train, scheme, spec, schedule) for scheme in ("flat", None))
     exact = isinstance(spec, gw.Identity)
     sent, sent_flat = (sum(between for _, (_, _, between) in each) for each in (usual, flat))
     assert sent < (0.67 if exact and schedule != "pipelined" else 0.53) * sent_flat
@@ -42,14 +34,16 @@ def options_of(spec: gw.Spec, schedule: Any, names: str, **fields: Any) -> tuple
     """The options of the plan, where this rank says that it is on the node of its letter; and what was logged."""
     told: list[str] = []
     handler = logging.Handler()
+    own = threading.get_ident()
+    handler.addFilter(lambda record: record.thread == own)  # all ranks log to one logger
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     lanes.log.addHandler(handler)
-    with on_grid(1):
-        os.environ["GROUP_RANK"] = names[dist.get_rank()]
+    with here.on_node(names[here.rank]):
         model = Given([300, 7])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, schedule, **fields))
-        model(model.random_gradients(dist.get_rank())).backward()
+        plan = gw.Uniform(spec, schedule, **fields)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+        model(model.random_gradients(here.rank)).backward()
         optimizer.step()
         handle.flush()
         found = {bucket.option for bucket in handle.plan.buckets}
@@ -76,14 +70,14 @@ SHARDED = gw.Pipelined(shard_optimizer=True)
     ids=repr,
 )
 def test_only_what_can_be_added_inside_nodes_is(
-    worlds: Worlds, names: str, spec: gw.Spec, schedule: Any, hierarchical: bool
+    threads: Threads, names: str, spec: gw.Spec, schedule: Any, hierarchical: bool
 ) -> None:
-    for options, told in worlds.run(4, options_of, spec, schedule, names):
+    for options, told in threads.run(4, options_of, spec, schedule, names):
         assert all(("reducescatter:intra" in option) == hierarchical for option in options) and told == []
 
 
-def test_uneven_nodes_run_flat_and_one_rank_says_so(worlds: Worlds) -> None:
-    (first, said), *others = worlds.run(4, options_of, gw.QSGD(bits=4), "backward", "aaab")
+def test_uneven_nodes_run_flat_and_one_rank_says_so(threads: Threads) -> None:
+    (first, said), *others = threads.run(4, options_of, gw.QSGD(bits=4), "backward", "aaab")
     assert not any("reducescatter:intra" in option for option in first)
     assert len(said) == 1 and said[0].startswith("nodes have 1 to 3 ranks") and not any(told for _, told in others)
 
@@ -92,10 +86,9 @@ def resumed() -> tuple[list[str], bool, bool]:
     """What of another plan a state still has to send, and whether a run that takes it up ends as the first one: its weights
     and its state."""
     with on_grid(2):
-        torch.manual_seed(0)
         plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), bucket_bytes=4000)
-        first, second, ends = Shuffled(SIZES), Shuffled(SIZES), []
-        handles = [gw.parallelize(model, plan=plan) for model in (first, second)]
+        first, second, ends = Shuffled(SIZES, seed=0), Shuffled(SIZES, seed=1), []
+        handles = [gw.parallelize(model, plan=plan, process_group=here.group) for model in (first, second)]
         step_on(first, range(3))
         state = handles[0].state_dict()
         second.load_state_dict(first.state_dict())
@@ -112,13 +105,13 @@ def resumed() -> tuple[list[str], bool, bool]:
 def step_on(model: Shuffled, steps: range) -> None:
     for step in steps:
         model.zero_grad()
-        model(model.random_gradients(dist.get_rank(), step)).backward()
+        model(model.random_gradients(here.rank, step)).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter -= 0.1 * parameter.grad
 
 
-def test_what_was_sent_after_a_change_of_plan_is_not_saved(worlds: Worlds) -> None:
+def test_what_was_sent_after_a_change_of_plan_is_not_saved(threads: Threads) -> None:
     """The plan is made again after the first step, and residuals that no encode of a rank takes over travel with the next one."""
-    assert worlds.run(4, resumed) == [([], True, True)] * 4
+    assert threads.run(4, resumed) == [([], True, True)] * 4

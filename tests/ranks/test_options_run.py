@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from options import Ranks, all_in_one, gradients, on_grid, plan_for, true_mean
 from test_engine_feedback import resume, telescope
+from threads import Threads, built, here
+from torch import nn
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
@@ -427,11 +428,11 @@ def on_two_nodes(function: Callable[..., Any], *arguments: Any) -> Any:
     [(TWO_ENCODES, False, ()), (FOUR_ENCODES, True, ()), (TWO_ENCODES, False, (1, 2, 4)), (ROOTED, True, (1, 2, 4))],
 )
 def test_hierarchical_options_lose_nothing_in_training(
-    worlds: Worlds, tasks: str, probe_codec: bool, idle: tuple[int, ...]
+    threads: Threads, tasks: str, probe_codec: bool, idle: tuple[int, ...]
 ) -> None:
     """In buckets, in chunks, when the plan is made again after the first step, and when no rank uses a parameter."""
     arguments = (telescope, gw.ErrorFeedback(gw.QSGD(bits=2)), tasks, torch.float32, probe_codec, idle)
-    for off, planned_again in worlds.run(4, on_two_nodes, *arguments):
+    for off, planned_again in threads.run(4, on_two_nodes, *arguments):
         assert planned_again and max(off) < 1e-5
 
 
@@ -439,9 +440,9 @@ def test_hierarchical_options_lose_nothing_in_training(
     ("tasks", "residual_dtype"),
     [(TWO_ENCODES, "float32"), (FOUR_ENCODES, "float32"), (FOUR_ENCODES, "int8"), (ROOTED, "int8")],
 )
-def test_a_resumed_run_repeats_a_hierarchical_one(worlds: Worlds, tasks: str, residual_dtype: str) -> None:
+def test_a_resumed_run_repeats_a_hierarchical_one(threads: Threads, tasks: str, residual_dtype: str) -> None:
     arguments = (resume, gw.ErrorFeedback(gw.QSGD(bits=4)), tasks, 3, False, residual_dtype)
-    for at_once, in_two in worlds.run(4, on_two_nodes, *arguments):
+    for at_once, in_two in threads.run(4, on_two_nodes, *arguments):
         assert in_two == at_once
 
 
@@ -452,11 +453,11 @@ def train(
     scheme: str, spec: gw.Spec = PLAIN, schedule: Any = "backward"
 ) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
     with on_grid(ranks_per_node=2):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(30, 41), torch.nn.Tanh(), torch.nn.Linear(41, 3))
+        model = built(0, lambda: nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(spec, schedule, scheme))
-        inputs = torch.randn(6, 8, 30, generator=torch.Generator().manual_seed(dist.get_rank()))
+        plan = gw.Uniform(spec, schedule, scheme)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+        inputs = torch.randn(6, 8, 30, generator=torch.Generator().manual_seed(here.rank))
         for batch in inputs:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
@@ -471,8 +472,8 @@ def train(
         )
 
 
-def test_a_model_learns_the_same_by_a_hierarchical_option(worlds: Worlds) -> None:
-    flat, nested = (worlds.run(4, train, scheme) for scheme in ("allreduce", "CGX between nodes"))
+def test_a_model_learns_the_same_by_a_hierarchical_option(threads: Threads) -> None:
+    flat, nested = (threads.run(4, train, scheme) for scheme in ("allreduce", "CGX between nodes"))
     for (weights, bytes_flat), (others, bytes_nested) in zip(flat, nested, strict=True):
         assert digest(others) == digest(nested[0][0])
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, others, strict=True))
@@ -483,11 +484,11 @@ def test_a_model_learns_the_same_by_a_hierarchical_option(worlds: Worlds) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["CGX between nodes", "HiTopKComm"])
-def test_uncompressed_corrections_travel_by_a_hierarchical_option(worlds: Worlds, scheme: str) -> None:
+def test_uncompressed_corrections_travel_by_a_hierarchical_option(threads: Threads, scheme: str) -> None:
     """With a correction in every step nothing is compressed."""
     delayed, lossy = gw.Delayed(k=1), gw.QSGD(bits=2)
     flat, nested, usual = (
-        worlds.run(4, train, *how)
+        threads.run(4, train, *how)
         for how in (("allreduce", gw.Identity(), delayed), (scheme, lossy, delayed), (scheme, lossy))
     )
     for (weights, _), (others, _), (rough, _) in zip(flat, nested, usual, strict=True):
@@ -499,7 +500,7 @@ def what_is_sent(spec: gw.Spec, scheme: str, ranks_per_node: int) -> list[float]
     """The mean of gradients that are the same on all ranks."""
     model = Given([6])
     with on_grid(ranks_per_node):
-        handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme))
+        handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme), process_group=here.group)
         model([torch.tensor([0.49, 0.51, -0.51, 0.0, 0.9, 0.2])]).backward()
         handle.detach()
     assert model.p0.grad is not None
@@ -526,17 +527,18 @@ SENT = [
 )
 @pytest.mark.parametrize(("spec", "sent"), SENT, ids=str)
 def test_a_threshold_acts_on_gradients_as_scripts_see_them(
-    worlds: Worlds, spec: gw.Spec, sent: list[float], world_size: int, scheme: str, ranks_per_node: int
+    threads: Threads, spec: gw.Spec, sent: list[float], world_size: int, scheme: str, ranks_per_node: int
 ) -> None:
-    assert worlds.run(world_size, what_is_sent, spec, scheme, ranks_per_node) == [sent] * world_size
+    assert threads.run(world_size, what_is_sent, spec, scheme, ranks_per_node) == [sent] * world_size
 
 
 def uneven_nodes() -> str:
     with on_grid(ranks_per_node=3):
         with pytest.raises(PlanError) as caught:
-            gw.parallelize(Given([3]), plan=gw.Uniform(gw.QSGD(), scheme="CGX between nodes"))
+            plan = gw.Uniform(gw.QSGD(), scheme="CGX between nodes")
+            gw.parallelize(Given([3]), plan=plan, process_group=here.group)
         return str(caught.value)
 
 
-def test_all_ranks_are_told_of_uneven_nodes(worlds: Worlds) -> None:
-    assert all("nodes have 1 and 3 ranks" in told for told in worlds.run(4, uneven_nodes))
+def test_all_ranks_are_told_of_uneven_nodes(threads: Threads) -> None:
+    assert all("nodes have 1 and 3 ranks" in told for told in threads.run(4, uneven_nodes))

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from silent import silent
-from worlds import Worlds
+from threads import Threads, here
 
 import gradwire as gw
 from benchmarks.campaigns.left_out import exchange_alone, keep_only
@@ -37,11 +36,11 @@ def trained(schedule: str, part: str) -> list[list[float]]:
     weight = torch.nn.Parameter(torch.zeros(SIZE))
     model, optimizer = torch.nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.0)
     plan = gw.Uniform(gw.Identity(), scheme="alltoall", schedule=schedule)
-    handle = gw.parallelize(model, optimizer, plan=plan)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     found = []
     for size in (1.0, 10.0):
         keep_only(part, handle.session.reducer.running)
-        (weight * size * (dist.get_rank() + 1)).sum().backward()
+        (weight * size * (here.rank + 1)).sum().backward()
         handle.flush()
         assert weight.grad is not None
         found.append(weight.grad.tolist())
@@ -52,17 +51,17 @@ def trained(schedule: str, part: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("schedule", ["backward", "pipelined"])
-def test_what_is_left_out_is_not_in_gradients(worlds: Worlds, schedule: str) -> None:
+def test_what_is_left_out_is_not_in_gradients(threads: Threads, schedule: str) -> None:
     half = SIZE // 2
-    for rank, found in enumerate(worlds.run(2, trained, schedule, "compute-only")):
+    for rank, found in enumerate(threads.run(2, trained, schedule, "compute-only")):
         own = (rank + 1) / 2  # its share of the mean, of nobody else's
         assert found == [[own] * SIZE, [10 * own] * SIZE]
-    for rank, found in enumerate(worlds.run(2, trained, schedule, "reduce-only")):
+    for rank, found in enumerate(threads.run(2, trained, schedule, "reduce-only")):
         shards = [[(rank + 1) / 2] * half, [(rank + 1) / 2] * half]
         shards[rank] = [1.5] * half  # the mean, of which nobody else hears
         whole = [*shards[0], *shards[1]]
         assert found == [whole, [10 * each for each in whole]]
-    for found in worlds.run(2, trained, schedule, "gather-only"):
+    for found in threads.run(2, trained, schedule, "gather-only"):
         for size, grad in zip((1.0, 10.0), found, strict=True):
             # each rank's shard stands for the sum, on all ranks
             assert grad == [0.5 * size] * half + [1.0 * size] * half
@@ -70,7 +69,8 @@ def test_what_is_left_out_is_not_in_gradients(worlds: Worlds, schedule: str) -> 
 
 def alone() -> tuple[float, str]:
     model = torch.nn.Linear(30, 30)
-    handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="alltoall"))
+    plan = gw.Uniform(gw.Identity(), scheme="alltoall")
+    handle = gw.parallelize(model, plan=plan, process_group=here.group)
     executor = handle.session.reducer.running
     exchange_alone(executor, 0)
     exchange_alone(executor, 1)
@@ -78,15 +78,16 @@ def alone() -> tuple[float, str]:
     generator = torch.Generator().manual_seed(0)
     wrong = max((4 * torch.empty_like(flat).normal_(generator=generator) - flat).abs().max().item() for flat in flats)
     handle.detach()
-    whole = gw.parallelize(model, plan=gw.Uniform(gw.Identity(), scheme="allreduce"))
+    plan = gw.Uniform(gw.Identity(), scheme="allreduce")
+    whole = gw.parallelize(model, plan=plan, process_group=here.group)
     with pytest.raises(StepStateError) as caught:
         keep_only("reduce-only", whole.session.reducer.running)
     whole.detach()
     return wrong, str(caught.value)
 
 
-def test_an_exchange_alone_is_a_whole_one(worlds: Worlds) -> None:
-    for wrong, said in worlds.run(2, alone):
+def test_an_exchange_alone_is_a_whole_one(threads: Threads) -> None:
+    for wrong, said in threads.run(2, alone):
         assert wrong == 0.0  # both ranks drew the same numbers: twice them, and twice that
         assert "allreduce" in said and "scheme alltoall" in said
 

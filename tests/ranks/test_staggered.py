@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delayed_steps import Reference, Sent, dealt_out, gradient, momentum, tanh_layers
+from threads import Threads, here
 from worlds import Worlds, digest
 
 import gradwire as gw
@@ -25,7 +25,7 @@ def make_model() -> torch.nn.Module:
 def step_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:
     after = []
     for step in steps:
-        gradient(model, step, dist.get_rank())
+        gradient(model, step, here.rank)
         optimizer.step()
         optimizer.zero_grad()
         after.append(digest(model.state_dict().values()))
@@ -39,10 +39,12 @@ def beside_recurrences(schedule: gw.Delayed) -> tuple[list[str], list[str], int]
     """W after each step by the recurrences and by the engine, and in how many steps of a period some bucket is corrected."""
     model = make_model()
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL))
+    handle = gw.parallelize(
+        model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group
+    )
     plan = handle.plan
     sent = Sent(schedule, plan, make_model)
-    expected = Reference(schedule, make_model, momentum, gradient, dist.get_world_size(), sent.mean)
+    expected = Reference(schedule, make_model, momentum, gradient, here.world_size, sent.mean)
     expected.run(STEPS)
     sent.handle.detach()
     after = step_on(model, optimizer, range(STEPS))
@@ -62,22 +64,22 @@ def beside_recurrences(schedule: gw.Delayed) -> tuple[list[str], list[str], int]
     ],
     ids=repr,
 )
-def test_steps_are_those_of_the_recurrences(worlds: Worlds, ranks: int, schedule: gw.Delayed) -> None:
+def test_steps_are_those_of_the_recurrences(threads: Threads, ranks: int, schedule: gw.Delayed) -> None:
     assert schedule.k is not None
-    for expected, after, corrected in worlds.run(ranks, beside_recurrences, schedule):
+    for expected, after, corrected in threads.run(ranks, beside_recurrences, schedule):
         assert after == expected
         assert corrected == min(schedule.k, 3), "nothing was staggered"
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_the_papers_form_corrects_all_in_one_step(worlds: Worlds, flush: bool) -> None:
+def test_the_papers_form_corrects_all_in_one_step(threads: Threads, flush: bool) -> None:
     schedule = gw.Delayed(k=3, flush=flush, stagger=False)
     ends = []
-    for expected, after, corrected in worlds.run(2, beside_recurrences, schedule):
+    for expected, after, corrected in threads.run(2, beside_recurrences, schedule):
         assert after == expected
         assert corrected == 1
         ends.append(after[-1])
-    staggered = worlds.run(2, beside_recurrences, gw.Delayed(k=3, flush=flush))
+    staggered = threads.run(2, beside_recurrences, gw.Delayed(k=3, flush=flush))
     assert [after[-1] for _, after, _ in staggered] != ends
 
 
@@ -90,7 +92,7 @@ def sent_in_steps(schedule: gw.Delayed) -> tuple[list[set[str]], list[int], list
     model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(11)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = gw.Policy(default=gw.QSGD(bits=4), schedule=schedule, bucket_bytes=6400, edge_bytes=6400)
-    handle = gw.parallelize(model, optimizer, plan=policy)
+    handle = gw.parallelize(model, optimizer, plan=policy, process_group=here.group)
     found, nbytes = [], []
     for step in range(schedule.warmup_steps + schedule.period):
         model(torch.ones(2, 40)).sum().backward()
@@ -107,16 +109,16 @@ def sent_in_steps(schedule: gw.Delayed) -> tuple[list[set[str]], list[int], list
     return found, nbytes, dealt_out(plan, schedule.period), told
 
 
-def test_every_step_sends_about_as_much(worlds: Worlds) -> None:
+def test_every_step_sends_about_as_much(threads: Threads) -> None:
     schedule = gw.Delayed(k=5, warmup_steps=2)
-    (found, nbytes, dealt, told), other = worlds.run(2, sent_in_steps, schedule)
+    (found, nbytes, dealt, told), other = threads.run(2, sent_in_steps, schedule)
     assert other[0] == found == dealt
     assert sorted(itertools.chain(*found)) == sorted(set(itertools.chain(*found))), "a tensor was corrected twice"
     assert len(set().union(*found)) == 22
     largest = max(nbytes)
     assert largest < 1.4 * sum(nbytes) / len(nbytes)
     assert abs(told - sum(nbytes) / len(nbytes)) <= len(dealt)
-    at_once, unstaggered, _, as_told = worlds.run(2, sent_in_steps, gw.Delayed(k=5, stagger=False))[0]
+    at_once, unstaggered, _, as_told = threads.run(2, sent_in_steps, gw.Delayed(k=5, stagger=False))[0]
     assert [len(names) for names in at_once] == [22, 0, 0, 0, 0]
     assert sum(unstaggered) == sum(nbytes) and as_told == told
     assert unstaggered[0] > 2 * largest
@@ -143,7 +145,7 @@ def resumed(
         model = make_model()
         optimizer = momentum(model.parameters())
         policy = gw.Uniform(spec, schedule=schedule, residual_dtype=residual_dtype, **SMALL)
-        return model, optimizer, gw.parallelize(model, optimizer, plan=policy)
+        return model, optimizer, gw.parallelize(model, optimizer, plan=policy, process_group=here.group)
 
     model, optimizer, handle = begun()
     step_on(model, optimizer, range(at))
@@ -165,16 +167,16 @@ def resumed(
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize(("residual_dtype", "at"), [("float32", 6), ("float32", 7), ("int8", 6)])
-def test_a_run_that_is_resumed_goes_on_bit_for_bit(worlds: Worlds, name: str, residual_dtype: str, at: int) -> None:
-    for through, after in worlds.run(2, resumed, RESUMED[name], residual_dtype, at):
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(threads: Threads, name: str, residual_dtype: str, at: int) -> None:
+    for through, after in threads.run(2, resumed, RESUMED[name], residual_dtype, at):
         assert after == through
 
 
 @pytest.mark.parametrize("schedule", [gw.Delayed(k=3), gw.Delayed(k=None), gw.LocalSteps(every=1)], ids=repr)
 @pytest.mark.parametrize("begins", [5, 6, 7])
-def test_a_spec_that_begins_about_where_a_run_is_resumed(worlds: Worlds, schedule: Any, begins: int) -> None:
+def test_a_spec_that_begins_about_where_a_run_is_resumed(threads: Threads, schedule: Any, begins: int) -> None:
     spec = gw.PowerSGD(rank=1, start_step=begins)
-    for through, after in worlds.run(2, resumed, schedule, "float32", 6, spec):
+    for through, after in threads.run(2, resumed, schedule, "float32", 6, spec):
         assert after == through
 
 
@@ -183,7 +185,7 @@ def lanes_of_scratch() -> list[list[set[int]]]:
     model = make_model()
     optimizer = momentum(model.parameters())
     policy = gw.Uniform(TWO_BITS, schedule=gw.Delayed(k=3, correction=CORRECTED), residual_dtype="int8", **SMALL)
-    handle = gw.parallelize(model, optimizer, plan=policy)
+    handle = gw.parallelize(model, optimizer, plan=policy, process_group=here.group)
     found = []
     for step in range(9):
         step_on(model, optimizer, range(step, step + 1))
@@ -194,8 +196,8 @@ def lanes_of_scratch() -> list[list[set[int]]]:
     return found
 
 
-def test_lanes_never_share_scratch_memory(worlds: Worlds) -> None:
-    for first, second in worlds.run(2, lanes_of_scratch)[0]:
+def test_lanes_never_share_scratch_memory(threads: Threads) -> None:
+    for first, second in threads.run(2, lanes_of_scratch)[0]:
         assert len(first) == len(second) == 1 and first != second
 
 
@@ -208,7 +210,9 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = gw.Delayed(k=3, flush=flush, correction=CORRECTED if feedback else None, local_update=False)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL))
+    handle = gw.parallelize(
+        model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group
+    )
 
     def unsent() -> torch.Tensor:
         memories = handle.session.exchange.memory, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]
@@ -223,7 +227,7 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
     step_on(model, optimizer, range(4))
     before = unsent()
     loss = model(torch.zeros(1, 6)).sum() * 0.0
-    if dist.get_rank() == 1:
+    if here.rank == 1:
         handle.reset()
     else:
         loss.backward()
@@ -234,7 +238,7 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
     running, usual = handle.session.reducer.running, handle.session.exchange
     corrected = sum(a is not b for a, b in zip(running.buckets, usual.buckets, strict=True))
     off = unsent() - before
-    dist.all_reduce(off)
+    here.add_up(off)
     handle.detach()
     return float(before.norm()), float(off.norm()), corrected
 

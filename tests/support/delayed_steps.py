@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
+from threads import here
 from worlds import seeded
 
 import gradwire as gw
@@ -147,14 +147,15 @@ class Sent:
         self.names = [name for name, _ in self.carrier.named_parameters()]
         k = schedule.k or 1
         self.shares = dealt_out(plan, k) if schedule.stagger else [set(self.names), *[set[str]()] * (k - 1)]
-        self.handle = gw.parallelize(self.carrier, plan=msgspec.structs.replace(plan, schedule=gw.Backward()))
+        backward = msgspec.structs.replace(plan, schedule=gw.Backward())
+        self.handle = gw.parallelize(self.carrier, plan=backward, process_group=here.group)
 
     def mean(self, step: int, gradients: list[Gradients]) -> Gradients:
         count, k = step - self.schedule.warmup_steps, self.schedule.k
         corrected = set(self.names) if count < 0 else self.shares[count % k] if k else set[str]()
         residuals = {key: value for key, value in self.handle.state_dict().items() if "/residual/" in key}
         exact = self._flushed(gradients, residuals) if self.schedule.flush else exact_mean(step, gradients)
-        means = self._compressed(step, gradients[dist.get_rank()])
+        means = self._compressed(step, gradients[here.rank])
         # the residual of a corrected tensor waits, or was flushed
         waiting = {key: value for key, value in residuals.items() if key.split("/", 3)[3] in corrected}
         if self.schedule.flush:
@@ -165,7 +166,7 @@ class Sent:
     def _compressed(self, step: int, own: Gradients) -> Gradients:
         state = self.handle.state_dict()
         self.handle.load_state_dict(
-            state | {f"rank{dist.get_rank()}/step": torch.tensor(step)}
+            state | {f"rank{here.rank}/step": torch.tensor(step)}
         )  # random streams depend on it
         self.carrier.zero_grad()
         torch.stack([(p * g).sum() for p, g in zip(self.carrier.parameters(), own, strict=True)]).sum().backward()
@@ -173,8 +174,7 @@ class Sent:
 
     def _flushed(self, gradients: list[Gradients], residuals: dict[str, torch.Tensor]) -> Gradients:
         """The exact mean with what was kept back, which is a part of the mean."""
-        everybody: list[Any] = [None] * len(gradients)
-        dist.all_gather_object(everybody, residuals)
+        everybody = here.gather(residuals)
         totals = []
         for index, (name, parameter) in enumerate(self.carrier.named_parameters()):
             # each rank adds its own, all encodes together, before ranks are added up

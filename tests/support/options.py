@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fake_links import FakeLink, drive
+from threads import here
 from worlds import Given, digest
 
 import gradwire as gw
@@ -155,12 +155,8 @@ def _instead(root: int, codecs: Callable[[Any, int], dict[str, Any]] | None) -> 
 @contextmanager
 def on_grid(ranks_per_node: int) -> Iterator[None]:
     """This rank says that it is on a node of so many."""
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // ranks_per_node)
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
-    try:
+    with here.on_node(str(here.rank // ranks_per_node)):
         yield
-    finally:
-        del os.environ["GROUP_RANK"], os.environ["LOCAL_WORLD_SIZE"]
 
 
 def all_in_one(options: Sequence[Sequence[str]], spec: Spec) -> list[str]:

@@ -274,10 +274,13 @@ class Given(torch.nn.Module):
     Called with None in place of a gradient it leaves that parameter out of the graph.
     """
 
-    def __init__(self, sizes: Iterable[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, sizes: Iterable[int], dtype: torch.dtype = torch.float32, seed: int | None = None) -> None:
+        """`seed`: of the values; None: they are drawn from torch's random state."""
         super().__init__()
+        generator = None if seed is None else seeded(seed)
         for index, size in enumerate(sizes):
-            self.register_parameter(f"p{index}", torch.nn.Parameter(torch.randn(size).to(dtype)))
+            values = torch.randn(size, generator=generator)
+            self.register_parameter(f"p{index}", torch.nn.Parameter(values.to(dtype)))
 
     def forward(self, gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
         pairs = zip(self.parameters(), gradients, strict=True)

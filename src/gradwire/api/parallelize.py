@@ -13,14 +13,14 @@ from gradwire.core import Plan, Spec, as_schedule, show, whole
 from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
-from gradwire.transport import Lanes
+from gradwire.transport import Group, Lanes
 
 
 def parallelize(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     plan: Plan | Policy | Spec | AdaptiveBits | Tuned | str | os.PathLike[str] = "auto",
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
     drift_check_steps: int = 1000,
     accuracy: str = "safe",
     schedules: Sequence[str] = ("backward",),

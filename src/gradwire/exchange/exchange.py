@@ -26,7 +26,7 @@ from gradwire.exchange.residual_store import Remembered, added_up
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
-from gradwire.transport import Lanes, Meter
+from gradwire.transport import Group, Lanes, Meter
 
 __all__ = ["Exchange"]
 
@@ -58,7 +58,7 @@ class Exchange:
         self,
         tensors: Mapping[str, TensorLike],
         plan: PlanLike,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Group | None = None,
     ) -> None:
         lanes = Lanes(process_group)
         problem, made, checked, device = None, None, {}, None

@@ -12,14 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from gradwire.errors import CommunicationError, GradwireError, PlanError, StepStateError
+from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.agreement import agree, gather_bytes
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.errors import DamagedError, LinkError, transfer
 from gradwire.transport.flight import Flight
-from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import Heartbeats
 from gradwire.transport.lane import Lane
 from gradwire.transport.link import Group, Link
@@ -50,17 +49,10 @@ class Lanes:
     Exchanges that use the same lanes run one after another. After a failure all of them raise it, until `mend`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | Group | None) -> None:
         """Connects the control lane. Collective. Raises StepStateError without torch.distributed, PlanError on a rank that is
         not in the group."""
-        if not dist.is_initialized():
-            raise StepStateError(
-                "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
-                'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
-            )
-        if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
-            raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
-        self.group = Group.of(process_group)
+        self.group = process_group if isinstance(process_group, Group) else Group.of(process_group)
         try:
             with transfer():
                 self._name = self.group.agree_on_name()
@@ -76,7 +68,7 @@ class Lanes:
         self.control = self._lane("control", torch.device("cpu"))
         """For what ranks tell each other."""
         try:
-            names = self._told_first(lambda link: gather_bytes(link, node_name().encode()))
+            names = self._told_first(lambda link: gather_bytes(link, self.group.node_name().encode()))
         except CommunicationError:
             self.control.stop()
             raise
@@ -301,17 +293,15 @@ class RollCall:
     """
 
     def __init__(self, group: Group, name: str) -> None:
-        self._group, self._prefix = group, f"gradwire/{name}/failed"
-        self._signed = "here"
+        self._group, self._signed = group, "here"
         self._store: Any = None
         with suppress(Exception):
-            store: Any = distributed_c10d._get_default_store()
-            self._store = store.clone()
+            self._store = group.store(f"{name}/failed").clone()
 
     def sign(self, words: str, patience_s: float) -> None:
         """Tell ranks that look for who failed that it was this one, and why."""
         self._signed = words
-        self._ask(lambda store: store.set(self._key(self._group.rank), words), patience_s)
+        self._ask(lambda store: store.set(str(self._group.rank), words), patience_s)
 
     def missing(self, patience_s: float) -> tuple[list[int], dict[int, str]]:
         """Global ranks that did not sign within the patience, all others where the store is gone; and what ranks that failed
@@ -322,20 +312,17 @@ class RollCall:
 
         def call(store: Any) -> None:
             deadline = time.monotonic() + patience_s
-            store.set(self._key(group.rank), self._signed)
+            store.set(str(group.rank), self._signed)
             while time.monotonic() < deadline and len(signed) < group.world_size and not told:
                 for rank in range(group.world_size):
-                    if rank not in signed and store.check([self._key(rank)]):
-                        signed[rank] = store.get(self._key(rank)).decode()
+                    if rank not in signed and store.check([str(rank)]):
+                        signed[rank] = store.get(str(rank)).decode()
                         if signed[rank] != "here":
                             told[group.global_ranks[rank]] = signed[rank]
                 time.sleep(0.05)
 
         self._ask(call, patience_s)
         return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in signed], told
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
 
     def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
         def ask() -> None:

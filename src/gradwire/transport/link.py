@@ -2,7 +2,8 @@
 
 A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
 not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
-could connect to wrong ranks or wait for each other forever.
+could connect to wrong ranks or wait for each other forever. The group makes the backend (`Group.connect`): a group of another
+kind may bring another backend, as `gradwire.transport.in_process` does.
 
 Gloo neither shows its TCP connections nor closes them while a thread waits. Shutting them down is the only way to end such a
 wait: the waiting thread and the ranks at the other ends get an error.
@@ -18,15 +19,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
 from gradwire.transport.errors import DamagedError, LinkError, transfer
-from gradwire.transport.grid import Grid
+from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import streams_for
 from gradwire.transport.wire import Wire
@@ -34,6 +36,52 @@ from gradwire.transport.wire import Wire
 _DESCRIPTORS = "/dev/fd"
 _CHECK_TAGS = 2**24
 """What the tags of checksums begin with."""
+
+
+class Pending(Protocol):
+    """A transfer that a backend has begun."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Wait until it is done. Raises an error if it failed."""
+        ...
+
+
+class Backend(Protocol):
+    """Carries the messages of one link: gloo, NCCL, or the memory that threads of one process share."""
+
+    def name(self) -> str:
+        """The name of the backend; NCCL's exchanges are grouped."""
+        ...
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        """Send one tensor to a rank."""
+        ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        """Receive one tensor from a rank. Tensors of one tag arrive in the order in which they were sent."""
+        ...
+
+    def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> Pending: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Pending:
+        """Reduce one tensor over all ranks, in place."""
+        ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Pending:
+        """Copy the root's tensor to all ranks, in place."""
+        ...
+
+
+class Ends(Protocol):
+    """What a link knows of the connections of its backend."""
+
+    def own_host(self) -> str | None:
+        """The address by which this rank reaches the others; None where there is none."""
+        ...
+
+    def shut_down(self) -> None:
+        """Fail all waits of the link, here and on the other ranks. For any thread."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +98,15 @@ class Group:
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
-        """The caller's group, or all ranks."""
+        """The caller's group, or all ranks. Raises StepStateError without torch.distributed, PlanError on a rank that is not in
+        the group."""
+        if not dist.is_initialized():
+            raise StepStateError(
+                "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
+                'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
+            )
+        if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
+            raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
         pg = process_group if process_group is not None else distributed_c10d._get_default_group()
         ranks = tuple(dist.get_process_group_ranks(pg))
         return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg), Grid.even(1, len(ranks), dist.get_rank(pg)))
@@ -70,6 +126,20 @@ class Group:
         """The rendezvous store with the prefix gradwire/name."""
         return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
 
+    def node_name(self) -> str:
+        """The name of the node of this rank."""
+        return node_name()
+
+    def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Ends]:
+        """The backend of a link of this name, for tensors of this device, and its connections. Collective."""
+        store, connections = self.store(name), Connections()
+        if device.type == "cuda" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), connections
+        with short_slices(), connections.opened_here(expected=self.world_size - 1):
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout), connections
+
 
 class Link:
     """Collectives over a group's ranks, submitted by one thread. Each returns at once; `Work.wait()` blocks the thread on CPU and
@@ -80,18 +150,10 @@ class Link:
         self.streams = streams_for(device)
         self.wire: Wire | None = None
         """What C++ runs phases on, where all ranks can."""
-        self._connections = Connections()
         self._unfinished: AllToAll | None = None
         self._broken = False
-        store = group.store(name)
-        self.backend: Any  # the backends share no typed base
-        if device.type == "cuda" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self.backend = dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
-        else:
-            with short_slices(), self._connections.opened_here(expected=group.world_size - 1):
-                self.backend = dist.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
+        self.backend: Any  # a Backend; NCCL's has more
+        self.backend, self._ends = group.connect(name, device, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
         """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready.
@@ -104,29 +166,29 @@ class Link:
             return _Grouped(self, tag, received)
         return (_Checked if checked and all(part.is_cpu for part in received) else AllToAll)(self, tag, received)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         """Gather the tensor `sent` of all ranks, in rank order, in `received`. All have one size."""
-        work: dist.Work = self.backend._allgather_base(received, sent)
+        work: Pending = self.backend._allgather_base(received, sent)
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
         """Sum (or `op`) over ranks, in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        work: dist.Work = self.backend.allreduce([tensor], options)
+        work: Pending = self.backend.allreduce([tensor], options)
         return work
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> dist.Work:
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
         """Copy the root's values to all ranks, in place. `root` is a rank of the group."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        work: dist.Work = self.backend.broadcast([tensor], options)
+        work: Pending = self.backend.broadcast([tensor], options)
         return work
 
     @property
     def own_host(self) -> str | None:
         """The address by which this rank reaches the others; None where gloo's connections are not known."""
-        return self._connections.own_host()
+        return self._ends.own_host()
 
     def finish_later(self, exchange: "AllToAll") -> None:
         """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then.
@@ -151,7 +213,7 @@ class Link:
         backend = self.__dict__.get("backend")
         if backend is not None and backend.name() == "nccl":
             backend.abort()
-        self._connections.shut_down()
+        self._ends.shut_down()
         if self.wire is not None:
             self.wire.shut_down()
 
@@ -169,8 +231,8 @@ class AllToAll:
 
     def __init__(self, link: Link, tag: int, received: Sequence[torch.Tensor]) -> None:
         self.link, self.tag, self.received = link, tag, received
-        self._sends: dict[int, dist.Work] = {}
-        self._receives: dict[int, dist.Work] = {}
+        self._sends: dict[int, Pending] = {}
+        self._receives: dict[int, Pending] = {}
         self.announce()
 
     def announce(self) -> None:
@@ -247,7 +309,7 @@ class _Grouped(AllToAll):
         outputs = [none if j == own else part for j, part in enumerate(self.received)]
         inputs = [none if j == own else part for j, part in enumerate(sent)]
         with transfer():
-            self.work: dist.Work = self.link.backend.alltoall(outputs, inputs)
+            self.work: Pending = self.link.backend.alltoall(outputs, inputs)
 
     def wait(self, source: int) -> None:
         with transfer():
