@@ -1,21 +1,52 @@
 """What all ranks do when one of them cannot make its step: its end, in order, `reset` after it, and a change of the model."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from gradwire.engine.control import BackwardState, exchange_reports
-from gradwire.engine.schedules.base import Launches
+from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports
+from gradwire.engine.gradients import AnyGradient
+from gradwire.engine.schedules.base import Launches, ScheduleEvents
+from gradwire.engine.torch_hooks.arrivals import Arrivals
 from gradwire.engine.torch_hooks.stepping import is_of_script
 from gradwire.errors import GradwireError, StepStateError
-
-if TYPE_CHECKING:
-    from gradwire.engine.reducer import Reducer
+from gradwire.exchange import Exchange, Slot
+from gradwire.transport import Lanes
 
 T = TypeVar("T")
+
+
+class LeavableStep(Protocol):
+    """The part of a reducer that ends a step out of order."""
+
+    lanes: Lanes
+    control: ControlExchange
+    arrivals: Arrivals
+    running: Exchange
+    step: int
+    names: list[str]
+    slots: list[Slot]
+    sent: set[int]
+    gradients: list[AnyGradient]
+
+    @property
+    def schedule(self) -> ScheduleEvents: ...
+    @property
+    def in_hand(self) -> bool: ...
+    def begin_by_schedule(self) -> None: ...
+    def put(self, index: int, gradient: torch.Tensor | None) -> None: ...
+    def count(self, *indices: int) -> None: ...
+    def tell(self, state: BackwardState) -> "Future[list[RankReport]]": ...
+    def hear(
+        self, told: "Future[list[RankReport]]", wait: "Callable[[Future[list[RankReport]]], None]"
+    ) -> list[RankReport]: ...
+    def take_back_all(self) -> None: ...
+    def living(self) -> list[torch.nn.Parameter | None]: ...
+    def idle(self, next_step: int | None = None) -> None: ...
 
 
 def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[..., T]:
@@ -32,7 +63,7 @@ def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[.
         except BaseException as error:
             if script_steps and is_of_script(error):
                 raise
-            reducer: Reducer = getattr(owner, "_reducer", owner)
+            reducer: LeavableStep = getattr(owner, "_reducer", owner)
             failed = reducer.lanes.failed_here("the step", error, reducer.step)
             if isinstance(error, Exception):
                 raise failed from error
@@ -41,7 +72,7 @@ def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[.
     return told
 
 
-def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
+def was_left(reducer: LeavableStep, what_now: str) -> GradwireError:
     """End the step of a backward that was left. Returns the error to raise here."""
     return leave(
         reducer,
@@ -51,7 +82,7 @@ def was_left(reducer: "Reducer", what_now: str) -> GradwireError:
     )
 
 
-def not_sent(reducer: "Reducer", index: int, grad: torch.Tensor | None) -> GradwireError:
+def not_sent(reducer: LeavableStep, index: int, grad: torch.Tensor | None) -> GradwireError:
     """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
     reducer.arrivals.came.pop(index, None)
     gone = (
@@ -62,7 +93,7 @@ def not_sent(reducer: "Reducer", index: int, grad: torch.Tensor | None) -> Gradw
     return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
 
 
-def taken_in_backward(reducer: "Reducer", name: str, optimizer: str) -> GradwireError:
+def taken_in_backward(reducer: LeavableStep, name: str, optimizer: str) -> GradwireError:
     """End the step of a backward in which a script steps an optimizer. Returns the error to raise here."""
     words = (
         f"{optimizer}.step() was called inside backward and takes the gradient of {name!r} before its exchange has ended: each "
@@ -76,7 +107,7 @@ def taken_in_backward(reducer: "Reducer", name: str, optimizer: str) -> Gradwire
     return leave(reducer, words)
 
 
-def came_twice(reducer: "Reducer", index: int) -> GradwireError:
+def came_twice(reducer: LeavableStep, index: int) -> GradwireError:
     """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
     return leave(
         reducer,
@@ -86,7 +117,7 @@ def came_twice(reducer: "Reducer", index: int) -> GradwireError:
 
 
 @torch.no_grad()
-def leave(reducer: "Reducer", words: str) -> GradwireError:
+def leave(reducer: LeavableStep, words: str) -> GradwireError:
     """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
     for index in range(len(reducer.slots)):
         if index not in reducer.sent:
@@ -104,7 +135,7 @@ def leave(reducer: "Reducer", words: str) -> GradwireError:
 
 @told_to_all
 @torch.no_grad()
-def announce_change(reducer: "Reducer") -> None:
+def announce_change(reducer: LeavableStep) -> None:
     """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
     a step instead, which is void."""
     reducer.lanes.check()
@@ -123,7 +154,7 @@ def announce_change(reducer: "Reducer") -> None:
 
 
 @told_to_all
-def reset(reducer: "Reducer") -> None:
+def reset(reducer: LeavableStep) -> None:
     """Begin anew after a void step. Collective."""
     schedule = reducer.schedule
     if isinstance(schedule, Launches):
@@ -140,7 +171,7 @@ def reset(reducer: "Reducer") -> None:
         schedule.after_reset()
 
 
-def _mend(reducer: "Reducer", failure: GradwireError) -> None:
+def _mend(reducer: LeavableStep, failure: GradwireError) -> None:
     lanes = reducer.lanes
     if not lanes.mendable:
         raise type(failure)(f"reset() cannot mend this: {failure}")

@@ -36,10 +36,10 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on all ranks before a forward.
 
     spec: with the scheme "alltoall", such as `gw.QSGD(bits=4)`. Backward waits for each reduce-scatter on the CPU. Accumulation
-    with `set_requires_gradient_sync(False)` sends nothing. Returns what holds residuals and statistics. A later call replaces it.
+    with `set_requires_gradient_sync(False)` sends nothing.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
-    Returns the exchanges, which hold residuals and statistics.
+    Returns the exchanges, which hold residuals and statistics; a later call replaces them.
 
     Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
     Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
@@ -49,8 +49,7 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
-        gradwire.integrations.fsdp2.compress(model, gw.QSGD(bits=4))
-    """
+        gradwire.integrations.fsdp2.compress(model, gw.QSGD(bits=4))"""
     exchanges = ModuleExchanges(model, spec, "alltoall", parameters)
     for name, module in exchanges.modules.items():
         module.set_custom_reduce_scatter(_ModuleReduceScatter(exchanges, name))
@@ -84,8 +83,8 @@ def replicate(model: Module, group: ProcessGroup, spec: Spec) -> "ModuleExchange
 
 
 class ModuleExchanges:
-    """The exchanges of one model's modules, and the state of their compressors. Exchanges share lanes and run one after another.
-    A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
+    """The exchanges of one model's modules, and the state of their compressors. Exchanges share lanes and run one after
+    another. A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
 
     def __init__(self, model: Module, spec: Spec, scheme: str | None, parameters: Spec | None = None) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
@@ -145,8 +144,7 @@ class ModuleExchanges:
             self._packs[name].load(packs)
 
     def stats(self) -> dict[str, ExchangeStats]:
-        """What each exchange did so far, for this rank: `gradients of MODULE`, `parameters of MODULE`, and for a module with
-        several buffers also `gradients of MODULE (2)`. Each prints as a line."""
+        """Statistics of this rank's exchanges, by `gradients of MODULE`, `parameters of MODULE`; of a second buffer `... (2)`."""
         found = [(name, at, each) for name, p in self._packs.items() for at, each in enumerate(p.exchanges.values(), 1)]
         return {name if at == 1 else f"{name} ({at})": exchange.stats() for name, at, exchange in found}
 
