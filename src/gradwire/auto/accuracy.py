@@ -109,7 +109,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     """Return those of `specs` that may run under this schedule: the specs with measured losses in the docs.
 
     >>> specs_under(Delayed(k=5), specs_of("safe", [TensorInfo("w", (4, 4), "float32")], ranks=2))
-    (ErrorFeedback(QSGD(bits=4, block=128)),)
+    (ErrorFeedback(QSGD(bits=4, block=128, rounding='nearest')),)
     """
     if not schedule.costs_accuracy:
         return tuple(specs)

@@ -35,7 +35,7 @@ def averaged(every: int) -> LocalSteps:
     """Return the schedule that averages all weights after so many steps.
 
     >>> averaged(30)
-    LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0))
+    LocalSteps(outer=Nesterov(lr=1.0, momentum=0.0))
     """
     return LocalSteps(every=every, outer=_MEAN)
 
@@ -44,7 +44,7 @@ def streamed(every: int) -> LocalSteps:
     """Return the schedule that averages the weights in fragments, while some of the steps run.
 
     >>> streamed(30)
-    LocalSteps(every=30, outer=Nesterov(lr=1.0, momentum=0.0), fragments=4, delay=5, mixing=0.5)
+    LocalSteps(outer=Nesterov(lr=1.0, momentum=0.0), fragments=4, delay=5, mixing=0.5)
     """
     delay = min(_LONGEST_DELAY, every // _STREAMED.fragments)
     return msgspec.structs.replace(_STREAMED, every=every, delay=delay)

@@ -18,7 +18,7 @@ from made_up_runs import CLUSTER, COSTS, NASTY, PROFILE, made_up_run
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from gradwire.bench.recorded import beside
+from gradwire.bench.recorded import with_rivals
 from gradwire.bench.results import Cell
 from gradwire.cli import app
 from gradwire.errors import FormatError, GradwireError
@@ -221,7 +221,7 @@ def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
     cell = Cell(job="mlp", link="1gbit", gbps=1.0, method="gradwire:qsgd4")
     ours = replace(cell, step_us=[2000.0] * 30, loss=[1.0 - 0.01 * step for step in range(30)], planned_bytes=100)
     ddp = replace(cell, step_us=[9000.0] * 3 + [6000.0] * 27, loss=[1.1] * 30, planned_bytes=800)
-    run = beside(alone, ours, {"gradwire:qsgd4": ours, "floor": ours, "ddp-2mb": ours, "ddp": ddp}, 3, 5)
+    run = with_rivals(alone, ours, {"gradwire:qsgd4": ours, "floor": ours, "ddp-2mb": ours, "ddp": ddp}, 3, 5)
     assert [rival.name for rival in run.rivals] == ["plain DDP", "DDP, 2 MB buckets"]
     first = run.rivals[0]
     assert (first.speedup.ratio, first.step_us, first.sent_bytes) == (3.0, 6000.0, 800)
