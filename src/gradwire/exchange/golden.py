@@ -53,7 +53,7 @@ def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
     segments = Segments(tuple(rows), device, tuple(f"golden{n}" for n in range(len(rows))), _SHAPES)
     compressor, flat, sha = compressor_for(spec), values.clone(), hashlib.sha256()
     state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in compressor.state]
-    program = compressor.program(flat, state, segments) if spec.rounds else None  # type: ignore[attr-defined]
+    program = compressor.program(flat, state, segments) if spec.rounds else None
     for step in range(2):
         context = Context(torch.tensor([getattr(innermost(spec), "seed", 0), step, 0, 0], device=device))
         flat.copy_(values)

@@ -14,6 +14,7 @@ True
 
 from gradwire.core.specs.base import (
     ElementRun,
+    Kernels,
     Law,
     Spec,
     as_spec,
@@ -42,6 +43,7 @@ __all__ = [
     "ErrorFeedback",
     "Identity",
     "Int8",
+    "Kernels",
     "Law",
     "Natural",
     "OneBit",
