@@ -3,6 +3,7 @@
 from gradwire.compressors.base import KernelCompressor, ListCompressor
 from gradwire.compressors.mixed_precision import BesideCompressor
 from gradwire.compressors.registry import compressor_for, register_compressor
+from gradwire.compressors.roundtrip import SoleRank, roundtrip
 from gradwire.compressors.stores import store_for
 from gradwire.kernels import Compressor, Context
 
@@ -12,7 +13,9 @@ __all__ = [
     "Context",
     "KernelCompressor",
     "ListCompressor",
+    "SoleRank",
     "compressor_for",
     "register_compressor",
+    "roundtrip",
     "store_for",
 ]

@@ -13,6 +13,7 @@ True
 """
 
 from gradwire.core.specs.base import (
+    BlockSpec,
     ElementRun,
     Kernels,
     Law,
@@ -36,6 +37,7 @@ __all__ = [
     "DGC",
     "FP8",
     "QSGD",
+    "BlockSpec",
     "BlockTopK",
     "Cast",
     "EFSignSGD",
