@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwire._version import __version__
     from gradwire.api import Handle, parallelize
+    from gradwire.compressors import roundtrip
     from gradwire.core import (
         DGC,
         FP8,
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
     from gradwire.integrations.ddp import DDPState, bucket_sizes, ddp_hook
     from gradwire.plan import AdaptiveBits, Policy, Tuned, Uniform, Where
 
-_HOMES = ("_version", "errors", "core", "plan", "exchange", "api", "integrations.ddp")
-"""The parts of gradwire that have the names. The last three load torch."""
+_HOMES = ("_version", "errors", "core", "plan", "compressors", "exchange", "api", "integrations.ddp")
+"""The parts of gradwire that have the names. The last four load torch."""
 
 __all__ = [
     "DGC",
@@ -122,6 +123,7 @@ __all__ = [
     "bucket_sizes",
     "ddp_hook",
     "parallelize",
+    "roundtrip",
 ]
 
 

@@ -27,7 +27,7 @@ from gradwire.core.specs import (
     TopK,
     TwoBit,
 )
-from gradwire.kernels import cpu
+from gradwire.kernels import cpu, run_calls
 from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Segment, Segments
 
@@ -107,13 +107,13 @@ def test_payloads_and_values_are_those_of_a_scaled_copy(
     own = [payloads[0].clone(), payloads[1].clone()]
     with use_level(level):
         codec.encode(apart.flat, states[0], apart.segments, context, own[0])
-        cpu.run(codec.encode_calls(apart.elements, states[1], apart.segments, context, own[1]))
+        run_calls(codec.encode_calls(apart.elements, states[1], apart.segments, context, own[1]))
         assert torch.equal(*own)
         assert all(same(*each) for each in zip(*states, strict=True))
         for add in (False, True) if dtype is torch.float32 else (False,):
             expected = apart.gathered()
             codec.decode(own[0], apart.segments, dtype, add, expected, context)
-            cpu.run(codec.decode_calls(own[1], apart.segments, dtype, add, apart.elements, context))
+            run_calls(codec.decode_calls(own[1], apart.segments, dtype, add, apart.elements, context))
             assert same(apart.gathered(), expected)
             apart.assert_around_is_as_before()
 

@@ -21,6 +21,7 @@ from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.residual_store import added_up
+from gradwire.kernels import Compressor
 from gradwire.plan.grammar import SCHEMES
 from gradwire.plan.options import Option, tree
 from gradwire.transport import Grid
@@ -151,24 +152,12 @@ def test_a_route_does_what_the_fast_way_does(scheme: str, spec: Spec, residual_d
 # ---- devices
 
 
-class Recorder:
+class Recorder(Compressor):
     """A codec that tells where it was asked to work, and on which encode of the option."""
 
-    runs_in_c = False
-
-    def __init__(self, codec: Any, device: str, told: set[tuple[str, int]]) -> None:
+    def __init__(self, codec: Compressor, device: str, told: set[tuple[str, int]]) -> None:
+        super().__init__(codec.spec)
         self.codec, self.device, self.told = codec, device, told
-        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
-
-    def for_sum(self) -> "Recorder":
-        return self
-
-    def summing(self, terms: int, ranks: int) -> "Recorder":
-        return self
-
-    def payload_bytes(self, *arguments: Any) -> int:
-        size: int = self.codec.payload_bytes(*arguments)
-        return size
 
     def encode(self, src: Any, state: Any, segments: Any, context: Any, payload: Any) -> None:
         self.told.add((f"comp:{self.device}", int(context.random[2])))

@@ -1,5 +1,6 @@
 """What the ranks of a trial do: train, save, take up what was saved, and say how it ended."""
 
+import importlib
 import io
 import logging
 import mmap
@@ -298,7 +299,7 @@ def _without_wires(by_gloo: bool) -> Iterator[None]:
 @contextmanager
 def _as_version(job: Job) -> Iterator[None]:
     """The odd rank may say that it is of another version."""
-    from gradwire.engine import prepare
+    prepare = importlib.import_module("gradwire.engine.prepare")
     from gradwire.exchange import tensors
 
     version = prepare.__version__

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradwire.compressors import Compressor, Context
 from gradwire.core import Points
 from gradwire.costs import time_at
-from gradwire.exchange import ProxyCodec
-from gradwire.kernels import Segments
+from gradwire.kernels import Compressor, Context, Segments, WrappingCompressor
 
 T = TypeVar("T")
 
@@ -80,30 +78,30 @@ class SleepingAccelerator:
                 self._turns.notify_all()
 
 
-class SleepingCodec(ProxyCodec):
+class SleepingCodec(WrappingCompressor):
     """A codec on a sleeping accelerator."""
 
     def __init__(self, codec: Compressor, accelerator: SleepingAccelerator) -> None:
-        super().__init__(codec)
+        super().__init__(codec.spec, codec)
         self._accelerator = accelerator
 
-    def like(self, codec: Compressor) -> "SleepingCodec":
+    def around(self, inner: Compressor) -> "SleepingCodec":
         """Return another codec on the same device."""
-        return SleepingCodec(codec, self._accelerator)
+        return SleepingCodec(inner, self._accelerator)
 
     def encode(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> None:
         """Encode as soon as the device is free, for as long as an encode takes there."""
         us = time_at(self._accelerator.encode, 4 * segments.numel)
-        self._accelerator.code(us, lambda: self.codec.encode(src, state, segments, context, payload))
+        self._accelerator.code(us, lambda: self.inner.encode(src, state, segments, context, payload))
 
     def decode(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> None:
         """Decode as soon as the device is free, for as long as a decode takes there."""
         us = time_at(self._accelerator.decode, 4 * segments.numel)
-        self._accelerator.code(us, lambda: self.codec.decode(payload, segments, dtype, add, dst, context))
+        self._accelerator.code(us, lambda: self.inner.decode(payload, segments, dtype, add, dst, context))
 
 
 class LayerTimes(NamedTuple):

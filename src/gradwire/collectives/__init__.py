@@ -2,7 +2,7 @@
 
 from gradwire.collectives.codec_state import Memory, share_scratch
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
-from gradwire.collectives.piece import Piece, Program
+from gradwire.collectives.piece import Piece
 from gradwire.collectives.route import Route
 from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, ShardedSum, TwoPhase
 
@@ -15,7 +15,6 @@ __all__ = [
     "Memory",
     "OneEncode",
     "Piece",
-    "Program",
     "Route",
     "Scheme",
     "ShardedSum",

@@ -10,15 +10,16 @@ from itertools import pairwise
 import torch
 
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c
-from gradwire.collectives.piece import Codec, Piece
+from gradwire.collectives.piece import Piece
 from gradwire.collectives.schemes import OneEncode
+from gradwire.kernels import Compressor
 from gradwire.transport import Group
 
 
 class _Hops(Transfers, OneEncode):
     """The common part of ring and tree: partial sums in `reduce_dtype`, encoded and decoded by shard."""
 
-    def __init__(self, codec: Codec, piece: Piece, group: Group, bounds: Sequence[int]) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, bounds: Sequence[int]) -> None:
         rank, world_size = group.rank, group.world_size
         self.codec, self.piece, self.rank, self.world_size, self.bounds = codec, piece, rank, world_size, bounds
         shards = range(len(bounds) - 1)
@@ -63,7 +64,7 @@ class Ring(_Hops):
     """Shard j starts at rank j + 1, adds one gradient at each of N - 1 hops, and ends at rank j. Then payloads go around
     again."""
 
-    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         super().__init__(codec, piece, group, piece.bounds)
 
     def _hop(self, payload: torch.Tensor, arrived: torch.Tensor) -> Transfer:
@@ -112,7 +113,7 @@ class Tree(_Hops):
     """A binomial tree for any number of ranks. In round k the ranks at odd multiples of 2^k, counted from the root, send their
     partial sums to the rank 2^k below; the root's payload goes back the same way."""
 
-    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         self.root = root
         super().__init__(codec, piece, group, (0, piece.flat.numel()))
 

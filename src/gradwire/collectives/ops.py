@@ -1,16 +1,16 @@
 """The work of a rank before and after each exchange, made once and run in every step; and schemes made of such exchanges."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradwire.collectives.codec_state import Memory
-from gradwire.collectives.piece import Codec, Piece
-from gradwire.kernels import Scattered, cpu
-from gradwire.kernels.cpu import Call
-from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams, refused
+from gradwire.collectives.piece import Piece, gathered
+from gradwire.kernels import Compressor, Context, KernelCall, Scattered, Segments, cpu, refused, run_calls
+from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
 
 if TYPE_CHECKING:
     from gradwire.transport import Wire
@@ -33,121 +33,109 @@ ALIGNMENT = 16
 """Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
 
 
-class Work(Protocol):
-    """One operation on fixed tensors."""
+class Work(ABC):
+    """One operation on fixed tensors, as a list of kernel calls."""
+
+    @abstractmethod
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        """The calls, on CUDA for the current stream, which is `stream`."""
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        """Run the operation, on CUDA on the current stream, which is `stream`."""
-        ...
+        """Run the calls without C++'s list."""
+        run_calls(self.calls(stream))
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Work):
     """Copy values to `into`, in the dtype of `into`."""
 
     into: torch.Tensor
     source: torch.Tensor
 
-    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        self.into.copy_(self.source)
-
-    def calls(self) -> list[Call]:
-        """The same for C++, here and below."""
-        return [cpu.call("copy_into", self.into, self.source)]
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("copy_into", self.into, self.source)]
 
 
 @dataclass(frozen=True)
-class Add:
+class Add(Work):
     """Add one term to a sum."""
 
     into: torch.Tensor
     source: torch.Tensor
 
-    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        self.into.add_(self.source)
-
-    def calls(self) -> list[Call]:
-        return [cpu.call("add_into", self.into, self.source)]
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("add_into", self.into, self.source)]
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Work):
     """Copy elements that lie apart to `into`, times their factor and in the dtype of `into`, or add them."""
 
     into: torch.Tensor
     source: Scattered
-    segments: Any
+    segments: Segments
     add: bool
 
-    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        cpu.run(self.calls())
-
-    def calls(self) -> list[Call]:
-        return [cpu.call("gather_rows", self.source, self.segments, self.add, self.into)]
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("gather_rows", self.source, self.segments, self.add, self.into)]
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Work):
     """Multiply elements that lie apart by their factor, where they are. float32."""
 
-    elements: Scattered
-    segments: Any
+    into: Scattered
+    segments: Segments
 
-    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        cpu.run(self.calls())
-
-    def calls(self) -> list[Call]:
-        return [cpu.call("scale_rows", self.elements, self.segments)]
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("scale_rows", self.into, self.segments)]
 
 
 @dataclass(frozen=True)
-class Encoding:
+class Encoding(Work):
     """Encode `source` into `payload`."""
 
-    codec: Codec
+    codec: Compressor
     source: torch.Tensor | Scattered
     memory: Memory
-    segments: Any
-    context: Any
+    segments: Segments
+    context: Context
     payload: torch.Tensor
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        source = self.source
-        if isinstance(source, Scattered):
-            gathered = torch.empty(source.count, dtype=source.dtype)
-            Gather(gathered, source, self.segments, False).run(streams, stream)
-            source = gathered
-        with self.memory.open(streams, source) as state:
-            self.codec.encode(source, state, self.segments, self.context.on(stream), self.payload)
+        if isinstance(self.source, Scattered):
+            replace(self, source=gathered(self.source, self.segments)).run(streams, stream)
+            return
+        with self.memory.open(streams, self.source):
+            super().run(streams, stream)
 
-    def calls(self) -> list[Call]:
-        return self.codec.encode_calls(self.source, self.memory.state, self.segments, self.context, self.payload)
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        source: Any = self.source  # a Scattered stands for a flat buffer
+        context = self.context.on(stream)
+        return self.codec.encode_calls(source, self.memory.state, self.segments, context, self.payload)
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(Work):
     """Decode a payload into `into`. `add`: add the values to `into` instead of overwriting."""
 
-    codec: Codec
+    codec: Compressor
     payload: torch.Tensor
-    segments: Any
+    segments: Segments
     dtype: torch.dtype
     """Of the values that were encoded."""
     add: bool
     into: torch.Tensor | Scattered
-    context: Any
+    context: Context
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
-        if isinstance(self.into, Scattered):
-            try:
-                cpu.run(self.calls())
-            except RuntimeError as error:
-                raise refused(str(error)) from error
-            return
-        self.codec.decode(self.payload, self.segments, self.dtype, self.add, self.into, self.context.on(stream))
+        with refused(self.codec.spec):
+            super().run(streams, stream)
 
-    def calls(self) -> list[Call]:
-        return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, self.into, self.context)
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        into: Any = self.into  # as above
+        context = self.context.on(stream)
+        return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, into, context)
 
 
 @dataclass
@@ -278,7 +266,7 @@ class Transfers:
         return only if uses == 1 else None
 
 
-def in_c(codecs: Sequence[Codec], piece: Piece, memory: Sequence[Memory]) -> bool:
+def in_c(codecs: Sequence[Compressor], piece: Piece, memory: Sequence[Memory]) -> bool:
     """Whether works with these codecs on this piece are calls of C++."""
     dtypes = {piece.flat.dtype, piece.reduce_dtype}
     return (
@@ -294,9 +282,9 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _call_all(works: Sequence[Any], operations: Operations) -> None:
+def _call_all(works: Sequence[Work], operations: Operations) -> None:
     for work in works:
-        operations.call(work.calls())
+        operations.call(cpu.call(*each) for each in work.calls())
 
 
 def _run_all(works: Sequence[Work], streams: Streams, stream: torch.Stream | None, meter: Meter) -> None:

@@ -8,7 +8,6 @@ sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,15 +25,17 @@ from gradwire.collectives.ops import (
     joined,
     payload_buffers,
 )
-from gradwire.collectives.piece import Codec, Piece
-from gradwire.kernels.cpu import Call
+from gradwire.collectives.piece import Piece
+from gradwire.kernels import Compressor, KernelCall, Segments
 from gradwire.transport import Grid, Link, Mark, Meter, Streams
 
 
 class Route(Transfers):
     """An option's tasks, run by one rank."""
 
-    def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Codec], piece: Piece, grid: Grid, root: int) -> None:
+    def __init__(
+        self, tasks: Sequence[str], codecs: Mapping[str, Compressor], piece: Piece, grid: Grid, root: int
+    ) -> None:
         """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
         self.piece, self._packing = piece, _Packing(codecs, piece, grid)
         legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
@@ -83,7 +84,7 @@ class Route(Transfers):
 
 
 @dataclass(frozen=True)
-class _AddLeft:
+class _AddLeft(Work):
     """Add the values left from earlier steps to the gradient."""
 
     route: Route
@@ -94,7 +95,7 @@ class _AddLeft:
             self.route.piece.flat.add_(left)
             left.zero_()
 
-    def calls(self) -> list[Call]:
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
         """None: there is something left after a change of plans only. `Route.run` adds it before the list."""
         return []
 
@@ -102,7 +103,7 @@ class _AddLeft:
 class _Packing:
     """Makes the tensors and works of an itinerary, leg by leg. Its state is what the rank holds after the last leg."""
 
-    def __init__(self, codecs: Mapping[str, Codec], piece: Piece, grid: Grid) -> None:
+    def __init__(self, codecs: Mapping[str, Compressor], piece: Piece, grid: Grid) -> None:
         self.codecs, self.piece, self.grid = codecs, piece, grid
         self.values, self.start = piece.flat, 0
         self.payloads: dict[Parcel, torch.Tensor] = {}
@@ -151,12 +152,12 @@ class _Packing:
             for each, payload in self.payloads.items()
         ]
 
-    def _codec(self, encode: int, device: str, ranks: Collection[int]) -> Codec:
+    def _codec(self, encode: int, device: str, ranks: Collection[int]) -> Compressor:
         """`ranks`: those whose gradients are in the sum."""
         codec = self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
         return codec.summing(len(ranks), self.grid.world_size)
 
-    def _segments(self, item: Parcel | ParcelRun) -> Any:
+    def _segments(self, item: Parcel | ParcelRun) -> Segments:
         return self.piece.runs.between(item.start, item.end)
 
     def _bytes_of(self, parcel: Parcel) -> int:

@@ -13,9 +13,9 @@ import torch
 
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
-from gradwire.collectives.piece import Codec, Piece, SummedCodec
+from gradwire.collectives.piece import Piece
 from gradwire.collectives.shared_memory_sum import MemorySum, can_sum
-from gradwire.kernels import Scattered
+from gradwire.kernels import Compressor, Scattered
 from gradwire.transport import Group, Link, Mark, Meter, Streams, transfer
 
 
@@ -109,7 +109,7 @@ class AllReduce(OneEncode):
 class AllGather(Transfers, OneEncode):
     """Each rank encodes once, sends its payload to all ranks, and adds all payloads in rank order."""
 
-    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         rank, world_size, gradient, segments = group.rank, group.world_size, piece.gradient, piece.whole
         dtype = gradient.dtype
         self.piece, self.aliases = piece, [piece.flat]
@@ -133,7 +133,7 @@ class TwoPhase(Transfers):
     each owner encodes its sum, and all ranks, the owner too, use the decoded sum (CGX's SRA; docs/papers/cgx.md).
     """
 
-    def __init__(self, codec: Codec, piece: Piece, group: Group, root: int = 0) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         rank, world_size = group.rank, group.world_size
         self.rank = rank
         again, bounds, shards, dtype = codec.for_sum(), piece.bounds, piece.shards, piece.flat.dtype
@@ -266,7 +266,7 @@ class Summing(OneEncode):
 
     exchanges = 0
 
-    def __init__(self, codec: SummedCodec, piece: Piece, group: Group, root: int = 0) -> None:
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         self.piece, self.rank = piece, group.rank
         self.own = piece.memory(codec, 0, 0, piece.flat.numel(), piece.whole)
         self.memory = [self.own]

@@ -1,29 +1,29 @@
 """A narrower float on the wire (float16 or bfloat16). Law: contractive, relative error at most 2^-11 or 2^-8."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Context, KernelCompressor, residual_in
+from gradwire.compressors.base import Context, ListCompressor, residual_in
 from gradwire.core import Cast
-from gradwire.kernels import Segments
+from gradwire.kernels import KernelCall, Segments
 
 
-class CastCompressor(KernelCompressor):
+class CastCompressor(ListCompressor):
     """Rounds to nearest even. Beyond float16's 65504 a value becomes Inf, as in torch's own fp16 hook."""
 
     def __init__(self, spec: Cast) -> None:
         super().__init__(spec)
         self.wire: torch.dtype = getattr(torch, spec.dtype)
 
-    def encode_with(
+    def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> tuple[Any, ...]:
-        return "cast_encode", src, residual_in(state), self.wire, payload
+    ) -> list[KernelCall]:
+        return [("cast_encode", src, residual_in(state), self.wire, payload)]
 
-    def decode_with(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor
-    ) -> tuple[Any, ...]:
-        return "cast_decode", payload, self.wire, add, dst
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[KernelCall]:
+        self.check(payload, segments, dtype)
+        return [("cast_decode", payload, self.wire, add, dst)]

@@ -8,43 +8,52 @@ keep their old values there.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, KernelCompressor
-from gradwire.core import DGC
-from gradwire.kernels import Segments
+from gradwire.compressors.base import Compressor, Context, ListCompressor
+from gradwire.compressors.registry import compressor_for
+from gradwire.core import DGC, ErrorFeedback, TopK
+from gradwire.kernels import KernelCall, Segments
 
 
-class DGCCompressor(KernelCompressor):
+class DGCCompressor(ListCompressor):
     """Values in the gradient's own dtype, then their indices. Without state it is the first step's Top-k."""
 
     encodes_own_part = True  # momentum is in the decoded values, not in the gradient
 
-    def __init__(self, spec: DGC, again: Compressor, ranks: int = 1) -> None:
+    def __init__(self, spec: DGC, ranks: int = 1) -> None:
         """`ranks`: what gradients were divided by."""
-        super().__init__(
-            spec, ("dgc_encode", spec.ratio, spec.momentum), ("topk_decode", spec.ratio, False), typed=True
-        )
-        self.clip, self.again, self._of = spec.clip, again, spec
-        self._ranks = ranks
+        super().__init__(spec)
+        self._dgc, self._ranks = spec, ranks
+
+    @cached_property
+    def _again(self) -> Compressor:
+        return compressor_for(ErrorFeedback(TopK(self._dgc.ratio, self._dgc.selection)))
 
     def for_sum(self) -> Compressor:
         """Top-k with its residual: a sum of momenta must not gather momentum again."""
-        return self.again
+        return self._again
 
     def summing(self, terms: int, ranks: int) -> Compressor:
         """Option trees encode a rank's own gradient first, so `terms` is 1."""
-        return DGCCompressor(self._of, self.again, ranks)
+        return DGCCompressor(self._dgc, ranks)
 
     @property
     def bound(self) -> float:
         """The largest norm of a tensor's gradient after the division by the ranks: `clip` over ranks and their root."""
-        return self.clip / (math.sqrt(self._ranks) * self._ranks)
+        return self._dgc.clip / (math.sqrt(self._ranks) * self._ranks)
 
-    def encode_with(
+    def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> tuple[Any, ...]:
-        name, *settings = self.encoder
-        return name, src, *(state or (None, None)), segments, *settings, self.bound, payload
+    ) -> list[KernelCall]:
+        settings = self._dgc.ratio, self._dgc.momentum, self.bound
+        return [("dgc_encode", src, *(state or (None, None)), segments, *settings, payload)]
+
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[KernelCall]:
+        self.check(payload, segments, dtype)
+        return [("topk_decode", payload, segments, dtype, self._dgc.ratio, False, add, dst)]

@@ -5,25 +5,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context
-from gradwire.kernels import Segments
+from gradwire.compressors.base import Context, ListCompressor, aligned
+from gradwire.kernels import KernelCall, Segments
 
 
-class IdentityCompressor(Compressor):
+class IdentityCompressor(ListCompressor):
     """Copies bytes."""
 
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        payload.copy_(src.view(torch.uint8))
+    runs_in_c = False  # C++ does not know all dtypes
 
-    def decode(
+    def encode_calls(
+        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
+    ) -> list[KernelCall]:
+        return [("copy_into", payload, src.view(torch.uint8))]
+
+    def decode_calls(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    ) -> list[KernelCall]:
         self.check(payload, segments, dtype)
-        aligned = payload.storage_offset() % dtype.itemsize == 0  # else the bytes are copied before they are numbers
-        value = (payload if aligned else payload.clone()).view(dtype)
-        if add:
-            dst.add_(value)
-        else:
-            dst.copy_(value)
+        values, copies = aligned(payload, dtype)
+        return [*copies, ("add_into" if add else "copy_into", dst, values)]

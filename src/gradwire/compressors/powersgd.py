@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, runs_of
+from gradwire.compressors.base import Compressor, Context
 from gradwire.core import PowerSGD
 from gradwire.errors import PlanError
-from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels import Segments, kernels_for, runs_of
 from gradwire.kernels.reference.random import random_words, stream_key
 
 
@@ -42,7 +42,7 @@ class PowerSGDCompressor(Compressor):
 
 
 class PowerProgram:
-    """See `gradwire.collectives.piece.Program`."""
+    """See `gradwire.kernels.Program`."""
 
     def __init__(self, spec: PowerSGD, flat: Tensor, residual: Tensor | None, segments: Segments) -> None:
         self.spec, self.flat, self.residual = spec, flat, residual

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, KernelCompressor, residual_in
+from gradwire.compressors.base import Compressor, Context, KernelCompressor, ListCompressor, aligned, residual_in
 from gradwire.core import RandomK
-from gradwire.kernels import Segments, kernels_for
+from gradwire.kernels import KernelCall, Segments, run_calls
 
 
-class OwnRandomKCompressor(KernelCompressor):
-    """Each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
-
-    def __init__(self, spec: RandomK) -> None:
-        super().__init__(spec, ("randomk_encode", spec.ratio), ("randomk_decode", spec.ratio), random=True, typed=True)
+def randomk_compressor(spec: RandomK) -> Compressor:
+    """The compressor of elements that all ranks draw alike, or each rank for itself."""
+    return CommonRandomKCompressor(spec) if spec.indices == "common" else KernelCompressor(spec)
 
 
-class CommonRandomKCompressor(Compressor):
+class CommonRandomKCompressor(ListCompressor):
     """All ranks draw the same elements in a step, by seed and step number, so float32 values are summed on the wire."""
+
+    runs_in_c = False  # payloads are summed, not gathered
 
     def __init__(self, spec: RandomK) -> None:
         super().__init__(spec)
@@ -31,39 +31,43 @@ class CommonRandomKCompressor(Compressor):
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> "RandomKProgram":
         """The work on one piece: flat holds the gradient before, and the sum after."""
-        values = torch.zeros(self.payload_bytes(segments, flat.dtype) // 4, dtype=torch.float32, device=flat.device)
-        return RandomKProgram(flat, residual_in(state), segments, self.ratio, values)
+        return RandomKProgram(self, flat, state, segments)
 
-    def encode(
+    def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
-        program = self.program(src, state, segments)
-        program.fill(0, context)
-        payload.copy_(program.payloads[0].view(torch.uint8))
+    ) -> list[KernelCall]:
+        values = torch.empty(payload.numel() // 4, dtype=torch.float32, device=src.device)
+        return [
+            ("gather_random", src, residual_in(state), segments, context.random, self.ratio, values),
+            ("copy_into", payload, values.view(torch.uint8)),
+        ]
 
-    def decode(
+    def decode_calls(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    ) -> list[KernelCall]:
         """`context` has the seed and step of the encode, which give the same elements."""
         self.check(payload, segments, dtype)
-        values = payload.clone().view(torch.float32)
-        kernels_for(dst.device.type).scatter_random(values, segments, context.random, self.ratio, add, dst)
+        values, copies = aligned(payload, torch.float32)
+        return [*copies, ("scatter_random", values, segments, context.random, self.ratio, add, dst)]
 
 
 class RandomKProgram:
     """The work on one piece in a step: draw values, and write their sum over ranks to the same places."""
 
-    def __init__(self, flat: Tensor, residual: Tensor | None, segments: Segments, ratio: float, values: Tensor) -> None:
-        self.flat, self.residual, self.segments, self.ratio = flat, residual, segments, ratio
-        self.payloads, self.kernels = [values], kernels_for(flat.device.type)
+    def __init__(
+        self, compressor: CommonRandomKCompressor, flat: Tensor, state: Sequence[Tensor], segments: Segments
+    ) -> None:
+        self.flat, self.residual, self.segments, self.ratio = flat, residual_in(state), segments, compressor.ratio
+        numel = compressor.payload_bytes(segments, flat.dtype) // 4
+        self.payloads = [torch.zeros(numel, dtype=torch.float32, device=flat.device)]
         self.shared: dict[str, Tensor] = {}
 
     def fill(self, round_number: int, context: Context) -> None:
         """Write the values drawn to the payload."""
-        self.kernels.gather_random(
-            self.flat, self.residual, self.segments, context.random, self.ratio, self.payloads[0]
-        )
+        settings = self.segments, context.random, self.ratio
+        run_calls([("gather_random", self.flat, self.residual, *settings, *self.payloads)])
 
     def finish(self, context: Context) -> None:
         """Write the sum to the flat buffer: zeros where nothing was drawn."""
-        self.kernels.scatter_random(self.payloads[0], self.segments, context.random, self.ratio, False, self.flat)
+        settings = self.segments, context.random, self.ratio
+        run_calls([("scatter_random", *self.payloads, *settings, False, self.flat)])

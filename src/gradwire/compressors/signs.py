@@ -5,34 +5,31 @@ signs of the sum. A tie counts as 1. Without a scale, NaN and Inf cannot be mark
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, KernelCompressor
+from gradwire.compressors.base import Compressor, Context, ListCompressor
 from gradwire.core import SignSGD, Signum
-from gradwire.kernels import Segments
+from gradwire.kernels import KernelCall, Segments
 
 
-class SignSGDCompressor(KernelCompressor):
+class SignSGDCompressor(ListCompressor):
     """-1 or 1; zero and -0.0 become 1."""
 
     encodes_own_part = True
+    momentum = 0.0
 
-    def __init__(self, spec: SignSGD | Signum) -> None:
-        super().__init__(spec)
-        self.keep = 0.0
-
-    def encode_with(
+    def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> tuple[Any, ...]:
-        return "sign_encode", src, state[0] if state else None, self.keep, segments, payload
+    ) -> list[KernelCall]:
+        return [("sign_encode", src, state[0] if state else None, self.momentum, segments, payload)]
 
-    def decode_with(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor
-    ) -> tuple[Any, ...]:
-        return "sign_decode", payload, segments, 0, 0, add, dst
+    def decode_calls(
+        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
+    ) -> list[KernelCall]:
+        self.check(payload, segments, dtype)
+        return [("sign_decode", payload, segments, 0, 0, add, dst)]
 
 
 class SignumCompressor(SignSGDCompressor):
@@ -41,7 +38,7 @@ class SignumCompressor(SignSGDCompressor):
 
     def __init__(self, spec: Signum) -> None:
         super().__init__(spec)
-        self.keep = spec.momentum
+        self.momentum = spec.momentum
 
     def for_sum(self) -> Compressor:
         """Votes have no momentum."""

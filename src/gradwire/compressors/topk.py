@@ -1,8 +1,7 @@
-"""Top-k: the elements of largest magnitude, of each tensor or of all that is encoded at once (Aji and Heafield 2017).
+"""Top-k with encoded values: the elements of largest magnitude, whose values another compressor encodes (Sarfi et al. 2025).
 
-Law: contractive: at least the part `ratio` of a group's squared norm is kept. Both selections give the same elements: if too few
-elements reach the bound of the sample, all are searched. NaN and Inf count as the largest, so they are sent; with error feedback
-their residual stays as it was. With `values` what is kept is encoded once more: the law is that of both, one after the other.
+Law: that of the selection (`TopK.kernels`) and that of the values, one after the other. Both selections give the same elements:
+if too few elements reach the bound of the sample, all are searched.
 """
 
 from collections.abc import Sequence
@@ -10,60 +9,69 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, KernelCompressor, refused
+from gradwire.compressors.base import Compressor, Context, KernelCompressor, ListCompressor
+from gradwire.compressors.registry import compressor_for
 from gradwire.core import TopK, kept_of
-from gradwire.kernels import Segment, Segments, kernels_for
+from gradwire.kernels import KernelCall, Segment, Segments
 
 
-class TopKCompressor(KernelCompressor):
-    """Values in the gradient's own dtype, then their indices in ascending order."""
-
-    def __init__(self, spec: TopK) -> None:
-        settings = spec.ratio, spec.per == "bucket"
-        super().__init__(spec, ("topk_encode", *settings, 0.0), ("topk_decode", *settings), typed=True)
+def topk_compressor(spec: TopK) -> Compressor:
+    """The compressor of the largest elements, with their values encoded or in the gradient's own dtype."""
+    return CodedTopKCompressor(spec) if spec.values.encodes else KernelCompressor(spec)
 
 
-class CodedTopKCompressor(Compressor):
+class CodedTopKCompressor(ListCompressor):
     """The values as another compressor encodes them, then their indices."""
 
-    def __init__(self, spec: TopK, values: Compressor) -> None:
+    runs_in_c = False  # the lists would keep memory for the values of every payload
+
+    def __init__(self, spec: TopK) -> None:
         super().__init__(spec)
         self._ratio, self._together = spec.ratio, spec.per == "bucket"
-        self._plain, self._values = TopKCompressor(TopK(spec.ratio, spec.selection, spec.per)), values
+        self._plain = KernelCompressor(TopK(spec.ratio, spec.selection, spec.per))
+        self._values = compressor_for(spec.values)
 
-    def encode(
+    def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    ) -> list[KernelCall]:
         found = torch.empty(self._plain.payload_bytes(segments, src.dtype), dtype=torch.uint8, device=src.device)
-        self._plain.encode(src, state, segments, context, found)
         kept = self._kept(segments)
         size = kept.numel * src.element_size()
         values, indices = found[:size].view(src.dtype), found[size:]
         codes = payload[: payload.numel() - indices.numel()]
-        payload[codes.numel() :].copy_(indices)
+        calls = self._plain.encode_calls(src, state, segments, context, found)
+        calls.append(("copy_into", payload[codes.numel() :], indices))
         if not state:
-            self._values.encode(values, (), kept, context, codes)
-            return
-        error = values.to(torch.float32, copy=True)
-        self._values.encode(torch.zeros_like(values), [error], kept, context, codes)
-        error.nan_to_num_(0.0, 0.0, 0.0)  # the residual of such an element stayed as it was
-        self._scatter(error, indices, segments, True, state[0])
+            return calls + self._values.encode_calls(values, (), kept, context, codes)
+        error, scatter = self._scatter(indices, kept, segments, True, state[0])
+        return [
+            *calls,
+            ("copy_into", error, values),
+            *self._values.encode_calls(torch.zeros_like(values), [error], kept, context, codes),
+            ("zero_nonfinite", error),  # the residual of such an element stayed as it was
+            *scatter,
+        ]
 
-    def decode(
+    def decode_calls(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    ) -> list[KernelCall]:
         self.check(payload, segments, dtype)
         kept = self._kept(segments)
         size = self._values.payload_bytes(kept, dtype)
-        values = torch.empty(kept.numel, dtype=torch.float32, device=dst.device)
-        self._values.decode(payload[:size], kept, dtype, False, values, context)
-        with refused(self.spec):
-            self._scatter(values, payload[size:], segments, add, dst)
+        values, scatter = self._scatter(payload[size:], kept, segments, add, dst)
+        return [*self._values.decode_calls(payload[:size], kept, dtype, False, values, context), *scatter]
 
-    def _scatter(self, values: Tensor, indices: Tensor, segments: Segments, add: bool, dst: Tensor) -> None:
-        """Write these float32 values to the elements of these indices, or add them."""
-        found = torch.cat([values.view(torch.uint8), indices])
-        kernels_for(dst.device.type).topk_decode(found, segments, values.dtype, self._ratio, self._together, add, dst)
+    def _scatter(
+        self, indices: Tensor, kept: Segments, segments: Segments, add: bool, dst: Tensor
+    ) -> tuple[Tensor, list[KernelCall]]:
+        """Memory for float32 values, and the calls that write them to the elements of these indices, or add them."""
+        size = kept.numel * torch.float32.itemsize
+        found = torch.empty(size + indices.numel(), dtype=torch.uint8, device=dst.device)
+        settings = torch.float32, self._ratio, self._together
+        return found[:size].view(torch.float32), [
+            ("copy_into", found[size:], indices),
+            ("topk_decode", found, segments, *settings, add, dst),
+        ]
 
     def _kept(self, segments: Segments) -> Segments:
         """The values of all groups, one after another."""

@@ -3,7 +3,7 @@
 from gradwire.exchange.exchange import Exchange
 from gradwire.exchange.executor import Abandoned, Executor, TaskTimes
 from gradwire.exchange.golden import golden_digests
-from gradwire.exchange.host_codec import HostCodec, ProxyCodec, codec_on
+from gradwire.exchange.host_codec import HostCodec, codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.lending import Lent
 from gradwire.exchange.mixed import mixed, take_turn
@@ -41,7 +41,6 @@ __all__ = [
     "Executor",
     "HostCodec",
     "Lent",
-    "ProxyCodec",
     "Remembered",
     "Saved",
     "Slot",

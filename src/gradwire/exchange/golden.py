@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradwire.compressors import Context, compressor_for
+from gradwire.compressors import SoleRank, compressor_for
 from gradwire.core import Plan, Spec, innermost
 from gradwire.kernels import Segment, Segments, is_float, tensor_key
 
@@ -51,24 +51,11 @@ def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
         rows.append(Segment(at, numel, tensor_key(f"golden{number}"), 0, spec.element_bits))
         at += numel
     segments = Segments(tuple(rows), device, tuple(f"golden{n}" for n in range(len(rows))), _SHAPES)
-    compressor, flat, sha = compressor_for(spec), values.clone(), hashlib.sha256()
-    state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in compressor.state]
-    program = compressor.program(flat, state, segments) if spec.rounds else None  # type: ignore[attr-defined]
+    state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in spec.state]
+    rank, sha = SoleRank(compressor_for(spec), segments, dtype, state), hashlib.sha256()
     for step in range(2):
-        context = Context(torch.tensor([getattr(innermost(spec), "seed", 0), step, 0, 0], device=device))
-        flat.copy_(values)
-        if program is not None:
-            for number in range(spec.rounds):
-                program.fill(number, context)
-            program.finish(context)
-            made = [*program.payloads, flat, *state]
-        else:
-            payload = torch.zeros(compressor.payload_bytes(segments, dtype), dtype=torch.uint8, device=device)
-            decoded = torch.zeros(at, dtype=torch.float32, device=device)
-            compressor.encode(flat, state, segments, context, payload)
-            compressor.decode(payload, segments, dtype, False, decoded, context)
-            made = [payload, decoded, *state]
-        for tensor in made:
+        decoded = rank.step([getattr(innermost(spec), "seed", 0), step, 0, 0], values.to(torch.float32, copy=True))
+        for tensor in (*rank.payloads, decoded, *state):
             sha.update(bytes(tensor.cpu().view(torch.uint8).numpy()))
     return sha.hexdigest()[:16]
 

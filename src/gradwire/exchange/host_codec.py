@@ -1,14 +1,11 @@
 """CPU offload: a codec that works on copies in the host's memory, for comp:cpu and decomp:cpu of a bucket on a GPU."""
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from gradwire.compressors import Compressor, Context
-from gradwire.kernels import Segments
+from gradwire.kernels import Compressor, Context, Segments, WrappingCompressor
 from gradwire.transport import standing_in
 
 
@@ -34,80 +31,20 @@ OFFLOAD_WORKERS = 1
 _WORKERS = threading.BoundedSemaphore(OFFLOAD_WORKERS)
 
 
-class ProxyCodec(ABC):
-    """A codec whose encodes and decodes another device does. It says of itself what the codec says."""
-
-    runs_in_c = False
-
-    def __init__(self, codec: Compressor) -> None:
-        self.codec = codec
-        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
-
-    @abstractmethod
-    def like(self, codec: Compressor) -> "ProxyCodec":
-        """The same for another codec."""
-
-    @abstractmethod
-    def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
-    ) -> None:
-        """As of the codec."""
-
-    @abstractmethod
-    def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
-    ) -> None:
-        """As of the codec."""
-
-    def for_sum(self) -> "ProxyCodec":
-        """As of the codec."""
-        return self._of(self.codec.for_sum())
-
-    def summing(self, terms: int, ranks: int) -> "ProxyCodec":
-        """As of the codec."""
-        return self._of(self.codec.summing(terms, ranks))
-
-    def _of(self, codec: Compressor) -> "ProxyCodec":
-        return self if codec is self.codec else self.like(codec)
-
-    def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        """As of the codec."""
-        return self.codec.payload_bytes(segments, dtype)
-
-    def encode_calls(self, *arguments: Any, **named: Any) -> list[Any]:
-        """There are none: another device does the work."""
-        raise NotImplementedError
-
-    def decode_calls(self, *arguments: Any, **named: Any) -> list[Any]:
-        """There are none, as of encodes."""
-        raise NotImplementedError
-
-
-class HostCodec(ProxyCodec):
+class HostCodec(WrappingCompressor):
     """Encodes and decodes where the tensors are not. What goes in and out lies on the bucket's device.
 
     At most `OFFLOAD_WORKERS` codecs work at once; copies do not count.
     """
 
     def __init__(self, codec: Compressor, staging: Staging | None = None) -> None:
-        super().__init__(codec)
+        super().__init__(codec.spec, codec)
         self._staging = staging or Staging()
         self._on_host: dict[int, tuple[Segments, Segments]] = {}
 
-    def like(self, codec: Compressor) -> "HostCodec":
+    def around(self, inner: Compressor) -> "HostCodec":
         """With the same memory for copies."""
-        return HostCodec(codec, self._staging)
+        return HostCodec(inner, self._staging)
 
     def encode(
         self,
@@ -124,7 +61,7 @@ class HostCodec(ProxyCodec):
         host_payload = self._staging.like("payload", payload)
         _wait_for(payload)
         with _WORKERS:
-            self.codec.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
+            self.inner.encode(host_src, host_state, self._segments(segments), host_context, host_payload)
         payload.copy_(host_payload, non_blocking=True)
         for tensor, host in zip(state, host_state, strict=True):
             tensor.copy_(host, non_blocking=True)
@@ -145,7 +82,7 @@ class HostCodec(ProxyCodec):
         host_context = Context(self._fetched("random", context.random))
         _wait_for(payload)
         with _WORKERS:
-            self.codec.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
+            self.inner.decode(host_payload, self._segments(segments), dtype, add, host_dst, host_context)
         dst.copy_(host_dst, non_blocking=True)
         _wait_for(payload)
 
@@ -167,7 +104,7 @@ def _wait_for(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-def codec_on(where: str, codec: Compressor, device: str) -> Compressor | ProxyCodec:
+def codec_on(where: str, codec: Compressor, device: str) -> Compressor:
     """What encodes and decodes on `where`, cpu or gpu, for gradients on `device`, of the same two.
 
     On an accelerator that stands in for a GPU, codecs that change nothing take no time, and neither do those whose sums are taken
@@ -178,5 +115,5 @@ def codec_on(where: str, codec: Compressor, device: str) -> Compressor | ProxyCo
     accelerator = standing_in()
     if device == "cpu" or accelerator is None or codec.spec.rounds or not codec.spec.encodes:
         return codec
-    made: ProxyCodec = accelerator.codec(codec)
+    made: Compressor = accelerator.codec(codec)
     return made

@@ -1,27 +1,41 @@
-"""Kernels: the reference in plain torch, and faster kernels with the same bytes. This module chooses, once."""
+"""Kernels: the reference in plain torch, and faster kernels with the same bytes. This module chooses, once, and runs lists."""
 
 import functools
 import importlib
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 
-from gradwire.kernels import cpu, reference
+from gradwire.core import Spec
+from gradwire.errors import PayloadError
+from gradwire.kernels import cpu, everywhere, reference
 from gradwire.kernels.checksum import crc32c
+from gradwire.kernels.compressor import Compressor, Context, KernelCall, Program, WrappingCompressor, runs_of
+from gradwire.kernels.reference.indices import DAMAGED
 from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Segment, Segments, tensor_key
 
 __all__ = [
     "Addresses",
+    "Compressor",
+    "Context",
+    "KernelCall",
     "LocalUpdate",
+    "Program",
     "Scattered",
     "Segment",
     "Segments",
+    "WrappingCompressor",
     "crc32c",
     "is_float",
     "kernels_for",
+    "refused",
+    "run_calls",
+    "runs_of",
     "tensor_key",
 ]
 
@@ -51,6 +65,41 @@ def kernels_for(device_type: str) -> ModuleType:
         stacklevel=2,
     )
     return reference
+
+
+def run_calls(calls: Iterable[KernelCall]) -> None:
+    """Run a list of kernel calls, one after another, each on the device of its tensors.
+
+    Raises RuntimeError where a kernel refuses its arguments.
+
+    >>> run_calls([("add_into", total := torch.ones(2), torch.ones(2)), ("multiply", total, 3.0)])
+    >>> total
+    tensor([6., 6.])
+    """
+    for kernel, *arguments in calls:
+        if not isinstance(kernel, str):
+            kernel(*arguments)
+        elif any(isinstance(each, Scattered) for each in arguments):  # only C++ reads these
+            cpu.run([cpu.call(kernel, *arguments)])
+        elif kernel in everywhere.__all__:
+            getattr(everywhere, kernel)(*arguments)
+        else:
+            device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
+            getattr(kernels_for(device.type), kernel)(*arguments)
+
+
+@contextmanager
+def refused(spec: Spec) -> Iterator[None]:
+    """Raises PayloadError where a kernel finds bytes that no encode of this spec writes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if DAMAGED not in str(error):
+            raise
+        raise PayloadError(
+            f"{DAMAGED}: no encode of {spec!r} writes these bytes, and nothing was decoded. Ranks run different plans or "
+            "versions, or the bytes were changed. Run the same plan and version on all ranks."
+        ) from error
 
 
 def is_float(dtype: torch.dtype) -> bool:

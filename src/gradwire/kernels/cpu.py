@@ -94,7 +94,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """The types of each kernel's arguments, from the signature of the reference."""
 
 
-_ROWS = {
+ROWS = {
     "copy_into": (Tensor, Tensor),
     "add_into": (Tensor, Tensor),
     "gather_rows": (Tensor, _TYPES[Segments], c_bool, Tensor),
@@ -116,9 +116,9 @@ class Call(NamedTuple):
 
 
 def call(name: str, *arguments: Any) -> Call:
-    """A call of a kernel, or of a function in `_ROWS`. Tensors must keep their memory as long as the call is used; a `Scattered`
+    """A call of a kernel, or of a function in `ROWS`. Tensors must keep their memory as long as the call is used; a `Scattered`
     may stand for the tensor that segments are of."""
-    kinds = ARGUMENTS.get(name) or _ROWS[name]
+    kinds = ARGUMENTS.get(name) or ROWS[name]
     words, keeps = [], list(arguments)
     for kind, argument in zip(kinds, arguments, strict=True):
         if isinstance(argument, Scattered):

@@ -9,13 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core import CodecCosts, Costs, ElementRun, Made, Spec
 from gradwire.costs import fit_points
-from gradwire.exchange import ProxyCodec, codec_on
+from gradwire.exchange import codec_on
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
 from gradwire.transport import kind_of
@@ -61,7 +62,7 @@ def measure_codecs(
 
 
 def _calls(
-    spec: Spec, codec: Compressor | ProxyCodec, numel: int, gradient: torch.Tensor, total: torch.Tensor
+    spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions: encode the next `numel` float32 of the gradient, and add a decode to the next part of the
     total."""
@@ -73,9 +74,9 @@ def _calls(
     first = next(gradients)
     state = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state]
     if spec.rounds:
-        program = codec.program(first, state, segments)  # type: ignore[union-attr]
-        rounds = range(spec.rounds)
-        return lambda: [program.fill(number, context) for number in rounds], lambda: program.finish(context)
+        program = codec.program(first, state, segments)
+        fills = [partial(program.fill, number, context) for number in range(spec.rounds)]
+        return lambda: [fill() for fill in fills], lambda: program.finish(context)
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
     codec.encode(first, state, segments, context, payload)

@@ -182,7 +182,8 @@ def test_a_damaged_payload_is_told(wires: Wires) -> None:
     payload = torch.full((codec.payload_bytes(segments, torch.float32),), 255, dtype=torch.uint8)
     operations = Operations()
     context = Context(torch.tensor([1, 2, 3, 4]))
-    operations.call(codec.decode_calls(payload, segments, torch.float32, True, torch.zeros(1000), context))
+    calls = codec.decode_calls(payload, segments, torch.float32, True, torch.zeros(1000), context)
+    operations.call(cpu.call(*each) for each in calls)
     with pytest.raises(PayloadError, match="indices are damaged"):
         wires(2)[0].run(operations, Meter())
 
@@ -493,8 +494,9 @@ def test_calls_do_what_the_compressor_does(wires: Wires, spec: Spec, dtype: torc
     codec.encode(source, state[0], segments, context, own[0])
     codec.decode(own[0], segments, dtype, True, sums[0], context)
     operations = Operations()
-    operations.call(codec.encode_calls(source, state[1], segments, context, own[1]))
-    operations.call(codec.decode_calls(own[1], segments, dtype, True, sums[1], context))
+    calls = codec.encode_calls(source, state[1], segments, context, own[1])
+    calls += codec.decode_calls(own[1], segments, dtype, True, sums[1], context)
+    operations.call(cpu.call(*each) for each in calls)
     wires(1)[0].run(operations, Meter())
     assert torch.equal(*own) and torch.equal(*sums)
     assert all(torch.equal(*each) for each in zip(*state, strict=True))

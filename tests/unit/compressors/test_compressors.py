@@ -585,10 +585,7 @@ def test_tensors_of_a_family_share_one_payload_with_their_own_bits() -> None:
 @pytest.fixture
 def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is registered inside is forgotten afterwards."""
-    from gradwire import compressors
-
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    monkeypatch.setattr(compressors, "_BY_SPEC", dict(compressors._BY_SPEC))
     yield
 
 

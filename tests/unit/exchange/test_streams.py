@@ -23,7 +23,7 @@ from gradwire.exchange import Exchange, host_codec
 from gradwire.exchange.executor import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.exchange.phases import take_shards
-from gradwire.kernels import cpu, kernels_for
+from gradwire.kernels import Compressor, cpu, kernels_for
 from gradwire.transport import Grid, Group, Lane, Lanes, Link
 from gradwire.transport.flight import Flight
 
@@ -159,12 +159,12 @@ def buffers_beside(device: Device) -> None:
         beside.put(rank=1)
 
 
-class OnHost:
+class OnHost(Compressor):
     """A codec whose work the host does."""
 
-    def __init__(self, codec: Any, device: Device) -> None:
+    def __init__(self, codec: Compressor, device: Device) -> None:
+        super().__init__(codec.spec)
         self._codec, self._device = codec, device
-        self.state, self.encodes_own_part = codec.state, codec.encodes_own_part
 
     def encode(self, *arguments: Any) -> None:
         with self._device.on_host():
@@ -182,7 +182,7 @@ def offloaded(device: Device) -> None:
         exchange = exchange_on(lanes, gw.ErrorFeedback(gw.QSGD(bits=4)), scheme="allgather")
         transfer = exchange.buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
         given, arrived = transfer.before[0], transfer.arrivals[1][0]
-        codec = HostCodec(OnHost(given.codec, device), Staging())  # type: ignore[arg-type]
+        codec = HostCodec(OnHost(given.codec, device), Staging())
         context, ready = given.context, streams.mark()
         for _ in range(2):
             with streams.encoding(ready):

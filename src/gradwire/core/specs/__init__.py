@@ -13,7 +13,9 @@ True
 """
 
 from gradwire.core.specs.base import (
+    BlockSpec,
     ElementRun,
+    Kernels,
     Law,
     Spec,
     as_spec,
@@ -35,6 +37,7 @@ __all__ = [
     "DGC",
     "FP8",
     "QSGD",
+    "BlockSpec",
     "BlockTopK",
     "Cast",
     "EFSignSGD",
@@ -42,6 +45,7 @@ __all__ = [
     "ErrorFeedback",
     "Identity",
     "Int8",
+    "Kernels",
     "Law",
     "Natural",
     "OneBit",

@@ -38,6 +38,23 @@ class Law(NamedTuple):
     """For contractive: the least part of the squared norm that is kept, of every run."""
 
 
+class Kernels(NamedTuple):
+    """The kernels of a compressor that has one for each direction: the name of the kernel, then its settings. They are called as
+
+    encode(src, residual, segments, [random stream,] *settings, payload)
+    decode(payload, segments, [dtype,] *settings, add, dst)
+    """
+
+    encode: tuple[Any, ...]
+    decode: tuple[Any, ...]
+    random: bool = False
+    """Whether the encode takes the random stream."""
+    typed: bool = False
+    """Whether the payload holds numbers of the gradient's dtype, which the decode takes."""
+    joined: bool = False
+    """Whether the kernels see the tensors of a bucket as one."""
+
+
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every spec. A subclass sets `id`, declares its fields, checks them in `__post_init__` and registers.
 
@@ -63,6 +80,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether gradients are encoded. Only Identity sends them uncompressed."""
     touches_segments_only: ClassVar[bool] = False
     """Whether encode and decode leave elements outside their segments alone."""
+    compressor: ClassVar[Any] = None
+    """What makes the compressor of a spec, or "module:name" of it. None where `kernels` says it all."""
+
+    def kernels(self, part: float = 1.0) -> Kernels | None:
+        """The kernels of encode and decode; None for a method that takes more than one kernel. `part`: what gradients were
+        multiplied by, for methods that compare with a fixed magnitude."""
+        return None
 
     @property
     def owns_momentum(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from gradwire.core.checks import number, word
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, check_block, check_seed, register_spec
+from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, Spec, check_block, check_seed, register_spec
 from gradwire.errors import SpecError
 
 
@@ -17,6 +17,7 @@ class Identity(Spec, frozen=True):
     encodes: ClassVar[bool] = False
     touches_segments_only: ClassVar[bool] = True
     law: ClassVar[Law] = Law("exact")
+    compressor: ClassVar[str] = "gradwire.compressors.identity:IdentityCompressor"
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum(run.numel for run in runs) * itemsize
@@ -29,6 +30,7 @@ class Cast(Spec, frozen=True):
     id: ClassVar[str] = "cast"
     always_written: ClassVar[tuple[str, ...]] = ("dtype",)
     law: ClassVar[Law] = Law("contractive")
+    compressor: ClassVar[str] = "gradwire.compressors.cast:CastCompressor"
 
     dtype: str = "float16"
     """float16: less error, overflows beyond 65504; bfloat16: 8 times the error, float32's whole range."""
@@ -60,6 +62,11 @@ class FP8(BlockSpec, frozen=True):
         word("format", self.format, ("e4m3", "e5m2"), error=SpecError)
         check_block(self.block)
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Numbers that are normal in the format are off by at most 1/16 (e4m3) or 1/8 (e5m2) of themselves, the others by half
+        of its smallest number. A block with a NaN or an Inf decodes to NaN throughout, and keeps the residual it had."""
+        return Kernels(("fp8_encode", self.block, self.format), ("fp8_decode", self.block, self.format))
+
 
 @register_spec
 class Natural(BlockSpec, frozen=True):
@@ -79,6 +86,11 @@ class Natural(BlockSpec, frozen=True):
         check_block(self.block)
         check_seed(self.seed)
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """The variance of an element is at most an eighth of its square, as far as the block's powers reach. A block with a
+        NaN or an Inf decodes to NaN throughout, and keeps the residual it had."""
+        return Kernels(("natural_encode", self.block), ("natural_decode", self.block), random=True)
+
 
 @register_spec
 class Truncate(Spec, frozen=True):
@@ -89,6 +101,7 @@ class Truncate(Spec, frozen=True):
     touches_segments_only: ClassVar[bool] = True
     example: ClassVar[tuple[float]] = (4.0,)
     law: ClassVar[Law] = Law("contractive")
+    compressor: ClassVar[str] = "gradwire.compressors.truncate:TruncateCompressor"
 
     ratio: float
     """Bytes of the gradient over bytes of the payload: 1 or more."""

@@ -24,6 +24,7 @@ class ErrorFeedback(Spec, frozen=True):
     id: ClassVar[str] = "error_feedback"
     example: ClassVar[tuple[Spec]] = (QSGD(bits=2),)
     state: ClassVar[tuple[str, ...]] = ("residual",)
+    compressor: ClassVar[str] = "gradwire.compressors.error_feedback:ErrorFeedbackCompressor"
 
     inner: SpecField
     decay: float = 1.0

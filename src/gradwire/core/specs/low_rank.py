@@ -29,6 +29,7 @@ class PowerSGD(Spec, frozen=True):
     state: ClassVar[tuple[str, ...]] = ("residual",)
     law: ClassVar[Law] = Law("contractive")
     granularity: ClassVar[int] = 0
+    compressor: ClassVar[str] = "gradwire.compressors.powersgd:PowerSGDCompressor"
 
     rank: int = 4
     """Columns of the factors. Larger: less error, more bytes."""

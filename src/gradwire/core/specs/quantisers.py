@@ -9,7 +9,7 @@ import msgspec
 
 from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import coded_bytes, qsgd_bytes
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, check_block, check_seed, register_spec
+from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, check_block, check_seed, register_spec
 from gradwire.errors import SpecError
 
 
@@ -58,6 +58,23 @@ class QSGD(BlockSpec, frozen=True):
                 "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax levels may not. "
                 "Use scale='max'."
             )
+
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """The segments say how many bits an element has, so tensors of 2 to 8 bits share one call. With nearest each value is
+        off by at most half a level, which makes max and l2 scales contractive (minmax only from 4 bits on: zero is not one of
+        its levels). Exponential levels (NUQSGD, Ramezani-Kebrya et al. 2021) halve from the scale on. A block with a NaN or an
+        Inf decodes to NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4;
+        docs/papers/cgx.md)."""
+        settings, joined = (self.block, self.scale), self.blocks == "bucket"
+        rounding = "nearest" if self.rounding == "nearest" else "stochastic"
+        if self.levels == "exponential":
+            return Kernels(
+                ("exponential_encode", *settings, rounding),
+                ("exponential_decode", self.block),
+                random=True,
+                joined=joined,
+            )
+        return Kernels(("qsgd_encode", *settings, rounding), ("qsgd_decode", *settings), random=True, joined=joined)
 
     @property
     def law(self) -> Law:
@@ -113,6 +130,13 @@ class TernGrad(BlockSpec, frozen=True):
     def law(self) -> Law:
         return Law("none") if self.clip else Law("unbiased")
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Without clipping it is QSGD with 2 bits. A block with a NaN or an Inf decodes to NaN throughout, and keeps the
+        residual it had."""
+        unclipped = "qsgd_encode", self.block, "max", "stochastic"
+        encode = ("terngrad_encode", self.block, self.clip) if self.clip else unclipped
+        return Kernels(encode, ("qsgd_decode", self.block, "max"), random=True)
+
 
 @register_spec
 class Int8(BlockSpec, frozen=True):
@@ -127,6 +151,11 @@ class Int8(BlockSpec, frozen=True):
 
     def __post_init__(self) -> None:
         check_block(self.block)
+
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """QSGD with 8 bits, rounded to nearest."""
+        settings = self.block, "max"
+        return Kernels(("qsgd_encode", *settings, "nearest"), ("qsgd_decode", *settings), random=True)
 
 
 @register_spec
@@ -151,6 +180,12 @@ class TwoBit(BlockSpec, frozen=True):
         number("threshold", self.threshold, "what a sent element stands for, 0 for adaptive", error=SpecError)
         number("multiple", self.multiple, "thresholds in mean magnitudes", positive=True, error=SpecError)
         check_block(self.block)
+
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """A sent value is at most as large as the element, so the error is never larger than the input. NaN and Inf decode to
+        NaN and keep their residual; if blocks have their own t, so does the whole block (docs/papers/cd-sgd.md)."""
+        settings = self.block, self.threshold * part
+        return Kernels(("threshold_encode", *settings, self.multiple), ("threshold_decode", *settings))
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         sections = coded_bytes([(run.numel, 2) for run in runs], self.block)

@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gradwire.core.specs.base import BlockSpec, ElementRun, Law, Spec, check_block, check_momentum, register_spec
+from gradwire.core.specs.base import (
+    BlockSpec,
+    ElementRun,
+    Kernels,
+    Law,
+    Spec,
+    check_block,
+    check_momentum,
+    register_spec,
+)
 
 
 @register_spec
@@ -14,6 +23,7 @@ class SignSGD(Spec, frozen=True):
     id: ClassVar[str] = "signsgd"
     touches_segments_only: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
+    compressor: ClassVar[str] = "gradwire.compressors.signs:SignSGDCompressor"
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return sum((run.numel + 7) // 8 for run in runs)
@@ -25,6 +35,7 @@ class Signum(SignSGD, frozen=True):
 
     id: ClassVar[str] = "signum"
     state: ClassVar[tuple[str, ...]] = ("momentum",)
+    compressor: ClassVar[str] = "gradwire.compressors.signs:SignumCompressor"
 
     momentum: float = 0.9
     """m = momentum * m + (1 - momentum) * gradient."""
@@ -43,6 +54,12 @@ class _MeanSigns(BlockSpec, frozen=True):
     def __post_init__(self) -> None:
         if self.block != 0:
             check_block(self.block, "the elements of a block, 0 for the tensor")
+
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Every element becomes a mean of elements, so the error is never larger than the input, even with the mean in
+        bfloat16. A block with a NaN or an Inf decodes to NaN throughout, and keeps the residual it had."""
+        settings = self.block, self.scales
+        return Kernels(("mean_sign_encode", *settings), ("sign_decode", *settings))
 
 
 @register_spec

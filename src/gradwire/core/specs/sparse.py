@@ -9,6 +9,7 @@ from gradwire.core.checks import number, whole, word
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.core.specs.base import (
     ElementRun,
+    Kernels,
     Law,
     Spec,
     SpecField,
@@ -59,6 +60,7 @@ class TopK(_Selected, frozen=True):
 
     id: ClassVar[str] = "topk"
     example: ClassVar[tuple[float]] = (0.01,)
+    compressor: ClassVar[str] = "gradwire.compressors.topk:topk_compressor"
 
     ratio: float
     """The part of the elements that is sent, rounded up, at least one element."""
@@ -98,6 +100,12 @@ class TopK(_Selected, frozen=True):
             return Law("none")  # its error may be larger than the value
         return Law("contractive", self.ratio * (of_values.delta if self.values.encodes else 1.0))
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Where values travel in the gradient's own dtype. At least the part `ratio` of a group's squared norm is kept. NaN
+        and Inf count as the largest, so they are sent, and their residual stays as it was."""
+        settings = self.ratio, self.per == "bucket"
+        return Kernels(("topk_encode", *settings, 0.0), ("topk_decode", *settings), typed=True)
+
 
 @register_spec
 class BlockTopK(Spec, frozen=True):
@@ -120,6 +128,12 @@ class BlockTopK(Spec, frozen=True):
     @property
     def law(self) -> Law:
         return Law("contractive", self.ratio)
+
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Of a block at least the part `ratio` of its squared norm is kept. NaN and Inf count as the largest, so of a block
+        that holds any at least one travels, and the residual there stays as it was."""
+        settings = self.ratio, self.block
+        return Kernels(("block_topk_encode", *settings), ("block_topk_decode", *settings), typed=True)
 
     @property
     def granularity(self) -> int:
@@ -153,6 +167,11 @@ class Threshold(_Selected, frozen=True):
         number("threshold", self.threshold, "the smallest magnitude that is sent", positive=True, error=SpecError)
         check_ratio("capacity", self.capacity)
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Top-k of `capacity`. Elements below the threshold are sent as zeros; the residual keeps them until they grow."""
+        settings = self.capacity, False
+        return Kernels(("topk_encode", *settings, self.threshold * part), ("topk_decode", *settings), typed=True)
+
 
 @register_spec
 class RandomK(Spec, frozen=True):
@@ -165,6 +184,7 @@ class RandomK(Spec, frozen=True):
     example: ClassVar[tuple[float]] = (0.01,)
     touches_segments_only: ClassVar[bool] = True
     law: ClassVar[Law] = Law("unbiased")
+    compressor: ClassVar[str] = "gradwire.compressors.randomk:randomk_compressor"
 
     ratio: float
     """The part of the elements that is sent, rounded up, at least one element."""
@@ -187,6 +207,10 @@ class RandomK(Spec, frozen=True):
     def rounds(self) -> int:  # type: ignore[override]
         return 1 if self.indices == "common" else 0
 
+    def kernels(self, part: float = 1.0) -> Kernels:
+        """Where each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
+        return Kernels(("randomk_encode", self.ratio), ("randomk_decode", self.ratio), random=True, typed=True)
+
     def kept(self, runs: Sequence[ElementRun]) -> int:
         """Number of elements sent of these runs."""
         return sum(kept_of(run.numel, self.ratio) for run in runs)
@@ -205,6 +229,7 @@ class DGC(_Selected, frozen=True):
 
     id: ClassVar[str] = "dgc"
     state: ClassVar[tuple[str, ...]] = ("residual", "momentum")
+    compressor: ClassVar[str] = "gradwire.compressors.dgc:DGCCompressor"
 
     ratio: float = 0.01
     """The part of each tensor that is sent."""

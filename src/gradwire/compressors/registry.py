@@ -1,0 +1,35 @@
+"""Which compressor runs a spec: the class of the spec decides."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gradwire.compressors.base import KernelCompressor
+from gradwire.core import Spec, entry_points, named
+from gradwire.errors import SpecError
+from gradwire.kernels import Compressor
+
+
+def register_compressor(spec_class: type[Spec], make: Callable[[Any], Compressor]) -> None:
+    """Register the compressor of a spec class. `make` takes the spec and returns the compressor."""
+    spec_class.compressor = make
+
+
+def compressor_for(spec: Spec) -> Compressor:
+    """The compressor that runs a spec. Raises SpecError if its class has none.
+
+    >>> from gradwire.core.specs import QSGD
+    >>> compressor_for(QSGD(bits=4)).spec
+    QSGD(bits=4, block=128)
+    """
+    cls = type(spec)
+    if "compressor" not in vars(cls) and spec.id in entry_points.names(entry_points.COMPRESSORS):
+        entry_points.load(entry_points.COMPRESSORS, spec.id, partial(register_compressor, cls), SpecError)
+    if cls.compressor is None and spec.kernels() is None:
+        raise SpecError(
+            f"{spec!r} has no compressor: its class {cls.__name__} is registered as a spec only. "
+            "Register a compressor with gradwire.compressors.register_compressor, or in the entry points of "
+            f"{entry_points.COMPRESSORS}."
+        )
+    made: Compressor = (named(cls.compressor) or KernelCompressor)(spec)
+    return made
