@@ -187,11 +187,7 @@ class Remembered:
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:
-                    values = list[tuple[int, torch.Tensor]]()
-                    for slot in buffers.compressed:
-                        low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
-                        if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
-                            values.append((low - start, slot.in_memory(own)[low - slot.offset : high - slot.offset]))
+                    values = [*_carried_parts(carried, what, buffers, start, end)]
                     if values and any(memory.narrow for memory in chunk.memory):
                         whole = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
                         for at, part in values:
@@ -216,6 +212,16 @@ class Remembered:
                 yield from chunk.shared.values()
                 for memory in chunk.memory:
                     yield from memory.held
+
+
+def _carried_parts(
+    carried: State, what: str, buffers: BucketBuffers, start: int, end: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The carried values of a chunk that covers the bucket's elements from `start` to `end`, each with its place in the chunk."""
+    for slot in buffers.compressed:
+        low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+        if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
+            yield low - start, slot.in_memory(own)[low - slot.offset : high - slot.offset]
 
 
 def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_KeptRun]:

@@ -410,12 +410,18 @@ def _connected() -> dict[int, int]:
         for entry in os.listdir(_DESCRIPTORS):
             with suppress(OSError):  # closed meanwhile, or not connected
                 status = os.fstat(int(entry))
-                if stat.S_ISSOCK(status.st_mode):
-                    with _borrowed(int(entry)) as connection:
-                        if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
-                            connection.getpeername()
-                            found[int(entry)] = status.st_ino
+                if stat.S_ISSOCK(status.st_mode) and _is_connected_tcp(int(entry)):
+                    found[int(entry)] = status.st_ino
     return found
+
+
+def _is_connected_tcp(number: int) -> bool:
+    """Whether a socket is a TCP connection. Raises OSError if the socket has no other end."""
+    with _borrowed(number) as connection:
+        if connection.family == socket.AF_UNIX or connection.type != socket.SOCK_STREAM:
+            return False
+        connection.getpeername()
+        return True
 
 
 @contextmanager
