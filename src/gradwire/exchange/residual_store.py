@@ -15,7 +15,7 @@ Shared values (PowerSGD's factors) are the same on all ranks, and of another siz
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -189,10 +189,7 @@ class Remembered:
                 for what in chunk.remembers:
                     values = [*_carried_parts(carried, what, buffers, start, end)]
                     if values and any(memory.narrow for memory in chunk.memory):
-                        whole = torch.zeros(end - start, dtype=torch.float32, device=buffers.flat.device)
-                        for at, part in values:
-                            whole[at : at + part.numel()] = part
-                        values = [(0, whole)]
+                        values = [(0, _joined(values, end - start))]
                     for at, part in values:
                         chunk.take_over(what, at, part)
 
@@ -222,6 +219,14 @@ def _carried_parts(
         low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
         if low < high and (own := carried.get(f"{what}/{slot.name}")) is not None:
             yield low - start, slot.in_memory(own)[low - slot.offset : high - slot.offset]
+
+
+def _joined(values: Sequence[tuple[int, torch.Tensor]], numel: int) -> torch.Tensor:
+    """One tensor of `numel` elements with the parts at their places, and zeros elsewhere."""
+    whole = torch.zeros(numel, dtype=torch.float32, device=values[0][1].device)
+    for at, part in values:
+        whole[at : at + part.numel()] = part
+    return whole
 
 
 def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_KeptRun]:
